@@ -98,9 +98,7 @@ def tool(name: str, *arguments: str) -> str:
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run(
-        [str(path), *arguments], capture_output=True, text=True, check=True
-    ).stdout
+    return subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def examine(case: Compiled, arch: int) -> Row:
@@ -122,9 +120,7 @@ def examine(case: Compiled, arch: int) -> Row:
         complaints.append(f"spills ({stack} bytes of stack)")
     if shared > SHARED_LIMIT[arch]:
         complaints.append(f"{shared} bytes of shared memory, {SHARED_LIMIT[arch]} may be had")
-    complaints += [
-        f"no {opcodes}" for opcodes in case.expect if not re.search(rf"\b({opcodes})", code)
-    ]
+    complaints += [f"no {opcodes}" for opcodes in case.expect if not re.search(rf"\b({opcodes})", code)]
     seconds = time.perf_counter() - begin
     return Row(case.name, arch, registers, stack, shared, seconds, "; ".join(complaints))
 
@@ -140,10 +136,7 @@ def markdown(rows: list[Row]) -> str:
         "| kernel | arch | registers | stack | shared, KiB |",
         "| --- | --- | --- | --- | --- |",
     ]
-    lines += [
-        f"| `{r.kernel}` | sm_{r.arch} | {r.registers} | {r.stack} | {r.shared / 1024:.1f} |"
-        for r in rows
-    ]
+    lines += [f"| `{r.kernel}` | sm_{r.arch} | {r.registers} | {r.stack} | {r.shared / 1024:.1f} |" for r in rows]
     return "\n".join(lines)
 
 

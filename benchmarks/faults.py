@@ -108,9 +108,7 @@ def problems(out: Path, undisturbed: Path) -> list[str]:
     found += [f"different: {key}" for key, entry in written if expected.get(key) != entry]
     if (out / f"{RESPONSES}.damaged").exists():
         found.append("a line was damaged")
-    for name, ours, theirs in zip(
-        ("cells", "samples"), tables(out), tables(undisturbed), strict=True
-    ):
+    for name, ours, theirs in zip(("cells", "samples"), tables(out), tables(undisturbed), strict=True):
         if not ours.equals(theirs):
             found.append(f"{name}.parquet differs")
     return found

@@ -133,9 +133,7 @@ def main() -> int:
                 print(f"{policy}, bias {bias:g}: within {off:.1e} of the equations")
                 if off > 1e-3:
                     return 1
-    print(
-        f"\n{args.model}, {args.tokens} tokens, {args.dtype}, {torch.get_num_threads()} threads\n"
-    )
+    print(f"\n{args.model}, {args.tokens} tokens, {args.dtype}, {torch.get_num_threads()} threads\n")
     print("| policy | gates | learned | forward, s | step, s | forwards a step |")
     print("| --- | --- | --: | --: | --: | --: |")
     for policy in args.policy:

@@ -155,9 +155,7 @@ class Ours:
                 loaded_model(stage, grid, lambda line: None) as model,
                 RunStore(Path(out) / "run") as store,
             ):
-                worker = Worker(
-                    model, stage.tokenizer, store, Silent(), cache_memory=grid.cache_memory
-                )
+                worker = Worker(model, stage.tokenizer, store, Silent(), cache_memory=grid.cache_memory)
                 self.peak = 0
 
                 def generate() -> None:
@@ -278,9 +276,7 @@ def compare(args: argparse.Namespace) -> None:
     if is_gguf(folder):
         folder = str(converted(args.model, Path(folder), torch.float32))
     command = [args.kvpress_python, __file__, "--serve", folder]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as peer:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
         assert peer.stdin is not None and peer.stdout is not None
         assert peer.stdout.readline().strip() == "ready"
         here: list[float] = []
@@ -304,10 +300,7 @@ def compare(args: argparse.Namespace) -> None:
     print("| --- | --: | --: |")
     mine, theirs = (1000 * sorted(found)[len(found) // 2] for found in (here, there))
     print(f"| kvbench, {ours.contexts()} contexts in one run | {mine:.1f} | 1.00x |")
-    print(
-        f"| kvpress' pipeline, {count} of them, cell by cell | {theirs:.1f} | "
-        f"{ratio(there, here)} |"
-    )
+    print(f"| kvpress' pipeline, {count} of them, cell by cell | {theirs:.1f} | {ratio(there, here)} |")
     print(f"\n{same} of {len(answers)} responses begin with ours; {len(errors)} calls raised.")
     for error in sorted(set(errors)):
         print(f"  {error}")

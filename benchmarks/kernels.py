@@ -331,14 +331,9 @@ def median_ms(run: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def timed(
-    case: Case, rates: tuple[float, float, float], repeats: int
-) -> Iterator[dict[str, object]]:
+def timed(case: Case, rates: tuple[float, float, float], repeats: int) -> Iterator[dict[str, object]]:
     """Rows for forward and backward: time, the best possible, and their ratio."""
-    inputs = [
-        x.detach().requires_grad_(case.backward is not None and x.is_floating_point())
-        for x in case.inputs
-    ]
+    inputs = [x.detach().requires_grad_(case.backward is not None and x.is_floating_point()) for x in case.inputs]
     with torch.no_grad():
         parts = [("forward", median_ms(lambda: case.run(*inputs), repeats), case.forward)]
     if case.backward is not None:
@@ -386,8 +381,7 @@ def main() -> int:
             for case in OPS[op](length):
                 for row in timed(case, rates, asked.repeats):
                     print(
-                        "{case:44s} {part:9s} {ms:10.3f} ms  at best {roofline_ms:10.3f} ms  "
-                        "{share:6.1%}".format(**row)
+                        "{case:44s} {part:9s} {ms:10.3f} ms  at best {roofline_ms:10.3f} ms  {share:6.1%}".format(**row)
                     )
                     rows.append(row)
     if asked.json:

@@ -207,9 +207,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compare what kvbench and kvpress keep.")
     parser.add_argument("--kvpress-python", help="python of an environment with kvpress 0.5")
     parser.add_argument("--only", help="names of the table's first column, with commas")
-    parser.add_argument(
-        "--write", action="store_true", help="update these rows of docs/from-kvpress.md"
-    )
+    parser.add_argument("--write", action="store_true", help="update these rows of docs/from-kvpress.md")
     arguments = parser.parse_args()
     chosen = arguments.only.split(",") if arguments.only else list(ROWS)
     unknown = sorted(set(chosen) - set(ROWS))

@@ -135,9 +135,7 @@ def artifacts(models: dict[str, str], folder: Path) -> dict[str, Case]:
     return made
 
 
-def surrogates(
-    kind: str, layers: int, width: int, heads: int, folder: Path, draw: torch.Generator
-) -> None:
+def surrogates(kind: str, layers: int, width: int, heads: int, folder: Path, draw: torch.Generator) -> None:
     """Save random surrogates in the format that NVIDIA publishes."""
     folder.mkdir()
     shapes = {"0": (HIDDEN, width), "2": (heads, HIDDEN)} if kind == "mlp" else {"": (heads, width)}

@@ -84,9 +84,7 @@ def compare(folder: Path) -> int:
 
     logging.disable_progress_bar()
     theirs = np.load(folder / "kvpress.npz", allow_pickle=False)
-    print(
-        f"{'model':<11}{'T':>4} {'budget':>7} {'share':>6} {'channels':>9} {'other':>6}  d(logits)"
-    )
+    print(f"{'model':<11}{'T':>4} {'budget':>7} {'share':>6} {'channels':>9} {'other':>6}  d(logits)")
     cells = wrong = 0
     for number, case in enumerate(cases_of(folder)):
         model = AutoModelForCausalLM.from_pretrained(case["folder"], dtype=torch.float32).eval()
@@ -98,9 +96,7 @@ def compare(folder: Path) -> int:
                 spec = f"{spec.format(**case)}:key_channels={share}:residual=0"
                 with kvbench.attach(model, spec, budget or "full") as cache:
                     model(ids[:, :length], past_key_values=cache)
-                    width = [
-                        layer.coding.width(layer.dim) for layer in cache.ragged if layer.coding
-                    ]
+                    width = [layer.coding.width(layer.dim) for layer in cache.ragged if layer.coding]
                     logits = model(ids[:, length:], past_key_values=cache).logits[0]
                     orders = [layer.order[0] for layer in cache.ragged if layer.order is not None]
                 stays = np.stack(

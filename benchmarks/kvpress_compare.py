@@ -129,9 +129,7 @@ class Side:
         parts = {} if self.merged is None else {"merge": Stored()}
         policy = kvbench.policy(self.policy, score=Watched(), **parts)
         held = self.held(policy)
-        return (
-            np.stack([self.chosen[layer] for layer in sorted(self.chosen)]) if self.chosen else held
-        )
+        return np.stack([self.chosen[layer] for layer in sorted(self.chosen)]) if self.chosen else held
 
     def compared(self, found: Any, given: torch.Tensor) -> Any:
         """Note how far scores differ where they decide; give kvpress' with our protection."""
@@ -154,9 +152,7 @@ class Side:
         ids = torch.tensor([self.case["ids"]])
         steps = forwards(self.row, self.case, self.budget)
         cuts = {steps[0][1] + n * self.case["window"] for n in range(1, STEPS + 1)}
-        moment: Any = {"question": "context", "decode_at_budget": "decode"}.get(
-            self.row.moment, self.row.moment
-        )
+        moment: Any = {"question": "context", "decode_at_budget": "decode"}.get(self.row.moment, self.row.moment)
         with kvbench.attach(self.model, policy, self.budget, moment=moment) as cache:
             if self.row.moment == "question":
                 cache.asked = self.case["window"]
@@ -225,8 +221,7 @@ def tied(side: Side, ours: np.ndarray) -> bool:
     if side.scores is None:
         return False
     return side.error <= ROUNDING and (
-        np.array_equal(side.kept(given=True), side.theirs)
-        or swapped(ours, side.theirs, side.scores.numpy())
+        np.array_equal(side.kept(given=True), side.theirs) or swapped(ours, side.theirs, side.scores.numpy())
     )
 
 
@@ -248,9 +243,7 @@ def swapped(ours: np.ndarray, kept: np.ndarray, scores: np.ndarray, rounding: fl
     def layer(*parts: np.ndarray) -> bool:
         return even(*parts) or all(even(*head) for head in zip(*parts, strict=True))
 
-    return even(ours, kept, scores) or all(
-        layer(*parts) for parts in zip(ours, kept, scores, strict=True)
-    )
+    return even(ours, kept, scores) or all(layer(*parts) for parts in zip(ours, kept, scores, strict=True))
 
 
 def draws(listed: list[Case], folder: Path) -> None:

@@ -35,9 +35,9 @@ def largest_remainder(real: list[Fraction], total: int) -> list[int]:
 
 def last_attention(module: Any, hidden_states: Any, keys: Any, kwargs: Any) -> torch.Tensor:
     """Attention of the newest token to all tokens, itself included, `[1, H_q, T]`."""
-    past = kvpress.SnapKVPress.compute_window_attention(
-        module, hidden_states, keys, 1, kwargs["position_embeddings"]
-    )[:, :, 0]
+    past = kvpress.SnapKVPress.compute_window_attention(module, hidden_states, keys, 1, kwargs["position_embeddings"])[
+        :, :, 0
+    ]
     return torch.cat([past, 1 - past.sum(-1, keepdim=True)], -1)
 
 
@@ -67,9 +67,7 @@ def projected(press: Any, matrices: Any) -> Any:
 class Unforced(kvpress.TOVAPress):
     """TOVA whose newest token stays only if its own attention is large enough."""
 
-    def score(
-        self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any
-    ) -> Any:
+    def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
         """Score with the newest token's attention to itself."""
         mean = last_attention(module, hidden_states, keys, kwargs).mean(1, keepdim=True)
         return mean.repeat(1, keys.shape[1], 1)
@@ -90,9 +88,7 @@ class Counted(kvpress.FinchPress):
 class QuestionFirst(Counted):
     """FINCH by chunks that share what the question leaves, in proportion to their sizes."""
 
-    def compress(
-        self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any
-    ) -> Any:
+    def compress(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
         """Keep as many entries as the press does."""
         scores = self.score(module, hidden_states, keys, values, attentions, kwargs)
         tokens, size = keys.shape[2], self.chunk_length
@@ -176,9 +172,7 @@ class WholeContext(kvpress.ChunkPress):
 class InOrder(kvpress.SnapKVPress):
     """SnapKV for decoding: queries at their own positions, and entries that stay in order."""
 
-    def score(
-        self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any
-    ) -> Any:
+    def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
         """Score with the positions of all tokens of the window instead of the newest one's."""
         place = kwargs["position_ids"] - torch.arange(self.window_size - 1, -1, -1)
         turned = {"position_embeddings": module.rotary_emb(hidden_states, place)}
@@ -217,10 +211,7 @@ class Averaging(kvpress.MergingPress):
             similarity = unit[gone] @ unit[kept].T
             nearest, target = similarity.max(-1)
             best = similarity.topk(min(2, len(kept)), dim=-1).values
-            if (
-                min((best[:, 0] - best[:, -1]).min(), (nearest - nearest.mean()).abs().min())
-                < CLOSE
-            ):
+            if min((best[:, 0] - best[:, -1]).min(), (nearest - nearest.mean()).abs().min()) < CLOSE:
                 self.close.add((len(self.places) - 1, head))
             go = nearest >= nearest.mean()
             rows = both[head].clone()
@@ -259,9 +250,7 @@ class OwnHeads(kvpress.CAMPress):
             self._running_attn_sum[module.layer_idx] = total
         return found
 
-    def compress(
-        self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any
-    ) -> Any:
+    def compress(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
         """Merge and evict, head by head."""
         layer, held = module.layer_idx, keys.shape[2]
         place = self.places.get(layer, torch.zeros(keys.shape[1], 0, dtype=torch.long))
@@ -271,9 +260,7 @@ class OwnHeads(kvpress.CAMPress):
         score = self.base_press.score(module, hidden_states, keys, values, None, kwargs)
         index = score.topk(self.target_size, dim=-1).indices.sort(-1).values
         ordered = score[0].sort(-1, descending=True).values
-        gap = (
-            ordered[:, self.target_size - 1] - ordered[:, self.target_size]
-        ) / ordered.abs().amax(1)
+        gap = (ordered[:, self.target_size - 1] - ordered[:, self.target_size]) / ordered.abs().amax(1)
         self.close |= {(layer, head) for head in (gap < CLOSE).nonzero()[:, 0].tolist()}
         merged = values.clone()
         for head, stays in enumerate(index[0]):

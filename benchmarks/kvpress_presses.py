@@ -33,9 +33,7 @@ class Run:
     settle: Callable[[np.ndarray | None], None] | None = None
 
 
-def run_of(
-    name: str, case: Case, budget: float, head_dim: int, draws: mended.Draws, mend: bool = False
-) -> Run:
+def run_of(name: str, case: Case, budget: float, head_dim: int, draws: mended.Draws, mend: bool = False) -> Run:
     """Make the press of a row at a budget; `mend`: without the reason why it may differ."""
     row, length, window = ROWS[name], len(case["ids"]), case["window"]
     chunk = {"chunk_size": CHUNKS * window}
@@ -44,9 +42,7 @@ def run_of(
     total = length - STEPS * window if row.moment == "decode" else length
     ratio = max(0.0, 1 - (budget + 0.5) / total)
 
-    def scored(
-        press: Any, wrap: Callable[[Any], Any] = lambda press: press, ratio: float = ratio
-    ) -> Run:
+    def scored(press: Any, wrap: Callable[[Any], Any] = lambda press: press, ratio: float = ratio) -> Run:
         press.compression_ratio = ratio
         return Run(wrap(press), press)
 
@@ -106,15 +102,11 @@ def run_of(
         "qfilters": lambda: scored(with_filters(case["filters"])),
         "leverage": lambda: scored(kvpress.LeverageScorePress(sketch_dimension=head_dim)),
         "non_causal": lambda: scored(kvpress.NonCausalAttnPress(**chunk)),
-        "compactor": lambda: scored(
-            kvpress.CompactorPress(blending=0.35, sketch_dimension=head_dim, **chunk)
-        ),
+        "compactor": lambda: scored(kvpress.CompactorPress(blending=0.35, sketch_dimension=head_dim, **chunk)),
         "compactor default": lambda: scored(
             mended.projected(kvpress.CompactorPress(), draws["gaussian48"]), ratio=exact
         ),
-        "leverage default": lambda: scored(
-            mended.projected(kvpress.LeverageScorePress(), draws["gaussian48"])
-        ),
+        "leverage default": lambda: scored(mended.projected(kvpress.LeverageScorePress(), draws["gaussian48"])),
         "curdkv": lambda: scored(kvpress.CURPress()),
         "curdkv default": lambda: scored(
             mended.projected(
@@ -139,13 +131,9 @@ def run_of(
         "criticalkv": lambda: scored(snap(), kvpress.CriticalAdaKVPress),
         "criticalkv floor": lambda: scored(
             snap(),
-            functools.partial(
-                kvpress.CriticalAdaKVPress, alpha_safeguard=0.5, first_stage_ratio=0.25
-            ),
+            functools.partial(kvpress.CriticalAdaKVPress, alpha_safeguard=0.5, first_stage_ratio=0.25),
         ),
-        "criticalkv expected": lambda: scored(
-            expected(use_vnorm=False), kvpress.CriticalAdaKVPress
-        ),
+        "criticalkv expected": lambda: scored(expected(use_vnorm=False), kvpress.CriticalAdaKVPress),
         "pyramidkv": lambda: scored(pyramid(case)),
         "pyramidkv counts": lambda: scored(pyramid(case)),
         "per_layer": lambda: scored(
@@ -154,12 +142,8 @@ def run_of(
                 press, (ratio * np.linspace(0.5, 1.1, case["layers"])).tolist()
             ),
         ),
-        "lukv": lambda: scored(
-            kvpress.KnormPress(), lambda press: with_curves(press, case, ratio, sink=0)
-        ),
-        "lukv expected": lambda: scored(
-            expected(), lambda press: with_curves(press, case, ratio, sink=4)
-        ),
+        "lukv": lambda: scored(kvpress.KnormPress(), lambda press: with_curves(press, case, ratio, sink=0)),
+        "lukv expected": lambda: scored(expected(), lambda press: with_curves(press, case, ratio, sink=4)),
         "duo_attention": lambda: Run(duo(case, budget)),
         "simlayerkv": lambda: lazy(case, budget, kvpress.SimLayerKVPress),
         "chunkkv knorm": lambda: unscored(kvpress.KnormPress(), chunks(kvpress.ChunkKVPress)),
@@ -170,9 +154,7 @@ def run_of(
         "chunkkv twenty": lambda: unscored(snap(), kvpress.ChunkKVPress),
         "chunk knorm": lambda: unscored(kvpress.KnormPress(), chunks(kvpress.ChunkPress)),
         "chunk keydiff": lambda: unscored(kvpress.KeyDiffPress(), chunks(kvpress.ChunkPress)),
-        "block knorm": lambda: unscored(
-            kvpress.KnormPress(), lambda press: kvpress.BlockPress(press, 2 * window)
-        ),
+        "block knorm": lambda: unscored(kvpress.KnormPress(), lambda press: kvpress.BlockPress(press, 2 * window)),
         "block keydiff": lambda: unscored(
             kvpress.KeyDiffPress(), lambda press: kvpress.BlockPress(press, block(case, budget))
         ),
@@ -204,21 +186,15 @@ def run_of(
         "finch chunks": lambda: finch(mended.QuestionFirst, chunk_length=CHUNKS * window),
         "pyramidkv": lambda: scored(pyramid(case, mended.WindowFirst)),
         "simlayerkv": lambda: lazy(case, budget, mended.SeesItself),
-        "chunkkv": lambda: unscored(
-            kvpress.SnapKVPress(window_size=window, kernel_size=1), chunks(mended.WindowApart)
-        ),
+        "chunkkv": lambda: unscored(kvpress.SnapKVPress(window_size=window, kernel_size=1), chunks(mended.WindowApart)),
         "chunkkv snapkv": lambda: unscored(snap(), chunks(mended.WindowApart)),
         "chunkkv twenty": lambda: unscored(snap(), mended.WindowApart),
         "chunk keydiff": lambda: unscored(mended.Anchored(), chunks(mended.WholeContext)),
         "block keydiff": lambda: Run(
-            kvpress.DecodingPress(
-                kvpress.KeyDiffPress(), compression_interval=1, target_size=int(budget)
-            )
+            kvpress.DecodingPress(kvpress.KeyDiffPress(), compression_interval=1, target_size=int(budget))
         ),
         "merging": lambda: scored(snap(), mended.Averaging),
-        "decoding snapkv": lambda: Run(
-            decoding(mended.InOrder(window_size=window // 2, kernel_size=case["kernel"]))
-        ),
+        "decoding snapkv": lambda: Run(decoding(mended.InOrder(window_size=window // 2, kernel_size=case["kernel"]))),
         "cam": lambda: Run(decoding(kvpress.KnormPress(), mended.OwnHeads, draws=draws["merging"])),
     }
     return (repairs if mend else makers)[name]()

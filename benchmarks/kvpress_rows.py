@@ -68,15 +68,11 @@ ROWS: dict[str, Row] = {
     "knorm": Row("KnormPress", "knorm"),
     "keydiff": Row("KeyDiffPress", "keydiff"),
     "snapkv": Row("SnapKVPress", f"snapkv:{SNAP}"),
-    "tova": Row(
-        "TOVAPress", "tova", reason="the newest token stays by its own attention, not in any case"
-    ),
+    "tova": Row("TOVAPress", "tova", reason="the newest token stays by its own attention, not in any case"),
     "observed_attention": Row("ObservedAttentionPress", "roco:b_std=0:window=0:sinks=0"),
     "expected_attention": Row("ExpectedAttentionPress", EXPECTED),
     "expected_attention eps": Row("ExpectedAttentionPress(epsilon=0.01)", f"{EXPECTED}:eps=0.01"),
-    "expected_attention measured": Row(
-        "ExpectedAttentionStatsPress", f"{EXPECTED}:statistics={{statistics}}"
-    ),
+    "expected_attention measured": Row("ExpectedAttentionStatsPress", f"{EXPECTED}:statistics={{statistics}}"),
     "lagkv": Row("LagKVPress", "lagkv:lag={w}:sinks=4"),
     "qfilters": Row("QFilterPress", "qfilters:filters={filters}"),
     "leverage": Row("LeverageScorePress", "knorm:score=leverage:sketch=0"),
@@ -84,9 +80,7 @@ ROWS: dict[str, Row] = {
     "compactor": Row("CompactorPress", "compactor:variant=release:blend=0.35:sketch=0:chunk={c}"),
     "compactor default": Row("CompactorPress", "compactor:variant=release"),
     "leverage default": Row("LeverageScorePress", "random:score=leverage"),
-    "curdkv default": Row(
-        "CURPress(use_random_leverage=True, use_local_approximation=False)", "curdkv"
-    ),
+    "curdkv default": Row("CURPress(use_random_leverage=True, use_local_approximation=False)", "curdkv"),
     "curdkv": Row("CURPress", "curdkv:sketch=0:local=16"),
     "finch": Row(
         "FinchPress",
@@ -105,24 +99,16 @@ ROWS: dict[str, Row] = {
         "from the quota of the last chunk",
     ),
     "kvzip": Row("KVzipPress", "kvzip:replay={c}"),
-    "kvzip layerwise": Row(
-        "KVzipPress(layerwise=True)", "kvzip:replay={c}:allocate=head_adaptive:safeguard=0"
-    ),
+    "kvzip layerwise": Row("KVzipPress(layerwise=True)", "kvzip:replay={c}:allocate=head_adaptive:safeguard=0"),
     "kvzip plus": Row("KVzipPress(kvzip_plus_normalization=True)", "kvzip:replay={c}:plus=true"),
     "kvzap": Row("KVzapPress", "kvzap:window=0:allocate=uniform:gates={mlp}"),
     "kvzap threshold": Row("DMSPress(KVzapPress)", "kvzap:window={w}:gates={mlp}"),
-    "kvzap linear": Row(
-        "DMSPress(KVzapPress(model_type='linear'))", "kvzap:window={w}:gates={linear}"
-    ),
+    "kvzap linear": Row("DMSPress(KVzapPress(model_type='linear'))", "kvzap:window={w}:gates={linear}"),
     "knorm threshold": Row("DMSPress(KnormPress)", "knorm:allocate=global"),
     "adakv": Row("AdaKVPress(SnapKVPress)", f"adakv:{SNAP}"),
     "adakv knorm": Row("AdaKVPress(KnormPress)", "knorm:allocate=head_adaptive"),
-    "adakv expected": Row(
-        "AdaKVPress(ExpectedAttentionPress)", f"{EXPECTED}:allocate=head_adaptive"
-    ),
-    "critical_snapkv": Row(
-        "CriticalKVPress(SnapKVPress)", f"critical_snapkv:variant=release:{SNAP}"
-    ),
+    "adakv expected": Row("AdaKVPress(ExpectedAttentionPress)", f"{EXPECTED}:allocate=head_adaptive"),
+    "critical_snapkv": Row("CriticalKVPress(SnapKVPress)", f"critical_snapkv:variant=release:{SNAP}"),
     "critical expected": Row(
         "CriticalKVPress(ExpectedAttentionPress)",
         f"{EXPECTED}:score.norm=none:select=two_stage:variant=release",
@@ -158,9 +144,7 @@ ROWS: dict[str, Row] = {
         reason="kvpress leaves out the newest token's attention to itself, which counts in the "
         "authors' code, and measures one more recent token than it keeps",
     ),
-    "chunkkv knorm": Row(
-        "ChunkKVPress(KnormPress)", f"knorm:select=chunk:chunk_length={CHUNK}", counts=True
-    ),
+    "chunkkv knorm": Row("ChunkKVPress(KnormPress)", f"knorm:select=chunk:chunk_length={CHUNK}", counts=True),
     "chunkkv snapkv": Row(
         "ChunkKVPress(SnapKVPress)",
         f"snapkv:{SNAP}:select=chunk:chunk_length={CHUNK}",
@@ -179,9 +163,7 @@ ROWS: dict[str, Row] = {
         counts=True,
         reason=APART,
     ),
-    "chunk knorm": Row(
-        "ChunkPress(KnormPress)", f"knorm:select=every_chunk:chunk_length={CHUNK}", counts=True
-    ),
+    "chunk knorm": Row("ChunkPress(KnormPress)", f"knorm:select=every_chunk:chunk_length={CHUNK}", counts=True),
     "chunk keydiff": Row(
         "ChunkPress(KeyDiffPress)",
         f"keydiff:select=every_chunk:chunk_length={CHUNK}",
@@ -205,9 +187,7 @@ ROWS: dict[str, Row] = {
         "similarity; kvpress merges all values, with weights by their norms, and no key",
     ),
     "decoding": Row("DecodingPress(KnormPress)", "knorm:buffer={w}", moment="decode_at_budget"),
-    "decoding keydiff": Row(
-        "DecodingPress(KeyDiffPress)", "keydiff:buffer={w}", moment="decode_at_budget"
-    ),
+    "decoding keydiff": Row("DecodingPress(KeyDiffPress)", "keydiff:buffer={w}", moment="decode_at_budget"),
     "decoding snapkv": Row(
         "DecodingPress(SnapKVPress)",
         "snapkv:window={h}:kernel={k}:pool=avg:buffer={w}",

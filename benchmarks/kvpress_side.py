@@ -111,9 +111,7 @@ def noted(run: Run) -> Iterator[list[np.ndarray]]:
         setattr(run.scorer, name, original)
 
 
-def watched(
-    row: Row, run: Run, model: Any, case: Case, budget: float, whole: bool = True
-) -> dict[str, np.ndarray]:
+def watched(row: Row, run: Run, model: Any, case: Case, budget: float, whole: bool = True) -> dict[str, np.ndarray]:
     """Run a press; give what it kept, bool `[L, H, T]`, and its scores, float32 `[L, H, T]`.
 
     If the press says where what it holds belongs, also its keys and values behind the last cut,
@@ -170,9 +168,7 @@ def watched(
     return found
 
 
-def forward(
-    row: Row, run: Run, model: Any, case: Case, budget: float, whole: bool
-) -> RecordingCache:
+def forward(row: Row, run: Run, model: Any, case: Case, budget: float, whole: bool) -> RecordingCache:
     """Feed the case's tokens to a model with a press."""
     torch.manual_seed(0)  # CaM draws which values it merges
     cache = RecordingCache()

@@ -83,9 +83,7 @@ def main() -> None:
         steps = commands(Path(scratch) / "run", shape)
         costs = [measure(step, steps[step]) for step in ("fill", *STEPS)]
     head = ("step", "seconds", "of CPU", "peak memory: MiB")
-    rows = [
-        (c.step, f"{c.seconds:.1f}", f"{c.cpu:.1f}", f"{c.memory / 2**20:,.0f}") for c in costs[1:]
-    ]
+    rows = [(c.step, f"{c.seconds:.1f}", f"{c.cpu:.1f}", f"{c.memory / 2**20:,.0f}") for c in costs[1:]]
     print("\n".join(table_lines(head, rows, given.markdown)))
 
 

@@ -66,9 +66,7 @@ def prepared(folder: Path) -> list[dict[str, Any]]:
 
     made = []
     for name, length in MODELS.items():
-        grid = Grid(
-            policies=("full",), models=(name,), tasks=TASKS, lengths=(length,), samples=SAMPLES
-        )
+        grid = Grid(policies=("full",), models=(name,), tasks=TASKS, lengths=(length,), samples=SAMPLES)
         (stage,) = stages(grid, print)
         with analysis_model(stage, grid, print) as model:
             model.save_pretrained(folder / name)
@@ -145,9 +143,7 @@ def other_side(folder: Path) -> None:
         plain = DynamicCache(config=model.config)
         prefill(model, plain, case)
         full = answer(model, plain, case)
-        size = sum(
-            2 * len(case["context"]) * layer.keys[0, :, 0].numel() * 4 for layer in plain.layers
-        )
+        size = sum(2 * len(case["context"]) * layer.keys[0, :, 0].numel() * 4 for layer in plain.layers)
         settings = [(b, n, *axes) for b, pairs in AXES.items() for axes in pairs for n in (4, 2)]
         for backend, bits, of_key, of_value in settings:
             cache = QuantizedCache(

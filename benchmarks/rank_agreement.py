@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 import kvbench
-from kvbench.published.beside import MOMENTS
-from kvbench.published.figures import SCORES, Figure, all_figures, paper
+from kvbench.papers.published.beside import MOMENTS
+from kvbench.papers.published.results import SCORES, Figure, all_figures, paper
 from kvbench.stats import Floats
 
 DRAWS = 2000
@@ -63,15 +63,10 @@ def agreement(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFrame:
         A row per (moment, budget) with `policies`, `rho`, `lo` and `hi`.
     """
     tasks = set(first["task"]) & set(second["task"])
-    frames = [
-        f[(f["policy"] != "full") & f["score"].notna() & f["task"].isin(tasks)]
-        for f in (first, second)
-    ]
+    frames = [f[(f["policy"] != "full") & f["score"].notna() & f["task"].isin(tasks)] for f in (first, second)]
     keys = ["moment", "budget"]
     rows = []
-    for place in sorted(
-        set.intersection(*(set(zip(f[keys[0]], f[keys[1]], strict=True)) for f in frames))
-    ):
+    for place in sorted(set.intersection(*(set(zip(f[keys[0]], f[keys[1]], strict=True)) for f in frames))):
         parts = [f[(f["moment"] == place[0]) & (f["budget"] == place[1])] for f in frames]
         policies = sorted(set(parts[0]["policy"]) & set(parts[1]["policy"]))
         means = [drawn_means(part, policies, seed) for seed, part in enumerate(parts)]
@@ -115,17 +110,13 @@ def main() -> None:
     """Print the correlations of two run folders, or of one with published scores."""
     parser = argparse.ArgumentParser(description="Do two models rank the policies alike?")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    parser.add_argument(
-        "--published", metavar="PAPER", help="a name that `kvbench published` lists"
-    )
+    parser.add_argument("--published", metavar="PAPER", help="a name that `kvbench published` lists")
     args = parser.parse_args()
     if len(args.runs) != (1 if args.published else 2):
         parser.error("give two runs, or one run and --published PAPER")
     runs = [kvbench.load(run)[1] for run in args.runs]
     if args.published:
-        found = published_agreement(
-            runs[0], [f for f in all_figures() if f.paper == paper(args.published).name]
-        )
+        found = published_agreement(runs[0], [f for f in all_figures() if f.paper == paper(args.published).name])
     else:
         found = agreement(*runs)
     if found.empty:

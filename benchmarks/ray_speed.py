@@ -33,9 +33,7 @@ def timed(out: Path, samples: int, *where: str) -> tuple[float, float]:
     command = [sys.executable, "-m", "kvbench", "run", *GRID, "--samples", str(samples), "--quiet"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     began = time.perf_counter()
-    process = subprocess.Popen(
-        [*command, "--out", str(out), *where], env=environment, stdout=subprocess.DEVNULL
-    )
+    process = subprocess.Popen([*command, "--out", str(out), *where], env=environment, stdout=subprocess.DEVNULL)
     first = last = began
     size, file = 0, out / "responses.jsonl"
     while process.poll() is None:

@@ -93,9 +93,7 @@ def queries(module: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def release_scores(
-    press: Any, model: Any, ids: torch.Tensor
-) -> tuple[torch.Tensor, list[float] | None]:
+def release_scores(press: Any, model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[float] | None]:
     """What a release scores all entries by, `[L, H, T]`, and CAKE's preferences of the layers.
 
     CAKE scores the entries before the window; those of the window are infinite.
@@ -113,9 +111,7 @@ def release_scores(
     scores, preferences = [], []
     for layer, (module, kwargs) in zip(cache.layers, seen, strict=True):
         heads, tokens = layer.keys.shape[1:3]
-        metadata = types.SimpleNamespace(
-            head_lens=[tokens] * heads, bsz=1, num_key_value_heads=heads
-        )
+        metadata = types.SimpleNamespace(head_lens=[tokens] * heads, bsz=1, num_key_value_heads=heads)
         more = {"metadata": metadata, "position_embeddings": kwargs["position_embeddings"]}
         found = press.score(module, kwargs["hidden_states"], layer.keys, layer.values, None, more)
         if isinstance(found, tuple):
@@ -157,9 +153,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compare what kvbench and a release keep.")
     parser.add_argument("--checkout", type=Path, required=True, help="a clone of FFY0/DefensiveKV")
     checkout = parser.parse_args().checkout
-    missing = [
-        f for f, _ in PRESSES.values() if not (checkout / f"kvpress/presses/{f}.py").exists()
-    ]
+    missing = [f for f, _ in PRESSES.values() if not (checkout / f"kvpress/presses/{f}.py").exists()]
     if missing:
         parser.error(f"{checkout} has no kvpress/presses/{missing[0]}.py; clone FFY0/DefensiveKV")
     with tempfile.TemporaryDirectory() as folder:

@@ -276,9 +276,7 @@ def lines(shape: Shape, folder: Path, costs: Sequence[Cost], markdown: bool) -> 
     yield f"A large grid is {grid} = {large:,} responses; its minutes of CPU are in proportion."
 
 
-def table_lines(
-    head: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool
-) -> Iterator[str]:
+def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool) -> Iterator[str]:
     """A table for a terminal or in Markdown, whose first column holds names."""
     if markdown:
         yield f"| {' | '.join(head)} |"

@@ -244,9 +244,7 @@ def parameters(by_kind: dict[str, Part]) -> Iterator[str]:
     rows = [
         [f"`{name}`", f"`{spell(value)}`", kind_of(piece.parameter_types()[name]), meaning, of]
         for of, piece in by_kind.items()
-        for (name, value), meaning in zip(
-            piece.parameters().items(), meanings(piece).values(), strict=True
-        )
+        for (name, value), meaning in zip(piece.parameters().items(), meanings(piece).values(), strict=True)
     ]
     if rows and len(by_kind) > 1:
         yield from table([*head[:3], "part", head[3]], ([*r[:3], r[4], r[3]] for r in rows))
@@ -260,9 +258,7 @@ def overview(names: dict[str, list[str]]) -> Iterator[str]:
     rows = []
     for name in names:
         of = policy(name)
-        rows.append(
-            (f"[`{name}`](#{name})", of.summary, links(of), ", ".join(of.moments), of.paper or "-")
-        )
+        rows.append((f"[`{name}`](#{name})", of.summary, links(of), ", ".join(of.moments), of.paper or "-"))
     yield from table(("policy", "what it keeps", "parts", "moments", "paper"), rows)
 
 
@@ -337,9 +333,7 @@ def gaps() -> list[str]:
         missing += [f"{name}: no moment {m}" for m in sorted(unknown)]
     for kind in KINDS:
         for name, of in parts(kind).items():
-            missing += [
-                f"{kind}={name}: {k} has no meaning" for k, v in meanings(of).items() if not v
-            ]
+            missing += [f"{kind}={name}: {k} has no meaning" for k, v in meanings(of).items() if not v]
     return missing
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvbench.published.check import check, findings_table
-from kvbench.published.figures import papers
-from kvbench.report.outputs import markdown
+from kvbench.papers.published.check import check, findings_table
+from kvbench.papers.published.results import papers
+from kvbench.tables.outputs import markdown
 
 PAGE = Path(__file__).parent / "published.md"
 BEGIN, END = "<!-- begin: make_published.py -->\n", "<!-- end: make_published.py -->\n"

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbench.published.figures import papers
-from kvbench.recipes import Recipe, left_out, recipes
-from kvbench.recipes.recipe import RUN
+from kvbench.papers.published.results import papers
+from kvbench.papers.recipes import Recipe, left_out, recipes
+from kvbench.papers.recipes.recipe import RUN
 from kvbench.runs.options import flag_of
 
 PAGE = Path(__file__).parent / "recipes.md"

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.runs.schema import CELL_COLUMNS, SAMPLE_COLUMNS, Column
+from kvbench.runs.schema import CELL_COLUMNS, SAMPLE_COLUMNS, ResultColumn
 
 PAGE = Path(__file__).parent / "results.md"
 TABLES = {"cells.parquet": CELL_COLUMNS, "samples.parquet": SAMPLE_COLUMNS}
 AVERAGED = "as in `cells.parquet`, for this sample"
 
 
-def table(columns: Sequence[Column], *, of_samples: bool) -> str:
+def table(columns: Sequence[ResultColumn], *, of_samples: bool) -> str:
     """A row for every meaning, with all columns that share it."""
     groups: list[tuple[list[str], str]] = []
     for column in columns:

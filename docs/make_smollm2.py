@@ -16,12 +16,12 @@ from typing import Any
 import pandas as pd
 
 import kvbench
-from kvbench.published.figures import paper
+from kvbench.papers.published.results import paper
 from kvbench.report.against import differences
 from kvbench.report.equal import equal_rows, without_room
 from kvbench.report.frames import prepare
 from kvbench.report.overall import group_means
-from kvbench.report.text import listed
+from kvbench.tables.text import listed
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "results" / "smollm2"
@@ -55,9 +55,7 @@ HEURISTIC = "keydiff"
 """The learned gates are compared with it."""
 
 
-def overview(
-    means: pd.DataFrame, notes: Notes, shown: Collection[str] | None = None
-) -> Iterator[str]:
+def overview(means: pd.DataFrame, notes: Notes, shown: Collection[str] | None = None) -> Iterator[str]:
     """The mean of every policy, moment and budget; the best of a column is bold.
 
     Args:
@@ -82,10 +80,7 @@ def overview(
             cells.append(f"**{text}**" if score == best[column] else text)
         yield f"| `{name}` | {' | '.join(cells)} |"
     yield ""
-    yield (
-        f"{MARK} Sinks and windows of a fixed size fill the budget, so nothing else decides what "
-        "is kept."
-    )
+    yield (f"{MARK} Sinks and windows of a fixed size fill the budget, so nothing else decides what is kept.")
     for alike, places in notes.equal.items():
         if shown is None or set(alike) <= set(shown):
             where: dict[str, list[str]] = {}
@@ -123,9 +118,7 @@ def precise(means: pd.DataFrame, moment: str) -> Iterator[str]:
     yield f"| --- |{' --: |' * len(BUDGETS)}"
     for name, rows in part.groupby("policy"):
         found = {r.budget: r for r in rows.itertuples()}
-        cells = [
-            ranged(r.score, r.score_lo, r.score_hi) if (r := found.get(b)) else "–" for b in BUDGETS
-        ]
+        cells = [ranged(r.score, r.score_lo, r.score_hi) if (r := found.get(b)) else "–" for b in BUDGETS]
         yield f"| `{name}` | {' | '.join(cells)} |"
 
 
@@ -142,10 +135,7 @@ def pairs(cells: pd.DataFrame, samples: pd.DataFrame) -> Iterator[str]:
         for policy, base in wanted:
             found = {r.budget: r for r in against(cells, samples, policy, base, moment)}
             (whole,) = against(*together, policy, base, moment)
-            said = [
-                ranged(r.diff, r.diff_lo, r.diff_hi, signed=True) if (r := found.get(b)) else "–"
-                for b in BUDGETS
-            ]
+            said = [ranged(r.diff, r.diff_lo, r.diff_hi, signed=True) if (r := found.get(b)) else "–" for b in BUDGETS]
             said.append(ranged(whole.diff, whole.diff_lo, whole.diff_hi, signed=True))
             widths.append(50 * (whole.diff_hi - whole.diff_lo))
             yield f"| {words} | `{policy}` | `{base}` | {' | '.join(said)} |"
@@ -156,9 +146,7 @@ def pairs(cells: pd.DataFrame, samples: pd.DataFrame) -> Iterator[str]:
     )
 
 
-def against(
-    cells: pd.DataFrame, samples: pd.DataFrame, policy: str, base: str, moment: str
-) -> Iterator[Any]:
+def against(cells: pd.DataFrame, samples: pd.DataFrame, policy: str, base: str, moment: str) -> Iterator[Any]:
     """The differences of one policy from another at one moment, a row for every budget."""
     part = cells[cells["policy"].isin([policy, base]) & (cells["moment"] == moment)]
     return differences(part, samples, base).itertuples()
@@ -200,9 +188,7 @@ def sizes(cells: pd.DataFrame) -> str:
 
 def leaderboard() -> Iterator[str]:
     """Means of our run beside those of kvpress' leaderboard, best ones there first."""
-    means = {
-        (r.policy, r.budget): r.score for r in group_means(*kvbench.load(LEADERBOARD)).itertuples()
-    }
+    means = {(r.policy, r.budget): r.score for r in group_means(*kvbench.load(LEADERBOARD)).itertuples()}
     printed: dict[tuple[str, str], dict[str, str]] = {}
     for f in paper("kvpress").table("1").figures:
         if f.policy != "full":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvbench import moved
 from kvbench.engine import torchvision_build
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = ["Budget", "__version__", "attach", "kept", "load", "policy", "run"]
 
 torchvision_build.install()  # before anything imports transformers
+moved.install()
 
 _HOMES = {
     "Budget": "kvbench.budget",

@@ -60,9 +60,7 @@ class Artifacts:
     made_for: Callable[[Path], MadeFor]
     files: tuple[str, ...] = ()
 
-    def find(
-        self, model: str, artifact_kinds: Sequence[str], requested_path: str | None = None
-    ) -> Path:
+    def find(self, model: str, artifact_kinds: Sequence[str], requested_path: str | None = None) -> Path:
         """Find the artifact of a model: the named one, a shipped one, or the user's own.
 
         Args:
@@ -85,13 +83,10 @@ class Artifacts:
                 continue
             if local_model(model) is not None and not self._fits(model, artifact_path):
                 raise UserError(
-                    f"{artifact_path} was made for other weights of {model}; run "
-                    f"{self.how(model, artifact_kind)} again"
+                    f"{artifact_path} was made for other weights of {model}; run {self.how(model, artifact_kind)} again"
                 )
             return artifact_path
-        artifact_kind = (
-            f"{artifact_kinds[0]} " if len(artifact_kinds) == 1 and artifact_kinds[0] else ""
-        )
+        artifact_kind = f"{artifact_kinds[0]} " if len(artifact_kinds) == 1 and artifact_kinds[0] else ""
         raise UserError(
             f"model {model} has no {artifact_kind}{self.noun}; run "
             f"{self.how(model, artifact_kinds[0])}, or set "
@@ -110,31 +105,18 @@ class Artifacts:
         if self.files and local_path.is_dir():
             raise UserError(f"{self.option}={requested_path}: no {self.files[0]} in that folder")
         if self.files and local_path.is_file():
-            raise UserError(
-                f"{self.option}={requested_path} is a file; name the folder that holds "
-                f"{self.files[0]}"
-            )
+            raise UserError(f"{self.option}={requested_path} is a file; name the folder that holds {self.files[0]}")
         if re.fullmatch(r"[\w.-]+", requested_path) and self._exists(self.shipped / requested_path):
             return self.shipped / requested_path
-        hub_id = re.fullmatch(
-            r"[\w.-]+/[\w.-]+(@[\w./-]+)?", requested_path
-        ) and not requested_path.startswith(".")
+        hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", requested_path) and not requested_path.startswith(".")
         if self.files and hub_id:
             return _fetched(self.option, requested_path, self.files)
-        raise UserError(
-            f"{self.option}={requested_path}: no such {'folder' if self.files else 'file'}"
-        )
+        raise UserError(f"{self.option}={requested_path}: no such {'folder' if self.files else 'file'}")
 
     def shipped_path(self, model: str, artifact_kind: str) -> Path | None:
         """The artifact that ships with the package for a model, or None."""
-        artifact_path = self.shipped / self.pattern.format(
-            model=shipped_name(model), kind=artifact_kind
-        )
-        return (
-            artifact_path
-            if self._exists(artifact_path) and self._fits(model, artifact_path)
-            else None
-        )
+        artifact_path = self.shipped / self.pattern.format(model=shipped_name(model), kind=artifact_kind)
+        return artifact_path if self._exists(artifact_path) and self._fits(model, artifact_path) else None
 
     def user_path(self, model: str, artifact_kind: str) -> Path:
         """Where the user's own artifact of a model is kept: in the user's cache."""
@@ -211,16 +193,11 @@ def _fetched(option: str, requested_path: str, file_names: tuple[str, ...]) -> P
 
     repository, _, revision = requested_path.partition("@")
     try:
-        local_paths = [
-            hf_hub_download(repository, file_name, revision=revision or None)
-            for file_name in file_names
-        ]
+        local_paths = [hf_hub_download(repository, file_name, revision=revision or None) for file_name in file_names]
     except Exception as error:  # the hub's errors share no base class
         reason = next(
             (message_line for message_line in str(error).splitlines() if message_line.strip()),
             type(error).__name__,
         )
-        raise UserError(
-            f"{option}={requested_path}: no such folder, and the hub does not give it: {reason}"
-        ) from None
+        raise UserError(f"{option}={requested_path}: no such folder, and the hub does not give it: {reason}") from None
     return Path(local_paths[0]).parent

@@ -193,9 +193,7 @@ class Benchmark:
     def __post_init__(self) -> None:
         if bool(self.judge) != (self.ask is not None):
             present_field, missing_field = ("judge", "ask") if self.judge else ("ask", "judge")
-            raise UserError(
-                f"benchmark {self.name} sets {present_field} but not {missing_field}; set both"
-            )
+            raise UserError(f"benchmark {self.name} sets {present_field} but not {missing_field}; set both")
 
     def version_of(self, leaf: str, lexicon: str) -> str:
         """The version of a leaf's data, prompts and metric in a lexicon."""

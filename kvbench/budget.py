@@ -68,12 +68,7 @@ class Budget:
         if isinstance(value, str) and re.fullmatch(r"[0-9]{1,400}", spelling):
             return cls.parse(int(spelling))
         try:
-            if (
-                not spelling.isascii()
-                or spelling.startswith("+")
-                or "_" in spelling
-                or "/" in spelling
-            ):
+            if not spelling.isascii() or spelling.startswith("+") or "_" in spelling or "/" in spelling:
                 raise ValueError
             float_value = float(spelling)
             if not math.isfinite(float_value):
@@ -127,8 +122,7 @@ class Budget:
         if self.visual:
             return False
         filled_count = sum(
-            self.per_head(length) < length and reserved(length) >= self.per_head(length)
-            for length in lengths
+            self.per_head(length) < length and reserved(length) >= self.per_head(length) for length in lengths
         )
         return 2 * filled_count > len(lengths)
 

@@ -69,9 +69,7 @@ def _models() -> dict[str, nn.Module]:
         llama = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **config_values))
         qwen = Qwen3ForCausalLM(Qwen3Config(num_attention_heads=8, head_dim=8, **config_values))
         for parameter in (*llama.parameters(), *qwen.parameters()):
-            if (
-                parameter.dim() == 1
-            ):  # norms: with weights of 1 all of Qwen3's keys are equally long
+            if parameter.dim() == 1:  # norms: with weights of 1 all of Qwen3's keys are equally long
                 parameter.data += 0.3 * torch.randn_like(parameter)
     return {"Llama, G=2": llama.eval(), "Qwen3, G=4": qwen.eval()}
 
@@ -148,14 +146,8 @@ def _where(error: BaseException) -> str:
     stack_frames = traceback.extract_tb(error.__traceback__)
     own_files = (__file__, torch.__file__, transformers.__file__)
     own_folders = tuple(str(Path(module_file or "").parent) for module_file in own_files)
-    plugin_frames = [
-        stack_frame
-        for stack_frame in stack_frames
-        if not stack_frame.filename.startswith(own_folders)
-    ]
-    location = (
-        f" ({plugin_frames[-1].filename}:{plugin_frames[-1].lineno})" if plugin_frames else ""
-    )
+    plugin_frames = [stack_frame for stack_frame in stack_frames if not stack_frame.filename.startswith(own_folders)]
+    location = f" ({plugin_frames[-1].filename}:{plugin_frames[-1].lineno})" if plugin_frames else ""
     message_lines = message_of(error).splitlines()
     return f"{type(error).__name__}: {message_lines[0] if message_lines else ''}{location}"
 
@@ -174,9 +166,7 @@ def _small(candidate: Policy) -> str:
 # --- the invariants -------------------------------------------------------------------------------
 
 
-def _count(
-    candidate: Policy, kept_masks: Tensor, budget: str, lengths: list[int], description: str
-) -> None:
+def _count(candidate: Policy, kept_masks: Tensor, budget: str, lengths: list[int], description: str) -> None:
     """Hold the entries of every sequence against the budget."""
     layer_count, _, head_count, _ = kept_masks.shape
     for row_index, length in enumerate(lengths):
@@ -241,9 +231,7 @@ def _padding(candidate: Policy) -> str:
                     f"{model_name}, padded on the left",
                 )
                 for row_index, length in enumerate(_LENGTHS):
-                    single_masks = _keep(
-                        model, token_ids[row_index : row_index + 1, -length:], candidate, budget
-                    )
+                    single_masks = _keep(model, token_ids[row_index : row_index + 1, -length:], candidate, budget)
                     padding_text = f"{length} tokens and {_TOKENS - length} of padding"
                     _same(
                         kept_masks[:, row_index, :, -single_masks.shape[-1] :],
@@ -274,12 +262,8 @@ def _deterministic(candidate: Policy) -> str:
     for model_name, model in _models().items():
         token_ids = _tokens(2, _TOKENS)
         first_masks = _keep(model, token_ids, candidate, budget)
-        _same(
-            _keep(model, token_ids, candidate, budget), first_masks, f"{model_name}, twice the same"
-        )
-        seed_matters |= not torch.equal(
-            _keep(model, token_ids, candidate, budget, seed=1), first_masks
-        )
+        _same(_keep(model, token_ids, candidate, budget), first_masks, f"{model_name}, twice the same")
+        seed_matters |= not torch.equal(_keep(model, token_ids, candidate, budget, seed=1), first_masks)
     return "twice the same; another seed " + ("keeps others" if seed_matters else "changes nothing")
 
 
@@ -363,9 +347,7 @@ def _parameters(candidate: Policy) -> str:
     return ", ".join(parameter_keys) or "there are none"
 
 
-def _spelled_back(
-    candidate: Policy, parameter_key: str, default_value: object, type_hint: object
-) -> None:
+def _spelled_back(candidate: Policy, parameter_key: str, default_value: object, type_hint: object) -> None:
     if policy(candidate, **{parameter_key: spell(default_value)}) != candidate:
         raise Failed(
             f"{parameter_key}={spell(default_value)}, its own default, is not read back as "
@@ -384,8 +366,7 @@ def _spelled_back(
         reparsed_policy = policy(str(changed_policy))
         if reparsed_policy != changed_policy or str(reparsed_policy) == str(candidate):
             raise Failed(
-                f"{parameter_key}={spell(other_value)} is spelled {changed_policy}, which reads as "
-                f"{reparsed_policy}"
+                f"{parameter_key}={spell(other_value)} is spelled {changed_policy}, which reads as {reparsed_policy}"
             )
 
 

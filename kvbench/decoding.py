@@ -82,11 +82,7 @@ class Thinking:
 def _token(tokenizer: Any, marker_text: str) -> int:
     """Id of a token; -1 if the tokenizer does not have it."""
     token_id = tokenizer.convert_tokens_to_ids(marker_text)
-    return (
-        -1
-        if token_id is None or tokenizer.convert_ids_to_tokens(token_id) != marker_text
-        else int(token_id)
-    )
+    return -1 if token_id is None or tokenizer.convert_ids_to_tokens(token_id) != marker_text else int(token_id)
 
 
 def scored_text(response: str, until: Sequence[str]) -> str:
@@ -97,7 +93,5 @@ def scored_text(response: str, until: Sequence[str]) -> str:
     """
     thought, end_marker, remainder = response.rpartition(THOUGHT)
     answer = remainder.lstrip() if end_marker else thought + remainder
-    stop_positions = [
-        answer.find(stop_text) for stop_text in until if stop_text and stop_text in answer
-    ]
+    stop_positions = [answer.find(stop_text) for stop_text in until if stop_text and stop_text in answer]
     return answer[: min(stop_positions)] if stop_positions else answer

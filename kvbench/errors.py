@@ -57,9 +57,7 @@ def out_of_memory(error: BaseException) -> bool:
     if class_names & {"MemoryError", "OutOfMemoryError"}:
         return True
     message = message_of(error)
-    return isinstance(error, RuntimeError) and (
-        "can't allocate memory" in message or "CUDA out of memory" in message
-    )
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in message or "CUDA out of memory" in message)
 
 
 @contextlib.contextmanager
@@ -117,21 +115,13 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, (BudgetError, PluginError, UserError)):
         return first_line
     stack_frames = traceback.extract_tb(error.__traceback__)
-    location = (
-        f" ({Path(stack_frames[-1].filename).name}:{stack_frames[-1].lineno})"
-        if stack_frames
-        else ""
-    )
+    location = f" ({Path(stack_frames[-1].filename).name}:{stack_frames[-1].lineno})" if stack_frames else ""
     return f"{type(error).__name__}: {first_line}{location}"
 
 
 def first_lines(error: Exception) -> str:
     """An error in one line; its first line alone if that is a sentence of its own."""
-    message_lines = [
-        message_line.strip()
-        for message_line in message_of(error).splitlines()
-        if message_line.strip()
-    ]
+    message_lines = [message_line.strip() for message_line in message_of(error).splitlines() if message_line.strip()]
     if not message_lines:
         return type(error).__name__
     summary = " ".join(message_lines[:2]) if message_lines[0].endswith(":") else message_lines[0]

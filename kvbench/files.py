@@ -283,9 +283,7 @@ class Journal:
         line_start, line_length = line_span
         journal_line = os.pread(self._file, line_length, line_start)
         if not _is_intact(journal_line):
-            raise UserError(
-                f"{self.path} was changed while it was in use; run the same command again"
-            )
+            raise UserError(f"{self.path} was changed while it was in use; run the same command again")
         return json.loads(journal_line[_PAYLOAD:-2])
 
     def append(self, new_entries: Iterable[Mapping[str, Any]]) -> list[Place]:
@@ -309,9 +307,7 @@ class Journal:
                 os.ftruncate(self._file, append_offset)
             raise
         line_lengths = [len(journal_line) for journal_line in journal_lines]
-        return list(
-            zip(accumulate(line_lengths, initial=append_offset), line_lengths, strict=False)
-        )
+        return list(zip(accumulate(line_lengths, initial=append_offset), line_lengths, strict=False))
 
     def _recover(self) -> None:
         """Cut off a torn line and move damaged ones aside."""
@@ -346,16 +342,12 @@ class Journal:
             ):
                 for journal_line in source_handle:
                     if journal_line.endswith(b"\n"):
-                        (intact_handle if _is_intact(journal_line) else damaged_handle).write(
-                            journal_line
-                        )
+                        (intact_handle if _is_intact(journal_line) else damaged_handle).write(journal_line)
             partial_path.chmod(self.path.stat().st_mode)
 
 
 @contextlib.contextmanager
-def locked_journal(
-    journal_path: Path, waiting: Callable[[], None] = lambda: None
-) -> Iterator[Journal]:
+def locked_journal(journal_path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[Journal]:
     """Open a journal that no other process or thread can open meanwhile.
 
     Args:

@@ -41,9 +41,7 @@ def answer_words(answer: str, *, split_first: bool = False) -> list[str]:
     return [word for word in words if word not in _ARTICLES]
 
 
-def f1_words(
-    response_words: Sequence[str], reference_words: Sequence[str], *, both_empty: float = 0.0
-) -> float:
+def f1_words(response_words: Sequence[str], reference_words: Sequence[str], *, both_empty: float = 0.0) -> float:
     """Harmonic mean of precision and recall of words, each counted as often as it occurs.
 
     Args:
@@ -81,9 +79,7 @@ def rouge_l(response: str, reference: str) -> float:
     Words are runs of ASCII letters and digits, in lower case. Memory grows with the length of one
     text, not with the product of both as in `rouge_score`.
     """
-    response_words, reference_words = (
-        re.findall(r"[a-z0-9]+", answer.lower()) for answer in (response, reference)
-    )
+    response_words, reference_words = (re.findall(r"[a-z0-9]+", answer.lower()) for answer in (response, reference))
     return _harmonic(
         _common_subsequence(response_words, reference_words),
         len(response_words),
@@ -117,8 +113,6 @@ def _common_subsequence(first_words: Sequence[str], second_words: Sequence[str])
         diagonal = 0
         for column, other_word in enumerate(second_words, 1):
             upper_length = length_row[column]
-            length_row[column] = (
-                diagonal + 1 if word == other_word else max(upper_length, length_row[column - 1])
-            )
+            length_row[column] = diagonal + 1 if word == other_word else max(upper_length, length_row[column - 1])
             diagonal = upper_length
     return length_row[-1]

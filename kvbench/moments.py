@@ -50,18 +50,13 @@ class Timing:
             raise unknown("moment", spelling, MOMENTS)
         if moment != "chunked":
             if separator:
-                raise UserError(
-                    f"moment {quoted(spelling)}: {moment_name} takes no number; use {moment_name}"
-                )
+                raise UserError(f"moment {quoted(spelling)}: {moment_name} takes no number; use {moment_name}")
             return cls(moment)
         if not separator:
             return cls(moment, CHUNK)
         # Python reads no integer of more than 4,300 digits.
         if not (chunk_size.isdecimal() and len(chunk_size) <= 10 and 1 <= int(chunk_size) < 2**31):
-            raise UserError(
-                f"moment {quoted(spelling)}: the chunk size is not a number of tokens; use "
-                "chunked:512"
-            )
+            raise UserError(f"moment {quoted(spelling)}: the chunk size is not a number of tokens; use chunked:512")
         return cls(moment, int(chunk_size))
 
     def __str__(self) -> str:

@@ -65,10 +65,7 @@ def named_models() -> dict[str, NamedModel]:
     Raises:
         UserError: A package that registers one cannot be imported.
     """
-    return {
-        model_name: registry.get(registry.MODELS, model_name)
-        for model_name in registry.names(registry.MODELS)
-    }
+    return {model_name: registry.get(registry.MODELS, model_name) for model_name in registry.names(registry.MODELS)}
 
 
 def lexicon_of(tokenizer: Any) -> str:
@@ -127,11 +124,7 @@ def is_gguf(model_source: str) -> bool:
 
 
 def _gguf_files(folder: Path) -> list[Path]:
-    return [
-        file_path
-        for file_path in folder.iterdir()
-        if file_path.suffix == GGUF and file_path.is_file()
-    ]
+    return [file_path for file_path in folder.iterdir() if file_path.suffix == GGUF and file_path.is_file()]
 
 
 def _hub_id(model_name: str) -> str:
@@ -165,14 +158,10 @@ def model_digest(model_name: str) -> str:
 
 def _folder_digest(model_name: str, folder: Path) -> str:
     file_paths = sorted(
-        file_path
-        for file_path in folder.iterdir()
-        if file_path.suffix in _MODEL_FILES and file_path.is_file()
+        file_path for file_path in folder.iterdir() if file_path.suffix in _MODEL_FILES and file_path.is_file()
     )
     file_paths += [
-        folder / shard_name
-        for shard_name in _shards(model_name, folder)
-        if folder / shard_name not in file_paths
+        folder / shard_name for shard_name in _shards(model_name, folder) if folder / shard_name not in file_paths
     ]
     file_paths += sorted(folder.glob("additional_chat_templates/*.jinja"))
     folder_hash = hashlib.sha256()
@@ -185,9 +174,7 @@ def _digests(model_name: str, file_paths: list[Path]) -> list[str]:
     try:
         return file_digests(file_paths)
     except OSError as error:
-        raise UserError(
-            f"model {model_name}: cannot read {error.filename}: {error.strerror}"
-        ) from None
+        raise UserError(f"model {model_name}: cannot read {error.filename}: {error.strerror}") from None
 
 
 def _shards(model_name: str, folder: Path) -> list[str]:
@@ -200,17 +187,13 @@ def _shards(model_name: str, folder: Path) -> list[str]:
     if not index_path.is_file() or (folder / "model.safetensors").is_file():
         return []
     try:
-        shard_names = sorted(
-            set(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"].values())
-        )
+        shard_names = sorted(set(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"].values()))
         shard_paths = [PurePosixPath(shard_name) for shard_name in shard_names]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise UserError(f"model {model_name}: {_INDEX} is not a valid index of shards") from None
     for shard_name, shard_path in zip(shard_names, shard_paths, strict=True):
         if shard_path.is_absolute() or ".." in shard_path.parts or "\\" in shard_name:
-            raise UserError(
-                f"model {model_name}: {_INDEX} names {shard_name!r}, which is outside the folder"
-            )
+            raise UserError(f"model {model_name}: {_INDEX} names {shard_name!r}, which is outside the folder")
         if not (folder / shard_name).is_file():
             raise UserError(f"model {model_name}: {_INDEX} names {shard_name!r}, which is missing")
     return shard_names

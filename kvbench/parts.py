@@ -41,9 +41,7 @@ def rank_entries(scores: Scores, valid: Tensor) -> Tensor:
     flipped_indices = torch.arange(entry_count, device=sort_values.device, dtype=torch.float32)
     sort_values = torch.where(entry_classes == Scores.SINK, flipped_indices, sort_values)
     value_order = sort_values.argsort(dim=-1, descending=True, stable=True)
-    class_order = entry_classes.gather(-1, value_order).argsort(
-        dim=-1, descending=True, stable=True
-    )
+    class_order = entry_classes.gather(-1, value_order).argsort(dim=-1, descending=True, stable=True)
     entry_order = entry_count - 1 - value_order.gather(-1, class_order)
     entry_ranks = torch.empty_like(entry_order)
     return entry_ranks.scatter_(
@@ -67,22 +65,14 @@ def order_key(v: View, scores: Scores) -> Tensor:
 def entry_key(value: Tensor, protect: Tensor, position: Tensor, valid: Tensor) -> Tensor:
     """`order_key` of values, protection classes, positions and validity, of one shape each."""
     row_count = len(value)
-    value, protect, position, valid = (
-        _distinct(tensor) for tensor in (value, protect, position, valid)
-    )
+    value, protect, position, valid = (_distinct(tensor) for tensor in (value, protect, position, valid))
     float_bits = (value.float() + 0.0).view(torch.int32).long()  # + 0.0: no negative zero
-    ordered_bits = torch.where(float_bits < 0, -1 - (float_bits & 0x7FFFFFFF), float_bits) + (
-        1 << 31
-    )
+    ordered_bits = torch.where(float_bits < 0, -1 - (float_bits & 0x7FFFFFFF), float_bits) + (1 << 31)
     entry_classes = protect.long()
     value_keys = (entry_classes << 32) + ordered_bits.masked_fill(entry_classes > Scores.CHOSEN, 0)
     position_keys = torch.where(entry_classes == Scores.SINK, (1 << 28) - 1 - position, position)
     entry_keys = ((value_keys << 28) + position_keys).masked_fill(~valid, -1)
-    return (
-        entry_keys.expand(row_count, *entry_keys.shape[1:])
-        if len(entry_keys) < row_count
-        else entry_keys
-    )
+    return entry_keys.expand(row_count, *entry_keys.shape[1:]) if len(entry_keys) < row_count else entry_keys
 
 
 def _distinct(tensor: Tensor) -> Tensor:
@@ -108,9 +98,7 @@ def best(key: Tensor, count: Tensor, unique: bool = False) -> Tensor:
     else:
         sorted_keys = distinct_keys.sort(dim=-1, descending=True).values
     sorted_keys = sorted_keys.expand(*key.shape[:-1], -1)
-    threshold = sorted_keys.gather(
-        -1, (count[..., None] - 1).clamp(min=0, max=sorted_keys.shape[-1] - 1)
-    )
+    threshold = sorted_keys.gather(-1, (count[..., None] - 1).clamp(min=0, max=sorted_keys.shape[-1] - 1))
     if unique:
         return (key >= threshold) & (key >= 0) & (count[..., None] > 0)
     above_threshold, at_threshold = key > threshold, key == threshold
@@ -170,9 +158,7 @@ class Uniform(Allocator):
         first_view = layers[0].view
         head_shares = spread_evenly(total, len(layers) * first_view.model.kv_heads)
         if first_view.moment in LATER:  # what an earlier cut left may be less than an even share
-            held_entries = torch.cat(
-                [scored_layer.view.valid.sum(-1) for scored_layer in layers], 1
-            )
+            held_entries = torch.cat([scored_layer.view.valid.sum(-1) for scored_layer in layers], 1)
             head_shares = apportion(torch.ones_like(held_entries).double(), total, held_entries)
         return head_shares.view(-1, len(layers), first_view.model.kv_heads)
 
@@ -196,12 +182,8 @@ class FunctionScore(Score):
             raise UserError(f"{function.__name__} takes no argument; a score takes a View")
         for parameter in parameters[1:]:
             if parameter.default is parameter.empty:
-                raise UserError(
-                    f"parameter {parameter.name} of {function.__name__} needs a default"
-                )
-        return cls(
-            function, tuple((parameter.name, parameter.default) for parameter in parameters[1:])
-        )
+                raise UserError(f"parameter {parameter.name} of {function.__name__} needs a default")
+        return cls(function, tuple((parameter.name, parameter.default) for parameter in parameters[1:]))
 
     def parameters(self) -> dict[str, Any]:
         """The function's keyword parameters."""
@@ -210,9 +192,7 @@ class FunctionScore(Score):
     def parameter_types(self) -> dict[str, Any]:
         """Types from the annotations, or from the defaults where there is none."""
         type_hints = typing.get_type_hints(self.function)
-        return {
-            keyword: type_hints.get(keyword, type(default)) for keyword, default in self.keywords
-        }
+        return {keyword: type_hints.get(keyword, type(default)) for keyword, default in self.keywords}
 
     def replace(self, **changes: Any) -> Self:
         """Give a copy with other keyword parameters."""
@@ -253,9 +233,7 @@ def fill(weight: Tensor, total: Tensor, most: Tensor, least: Tensor | int = 0) -
     return water_fill(proportional, total, upper_limits, torch.minimum(lower_limits, upper_limits))
 
 
-def water_fill(
-    propose: Callable[[Tensor, Tensor], Tensor], total: Tensor, high: Tensor, low: Tensor
-) -> Tensor:
+def water_fill(propose: Callable[[Tensor, Tensor], Tensor], total: Tensor, high: Tensor, low: Tensor) -> Tensor:
     """Spread totals as proposed; what a bound cuts off or adds is spread over the other shares.
 
     Args:
@@ -317,9 +295,7 @@ def largest_remainder(real: Tensor, total: Tensor, most: Tensor, least: Tensor |
     fractions = ((real - head_shares) * 2**30).round()
     fraction_order = fractions.argsort(dim=-1, descending=True, stable=True)
     for direction in (1, -1):
-        headroom = ((most - head_shares) if direction > 0 else (head_shares - lower_limits)).gather(
-            -1, fraction_order
-        )
+        headroom = ((most - head_shares) if direction > 0 else (head_shares - lower_limits)).gather(-1, fraction_order)
         if direction < 0:
             fraction_order, headroom = fraction_order.flip(-1), headroom.flip(-1)
         remaining = (direction * (total - head_shares.sum(-1)))[:, None].clamp(min=0)
@@ -327,12 +303,8 @@ def largest_remainder(real: Tensor, total: Tensor, most: Tensor, least: Tensor |
         single_entries = ((headroom > 0) & ((headroom > 0).cumsum(-1) <= remaining)).long()
         unassigned = remaining - single_entries.sum(-1, keepdim=True)
         spare_room = headroom - single_entries
-        extra_entries = torch.minimum(
-            spare_room, (unassigned - (spare_room.cumsum(-1) - spare_room)).clamp(min=0)
-        )
-        head_shares = head_shares.scatter_add(
-            -1, fraction_order, direction * (single_entries + extra_entries)
-        )
+        extra_entries = torch.minimum(spare_room, (unassigned - (spare_room.cumsum(-1) - spare_room)).clamp(min=0))
+        head_shares = head_shares.scatter_add(-1, fraction_order, direction * (single_entries + extra_entries))
     return head_shares
 
 

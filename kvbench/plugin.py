@@ -140,19 +140,13 @@ class Part:
     def parameters(self) -> dict[str, Any]:
         """Parameters and their values, in order."""
         return {
-            parameter.name: getattr(self, parameter.name)
-            for parameter in dataclasses.fields(self)
-            if parameter.init
+            parameter.name: getattr(self, parameter.name) for parameter in dataclasses.fields(self) if parameter.init
         }
 
     def parameter_types(self) -> dict[str, Any]:
         """Types of the parameters."""
         type_hints = typing.get_type_hints(type(self))
-        return {
-            parameter.name: type_hints[parameter.name]
-            for parameter in dataclasses.fields(self)
-            if parameter.init
-        }
+        return {parameter.name: type_hints[parameter.name] for parameter in dataclasses.fields(self) if parameter.init}
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with other parameters; a part checks their range in `__post_init__`."""
@@ -381,11 +375,7 @@ class Policy:
     @property
     def _by_kind(self) -> dict[str, Part]:
         part_kinds = ("score", "allocate", "select", "merge", "read")
-        return {
-            part_kind: component
-            for part_kind in part_kinds
-            if (component := getattr(self, part_kind)) is not None
-        }
+        return {part_kind: component for part_kind in part_kinds if (component := getattr(self, part_kind)) is not None}
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -410,8 +400,7 @@ class Policy:
     def stand_in(self, model: ModelInfo, folder: Path) -> Policy:
         """Give a policy whose parts read made-up files of a model (see `Part.stand_in`)."""
         replacements: Any = {
-            part_kind: component.stand_in(model, folder)
-            for part_kind, component in self._by_kind.items()
+            part_kind: component.stand_in(model, folder) for part_kind, component in self._by_kind.items()
         }
         return dataclasses.replace(self, **replacements)
 

@@ -41,9 +41,7 @@ class ScoreProbe(Score):
 
     def score(self, v: View) -> Scores:
         self.settle()
-        self.snapshots[:] = [
-            (str(tensor_name), tensor, tensor.clone()) for tensor_name, tensor in v.tensors()
-        ]
+        self.snapshots[:] = [(str(tensor_name), tensor, tensor.clone()) for tensor_name, tensor in v.tensors()]
         v.share(self._once)
         try:
             scores = checked_scores(self.inner.score(v), v)
@@ -52,9 +50,7 @@ class ScoreProbe(Score):
         score_values = scores.value
         bad_count = int((~score_values.isfinite() & v.valid).sum())
         if bad_count:
-            self.problems.append(
-                f"{bad_count} of {int(v.valid.sum())} scores of layer {v.layer} are not finite"
-            )
+            self.problems.append(f"{bad_count} of {int(v.valid.sum())} scores of layer {v.layer} are not finite")
             score_values = score_values.nan_to_num(0.0, 0.0, 0.0)
         return replace(scores, value=score_values)
 
@@ -89,21 +85,13 @@ class ReaderProbe(Reader):
     def rate(self, v: Blocks) -> Tensor:
         self.inner.summary(v.model)
         field_names = ("query", "key", "position", "query_position")
-        inputs: dict[str, Tensor] = {
-            field_name: getattr(v, field_name) for field_name in field_names
-        }
+        inputs: dict[str, Tensor] = {field_name: getattr(v, field_name) for field_name in field_names}
         snapshots = {field_name: tensor.clone() for field_name, tensor in inputs.items()}
         ratings = self.inner.rate(v)
-        changed_names = [
-            field_name
-            for field_name, tensor in inputs.items()
-            if not tensor.equal(snapshots[field_name])
-        ]
+        changed_names = [field_name for field_name, tensor in inputs.items() if not tensor.equal(snapshots[field_name])]
         self.problems.extend(f"{field_name} was changed in place" for field_name in changed_names)
         if bad_count := int((~ratings.isfinite()).sum()):
-            self.problems.append(
-                f"{bad_count} of {ratings.numel()} ratings of layer {v.layer} are not finite"
-            )
+            self.problems.append(f"{bad_count} of {ratings.numel()} ratings of layer {v.layer} are not finite")
         return ratings.nan_to_num(0.0, 0.0, 0.0)
 
     def settle(self) -> None: ...

@@ -63,7 +63,7 @@ class Silent:
         """See `Reporter`."""
 
 
-class Lines:
+class LineProgress:
     """A plain line now and then, for logs and pipes.
 
     Args:
@@ -100,16 +100,10 @@ class Lines:
         """See `Reporter`."""
         self._done += n
         clock_time = self._clock()
-        if (
-            self._running
-            and self._done < self._total
-            and clock_time - self._last_written >= self._every
-        ):
+        if self._running and self._done < self._total and clock_time - self._last_written >= self._every:
             self._last_written = clock_time
             seconds_left = (clock_time - self._began) / self._done * (self._total - self._done)
-            self._write(
-                f"{self._description}: {self._done}/{self._total}, {duration(seconds_left)} left"
-            )
+            self._write(f"{self._description}: {self._done}/{self._total}, {duration(seconds_left)} left")
 
     def message(self, text: str) -> None:
         """See `Reporter`."""
@@ -230,10 +224,8 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min"
 
 
-def reporter(console: Console) -> Bar | Lines:
+def reporter(console: Console) -> Bar | LineProgress:
     """A bar where the console is a terminal, else plain lines."""
     if console.is_terminal:
         return Bar(console)
-    return Lines(
-        lambda message: console.print(message, markup=False, highlight=False, soft_wrap=True)
-    )
+    return LineProgress(lambda message: console.print(message, markup=False, highlight=False, soft_wrap=True))

@@ -38,10 +38,7 @@ def _entries(entry_group: str) -> dict[str, tuple[EntryPoint, ...]]:
     entries_by_name: dict[str, dict[str, EntryPoint]] = {}
     for entry_point in entry_points(group=entry_group):
         entries_by_name.setdefault(entry_point.name, {}).setdefault(entry_point.value, entry_point)
-    return {
-        entry_name: tuple(entries_by_name[entry_name].values())
-        for entry_name in sorted(entries_by_name)
-    }
+    return {entry_name: tuple(entries_by_name[entry_name].values()) for entry_name in sorted(entries_by_name)}
 
 
 def names(entry_group: str) -> list[str]:
@@ -78,17 +75,11 @@ def origin(entry_group: str, entry_name: str) -> str:
 def _entry(entry_group: str, entry_name: str) -> EntryPoint:
     entries_by_name = _entries(entry_group)
     if entry_name not in entries_by_name:
-        raise unknown(
-            _KIND[entry_group], entry_name, entries_by_name, _LISTED_BY.get(entry_group, "")
-        )
+        raise unknown(_KIND[entry_group], entry_name, entries_by_name, _LISTED_BY.get(entry_group, ""))
     first_entry, *other_entries = entries_by_name[entry_name]
     if other_entries:
-        package_names = ", ".join(
-            _package(entry_point) for entry_point in (first_entry, *other_entries)
-        )
-        raise UserError(
-            f"{_KIND[entry_group]} {entry_name!r} is registered by two packages: {package_names}"
-        )
+        package_names = ", ".join(_package(entry_point) for entry_point in (first_entry, *other_entries))
+        raise UserError(f"{_KIND[entry_group]} {entry_name!r} is registered by two packages: {package_names}")
     return first_entry
 
 
@@ -110,8 +101,7 @@ def _load(entry_point: EntryPoint) -> Any:
     except (Exception, SystemExit) as error:
         plugin_kind = _KIND.get(entry_point.group, "plugin")
         raise UserError(
-            f"{plugin_kind} {entry_point.name!r} of package {_package(entry_point)} cannot be "
-            f"loaded: {_line(error)}"
+            f"{plugin_kind} {entry_point.name!r} of package {_package(entry_point)} cannot be loaded: {_line(error)}"
         ) from error
 
 
@@ -151,13 +141,9 @@ def file_digest(spec: str) -> str:
     file_path = path_and_name[0] if path_and_name else Path(spec)
     file_hash = hashlib.sha256(_read(file_path))
     file_path = file_path.resolve()
-    for module_path in sorted(
-        _modules_beside(file_path)
-    ):  # none leaves the digest of the file alone
+    for module_path in sorted(_modules_beside(file_path)):  # none leaves the digest of the file alone
         relative_name = module_path.relative_to(file_path.parent).as_posix()
-        file_hash.update(
-            f"|{relative_name}|{hashlib.sha256(_read(module_path)).hexdigest()}".encode()
-        )
+        file_hash.update(f"|{relative_name}|{hashlib.sha256(_read(module_path)).hexdigest()}".encode())
     return file_hash.hexdigest()[:16]
 
 
@@ -173,14 +159,9 @@ def _modules_beside(file_path: Path) -> set[Path]:
                 candidates = set((folder / top_package).rglob("*.py"))
             else:
                 depths = range(len(submodules) + 1)
-                candidates = {
-                    folder.joinpath(top_package, *submodules[:depth]).with_suffix(".py")
-                    for depth in depths
-                }
+                candidates = {folder.joinpath(top_package, *submodules[:depth]).with_suffix(".py") for depth in depths}
             new_modules = (
-                {module_path for module_path in candidates if module_path.is_file()}
-                - module_paths
-                - {file_path}
+                {module_path for module_path in candidates if module_path.is_file()} - module_paths - {file_path}
             )
             module_paths |= new_modules
             pending_paths += new_modules
@@ -193,9 +174,7 @@ def _imported(source: bytes) -> set[str]:
         syntax_nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError, RecursionError):  # executing it says what is wrong
         return set()
-    imported_names = {
-        alias.name for node in syntax_nodes if isinstance(node, ast.Import) for alias in node.names
-    }
+    imported_names = {alias.name for node in syntax_nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in syntax_nodes:
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             imported_names |= {f"{node.module}.{alias.name}" for alias in node.names}
@@ -205,9 +184,7 @@ def _imported(source: bytes) -> set[str]:
 @functools.cache
 def _recorded_packages() -> frozenset[str]:
     """Packages whose versions a cell records: they are not a file's own, even beside it."""
-    all_entries = (
-        entry for group in _KIND for homonyms in _entries(group).values() for entry in homonyms
-    )
+    all_entries = (entry for group in _KIND for homonyms in _entries(group).values() for entry in homonyms)
     return frozenset({"kvbench", *(entry.module.partition(".")[0] for entry in all_entries)})
 
 
@@ -233,16 +210,12 @@ def load_file(spec: str) -> Any:
     """
     path_and_name = split_file(spec)
     if path_and_name is None or not path_and_name[1]:
-        raise UserError(
-            f"{quoted(spec)} does not name an object in a file; write ./my_policy.py:MyPolicy"
-        )
+        raise UserError(f"{quoted(spec)} does not name an object in a file; write ./my_policy.py:MyPolicy")
     file_path, object_name = path_and_name
     module = _run_file(file_path.resolve(), str(file_path), file_digest(spec))
     if not hasattr(module, object_name):
         public_names = [attribute for attribute in vars(module) if not attribute.startswith("_")]
-        raise UserError(
-            f"{file_path} has no {quoted(object_name)}{nearest(object_name, public_names)}"
-        )
+        raise UserError(f"{file_path} has no {quoted(object_name)}{nearest(object_name, public_names)}")
     return getattr(module, object_name)
 
 
@@ -261,11 +234,7 @@ def _run_file(file_path: Path, path_label: str, source_digest: str) -> Any:
         del sys.modules[module_name]
         stack_frames = traceback.extract_tb(error.__traceback__)
         line_number = next(
-            (
-                stack_frame.lineno
-                for stack_frame in reversed(stack_frames)
-                if stack_frame.filename == str(file_path)
-            ),
+            (stack_frame.lineno for stack_frame in reversed(stack_frames) if stack_frame.filename == str(file_path)),
             None,
         )
         if isinstance(error, SyntaxError):
@@ -284,19 +253,12 @@ def _forget_compiled(file_path: Path) -> None:
     modification time are the source's.
     """
     module_paths = _modules_beside(file_path)
-    top_packages = {
-        module.relative_to(file_path.parent).parts[0].removesuffix(".py") for module in module_paths
-    }
-    for module_name in [
-        module_name for module_name in sys.modules if module_name.partition(".")[0] in top_packages
-    ]:
+    top_packages = {module.relative_to(file_path.parent).parts[0].removesuffix(".py") for module in module_paths}
+    for module_name in [module_name for module_name in sys.modules if module_name.partition(".")[0] in top_packages]:
         # A package without __init__.py has no file, but it holds its submodules.
         module = sys.modules[module_name]
         locations = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
-        if any(
-            location and Path(location).resolve().is_relative_to(file_path.parent)
-            for location in locations
-        ):
+        if any(location and Path(location).resolve().is_relative_to(file_path.parent) for location in locations):
             del sys.modules[module_name]
     for source_path in (file_path, *module_paths):
         with contextlib.suppress(OSError):  # a folder that is read-only

@@ -94,17 +94,12 @@ def as_policy(plugin: object, policy_name: str) -> Policy:
     elif inspect.isfunction(plugin):
         plugin = FunctionScore.of(plugin)
     if isinstance(plugin, Score):
-        docstring = (
-            inspect.getdoc(plugin.function if isinstance(plugin, FunctionScore) else plugin) or ""
-        )
+        docstring = inspect.getdoc(plugin.function if isinstance(plugin, FunctionScore) else plugin) or ""
         summary = docstring.strip().split("\n")[0]
-        plugin = Policy(
-            name=policy_name, score=plugin, allocate=Uniform(), select=TopK(), summary=summary
-        )
+        plugin = Policy(name=policy_name, score=plugin, allocate=Uniform(), select=TopK(), summary=summary)
     if not isinstance(plugin, Policy):
         raise UserError(
-            f"{policy_name} is {type(plugin).__name__}, not a policy; define a Policy, a Score or "
-            "a function of a View"
+            f"{policy_name} is {type(plugin).__name__}, not a policy; define a Policy, a Score or a function of a View"
         )
     if ".py:" in policy_name or plugin.name not in registry.names(registry.POLICIES):
         plugin = dataclasses.replace(plugin, name=policy_name)
@@ -127,18 +122,9 @@ def part(part_kind: str, part_name: str) -> Part:
         if entry_name.startswith(prefix)
     ]
     if part_name not in known_names:
-        known_names += [
-            entry_name.removeprefix(prefix)
-            for entry_name in _GENERIC
-            if entry_name.startswith(prefix)
-        ]
-        choices_text = (
-            f"known: {', '.join(sorted(known_names))}" if known_names else "none is installed"
-        )
-        raise UserError(
-            f"unknown part {part_kind}={part_name}{nearest(part_name, known_names)} "
-            f"({choices_text})"
-        )
+        known_names += [entry_name.removeprefix(prefix) for entry_name in _GENERIC if entry_name.startswith(prefix)]
+        choices_text = f"known: {', '.join(sorted(known_names))}" if known_names else "none is installed"
+        raise UserError(f"unknown part {part_kind}={part_name}{nearest(part_name, known_names)} ({choices_text})")
     registered = registry.get(registry.PARTS, prefix + part_name)
     part_instance = registered() if isinstance(registered, type) else registered
     if not isinstance(part_instance, KINDS[part_kind]):
@@ -161,9 +147,7 @@ def canonical(policy: Policy) -> str:
     base_policy = policy.base if policy.base is not None else policy
     replaced_parts = exchanged_parts(policy)
     spelled_fields = [policy.name]
-    spelled_fields += [
-        f"{part_kind}={_label(component)}" for part_kind, component in replaced_parts.items()
-    ]
+    spelled_fields += [f"{part_kind}={_label(component)}" for part_kind, component in replaced_parts.items()]
     # By key and kind: the value, and whether it differs from the default.
     values_by_key: dict[str, dict[str, tuple[Any, bool]]] = {}
     for part_kind in KINDS:
@@ -184,10 +168,7 @@ def canonical(policy: Policy) -> str:
         part_values = [parameter_value for parameter_value, _ in values_by_kind.values()]
         if not any(is_changed for _, is_changed in values_by_kind.values()):
             continue
-        if all(
-            type(part_value) is type(part_values[0]) and part_value == part_values[0]
-            for part_value in part_values
-        ):
+        if all(type(part_value) is type(part_values[0]) and part_value == part_values[0] for part_value in part_values):
             changed_values[parameter_key] = part_values[0]
         else:  # parts share the key with different values: spell each part's own
             changed_values |= {
@@ -200,10 +181,7 @@ def canonical(policy: Policy) -> str:
             changed_values[parameter_key] = getattr(policy, parameter_key)
     return ":".join(
         spelled_fields
-        + [
-            f"{changed_key}={spell(changed_values[changed_key])}"
-            for changed_key in sorted(changed_values)
-        ]
+        + [f"{changed_key}={spell(changed_values[changed_key])}" for changed_key in sorted(changed_values)]
     )
 
 
@@ -216,9 +194,7 @@ def _split(spec: str) -> tuple[str, dict[str, str]]:
     first_pair = 1
     if spec_fields[0].endswith(".py"):
         if len(spec_fields) < 2 or "=" in spec_fields[1]:
-            raise UserError(
-                f"{spec}: name an object in the file, such as {spec_fields[0]}:MyPolicy"
-            )
+            raise UserError(f"{spec}: name an object in the file, such as {spec_fields[0]}:MyPolicy")
         first_pair = 2
     parameters: dict[str, str] = {}
     for pair_text in spec_fields[first_pair:]:
@@ -238,10 +214,7 @@ def _apply(policy: Policy, parameters: dict[str, Any]) -> Policy:
         if kind in pending_values:
             name = pending_values.pop(kind)
             if kind == "read" and policy.read is None:
-                raise UserError(
-                    f"{policy.name} reads all that it holds; only a policy with a reader takes "
-                    "read="
-                )
+                raise UserError(f"{policy.name} reads all that it holds; only a policy with a reader takes read=")
             if kind != "read" and not policy.evicts:
                 raise UserError(f"{policy.name} keeps everything and has no {kind}")
             removes_part = kind == "merge" and name in (None, "none")
@@ -266,11 +239,7 @@ def _apply(policy: Policy, parameters: dict[str, Any]) -> Policy:
             continue
         value_types = component.parameter_types()
         known_keys |= set(value_types) | {f"{kind}.{name}" for name in value_types}
-        shared_values = {
-            value_key: value
-            for value_key, value in pending_values.items()
-            if value_key in value_types
-        }
+        shared_values = {value_key: value for value_key, value in pending_values.items() if value_key in value_types}
         qualified_values = {
             value_key.removeprefix(f"{kind}."): value
             for value_key, value in pending_values.items()
@@ -286,9 +255,7 @@ def _apply(policy: Policy, parameters: dict[str, Any]) -> Policy:
             policy = dataclasses.replace(policy, **replacement)
     for parameter_key in pending_values:
         if parameter_key not in known_keys:
-            known_text = ", ".join(
-                sorted(value_key for value_key in known_keys if "." not in value_key)
-            )
+            known_text = ", ".join(sorted(value_key for value_key in known_keys if "." not in value_key))
             if parameter_key == "seed":
                 raise UserError("noise uses the seed of the run; use --seed")
             raise UserError(
@@ -317,8 +284,7 @@ def _check_own(policy: Policy, changes: dict[str, Any]) -> None:
         raise UserError("quanto has no groups of 8-bit codes; use bits=4, or quantizer=hqq")
     if "residual" in changes and not policy.recodes:
         raise UserError(
-            "residual belongs to quantised caches and pruned keys; give bits=4 as well, or "
-            "key_channels=0.6"
+            "residual belongs to quantised caches and pruned keys; give bits=4 as well, or key_channels=0.6"
         )
 
 
@@ -330,9 +296,7 @@ def _replaced(policy: Policy, part_kind: str, component: Part, new_values: dict[
     """
     value_types = component.parameter_types()
     try:
-        return component.replace(
-            **{name: _cast(name, value, value_types[name]) for name, value in new_values.items()}
-        )
+        return component.replace(**{name: _cast(name, value, value_types[name]) for name, value in new_values.items()})
     except UserError as error:
         for parameter_key in new_values:
             other_kinds = [
@@ -343,12 +307,9 @@ def _replaced(policy: Policy, part_kind: str, component: Part, new_values: dict[
                 and parameter_key in other_part.parameter_types()
             ]
             if other_kinds and f"{parameter_key}=" in str(error):
-                spellings = " or ".join(
-                    f"{name}.{parameter_key}=" for name in (part_kind, *other_kinds)
-                )
+                spellings = " or ".join(f"{name}.{parameter_key}=" for name in (part_kind, *other_kinds))
                 raise UserError(
-                    f"{error} ({part_kind} and {', '.join(other_kinds)} have this parameter; use "
-                    f"{spellings})"
+                    f"{error} ({part_kind} and {', '.join(other_kinds)} have this parameter; use {spellings})"
                 ) from None
         raise
 
@@ -363,9 +324,7 @@ def _cast(parameter_key: str, value: Any, value_type: Any) -> Any:
     if typing.get_origin(value_type) in (typing.Union, types.UnionType):
         if value in (None, "none"):
             return None
-        return _cast(
-            parameter_key, value, next(choice for choice in choices if choice is not type(None))
-        )
+        return _cast(parameter_key, value, next(choice for choice in choices if choice is not type(None)))
     try:
         if value_type is bool:
             return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
@@ -373,9 +332,7 @@ def _cast(parameter_key: str, value: Any, value_type: Any) -> Any:
             raise ValueError
         converted = value_type(value)
     except (KeyError, TypeError, ValueError):
-        type_text = {bool: "true or false", int: "a whole number", float: "a number"}.get(
-            value_type, str(value_type)
-        )
+        type_text = {bool: "true or false", int: "a whole number", float: "a number"}.get(value_type, str(value_type))
         raise UserError(f"{parameter_key}={value} is not {type_text}") from None
     if value_type is int and abs(converted) > _LARGEST:
         raise UserError(f"{parameter_key}={value} is too large; the limit is {_LARGEST}")

@@ -86,9 +86,7 @@ class Difference:
 NO_DIFFERENCE = Difference(math.nan, math.nan, math.nan)
 
 
-def summary(
-    scores: npt.ArrayLike, clusters: Sequence[str], *, seed: int = 0, draw_count: int = DRAWS
-) -> Estimate:
+def summary(scores: npt.ArrayLike, clusters: Sequence[str], *, seed: int = 0, draw_count: int = DRAWS) -> Estimate:
     """Mean, clustered standard error and 95% interval of the scores of one cell.
 
     The standard error is equation 4 of arXiv 2411.00640, `sqrt(sum_c (sum_i s_ic - mean)^2) / n`,
@@ -117,9 +115,7 @@ def summary(
     standard_error = clustered_se(cluster_totals, cluster_sizes)
     if not standard_error > 0.0:
         standard_error = (upper_bound - lower_bound) / (2 * Z)
-    return Estimate(
-        mean_score, standard_error, lower_bound, upper_bound, len(score_values), len(cluster_sizes)
-    )
+    return Estimate(mean_score, standard_error, lower_bound, upper_bound, len(score_values), len(cluster_sizes))
 
 
 def paired(
@@ -175,8 +171,7 @@ def paired_values(
     score_values, reference_values = checked(scores, clusters), checked(reference_scores, clusters)
     # Bounds are read off the scores: differences in [-1, 1] may also come from unbounded scores.
     is_bounded = bool(
-        min(score_values.min(), reference_values.min()) >= 0
-        and max(score_values.max(), reference_values.max()) <= 1
+        min(score_values.min(), reference_values.min()) >= 0 and max(score_values.max(), reference_values.max()) <= 1
     )
     cluster_totals, cluster_sizes = by_cluster(score_values - reference_values, clusters)
     lower_bound, upper_bound = _interval(
@@ -204,11 +199,7 @@ def wilson(proportion: float, sample_size: float) -> tuple[float, float]:
     shrinkage = 1.0 + Z * Z / sample_size
     centre = (proportion + Z * Z / (2 * sample_size)) / shrinkage
     half_width = (
-        Z
-        / shrinkage
-        * math.sqrt(
-            proportion * (1 - proportion) / sample_size + Z * Z / (4 * sample_size * sample_size)
-        )
+        Z / shrinkage * math.sqrt(proportion * (1 - proportion) / sample_size + Z * Z / (4 * sample_size * sample_size))
     )
     # At p = 0 and 1 the ends are exact; rounding must not leave the mean outside its interval.
     return (
@@ -280,10 +271,7 @@ def resampled(
     if cluster_count * draw_count <= _BLOCK:
         return statistic(_kept_weights(cluster_count, seed, draw_count, stream))
     return np.concatenate(
-        [
-            statistic(draw_weights)
-            for draw_weights in _drawn_weights(cluster_count, seed, draw_count, stream)
-        ]
+        [statistic(draw_weights) for draw_weights in _drawn_weights(cluster_count, seed, draw_count, stream)]
     )
 
 
@@ -317,9 +305,7 @@ def few_vary(cluster_means: Floats) -> bool:
     return bool(len(cluster_means) - value_counts.max() < FEW)
 
 
-def bounded_interval(
-    cluster_means: Floats, cluster_sizes: Floats, *, signed: bool
-) -> tuple[float, float]:
+def bounded_interval(cluster_means: Floats, cluster_sizes: Floats, *, signed: bool) -> tuple[float, float]:
     """The interval that is used where few contexts vary (see the module's docstring).
 
     Args:
@@ -390,10 +376,7 @@ def clustered_se(cluster_totals: Floats, cluster_sizes: Floats) -> float:
     # Residuals are summed within a context before they are squared, so scores that err together
     # count as one; c / (c - 1) corrects for estimating the mean from the same contexts.
     residuals = cluster_totals - mean_score * cluster_sizes
-    return float(
-        np.sqrt(np.square(residuals).sum() * cluster_count / (cluster_count - 1))
-        / cluster_sizes.sum()
-    )
+    return float(np.sqrt(np.square(residuals).sum() * cluster_count / (cluster_count - 1)) / cluster_sizes.sum())
 
 
 def by_cluster(score_values: Floats, clusters: Clusters) -> tuple[Floats, Floats]:
@@ -406,15 +389,11 @@ def by_cluster(score_values: Floats, clusters: Clusters) -> tuple[Floats, Floats
     Returns:
         `[C]` and `[C]`.
     """
-    cluster_names = (
-        clusters if isinstance(clusters, np.ndarray) else np.asarray(clusters, dtype=str)
-    )
+    cluster_names = clusters if isinstance(clusters, np.ndarray) else np.asarray(clusters, dtype=str)
     _, cluster_indices = np.unique(cluster_names, return_inverse=True)
     # Sorted within a context, too: a sum of floats depends on the order of its terms.
     sort_order = np.lexsort((score_values, cluster_indices))
-    cluster_totals = np.bincount(
-        cluster_indices[sort_order], weights=score_values[sort_order]
-    ).astype(np.float64)
+    cluster_totals = np.bincount(cluster_indices[sort_order], weights=score_values[sort_order]).astype(np.float64)
     return cluster_totals, np.bincount(cluster_indices).astype(np.float64)
 
 

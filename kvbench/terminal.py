@@ -81,8 +81,7 @@ def _fallback(error: UnicodeError) -> tuple[str, int]:
         raise error
     unencodable = error.object[error.start : error.end]
     replacements = (
-        _FALLBACKS.get(character) or _BOXES.get(character) or _escape(character)
-        for character in unencodable
+        _FALLBACKS.get(character) or _BOXES.get(character) or _escape(character) for character in unencodable
     )
     return "".join(replacements), error.end
 
@@ -96,7 +95,7 @@ def _escape(character: str) -> str:
 codecs.register_error(_ERRORS, _fallback)
 
 
-class Stream:
+class TerminalStream:
     """A text stream in front of stdout or stderr.
 
     Args:
@@ -112,7 +111,7 @@ class Stream:
     @property
     def rich_proxied_file(self) -> IO[str]:
         """Where rich writes: its own escape sequences must pass. See `console`."""
-        return cast(TextIO, Stream(self._stream, clean=False, strict=self._strict))
+        return cast(TextIO, TerminalStream(self._stream, clean=False, strict=self._strict))
 
     def write(self, text: str) -> int:
         """Write a text.
@@ -176,9 +175,9 @@ def filtered() -> Iterator[None]:
     for stream in original_streams:
         with contextlib.suppress(AttributeError, ValueError):  # not every stream has an encoding
             cast(Any, stream).reconfigure(errors=_ERRORS)
-    output_stream = Stream(original_streams[0], clean=True, strict=True)
+    output_stream = TerminalStream(original_streams[0], clean=True, strict=True)
     sys.stdout = cast(TextIO, output_stream)
-    sys.stderr = cast(TextIO, Stream(original_streams[1], clean=True, strict=False))
+    sys.stderr = cast(TextIO, TerminalStream(original_streams[1], clean=True, strict=False))
     try:
         yield
         output_stream.flush()
@@ -207,9 +206,7 @@ def _open_closed_streams() -> None:
 class _Filtered(Console):
     """A console that passes no escape sequences but its own, for styles and cursor moves."""
 
-    def render(
-        self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterable[Segment]:
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             if segment.control or _UNSAFE.search(segment.text) is None:
                 yield segment

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from kvbench.cli.app import call
 from kvbench.cli.screen import OK
-from kvbench.recipes import Recipe, recipe, recipes
-from kvbench.recipes.recipe import RUN
+from kvbench.papers.recipes import Recipe, recipe, recipes
+from kvbench.papers.recipes.recipe import RUN
 
 
 def arguments(one: Recipe, model: str, out: Path) -> list[str]:

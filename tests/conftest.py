@@ -74,9 +74,7 @@ def bpe_tokenizer() -> PreTrainedTokenizerFast:
             show_progress=False,
         ),
     )
-    backend.post_processor = processors.TemplateProcessing(
-        single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]
-    )
+    backend.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<|bos|>",
@@ -99,12 +97,8 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     ids = {word: i for i, word in enumerate(VOCABULARY)}
     backend = Tokenizer(models.WordLevel(ids, unk_token=UNK))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, ids[BOS])]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=PAD, unk_token=UNK
-    )
+    backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, ids[BOS])])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=PAD, unk_token=UNK)
 
 
 @pytest.fixture(scope="session")

@@ -108,14 +108,10 @@ def evaluated(
     config |= {"dataset_path": str(folder), "dataset_kwargs": {"load_from_disk": True}, **changes}
     with _quiet():
         task = ConfigurableMessagesTask(config=config)
-        found = evaluate(
-            Canned(), {task.config.task: task}, bootstrap_iters=0, process_docs_parallel=1
-        )
+        found = evaluate(Canned(), {task.config.task: task}, bootstrap_iters=0, process_docs_parallel=1)
     name = task.config.task
     samples = sorted(found["samples"][name], key=lambda sample: sample["doc_id"])
-    results = {
-        metric.removesuffix(",none"): value for metric, value in found["results"][name].items()
-    }
+    results = {metric.removesuffix(",none"): value for metric, value in found["results"][name].items()}
     return Evaluated(prompts, media, samples, results)
 
 

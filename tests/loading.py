@@ -10,9 +10,7 @@ from kvbench.harness.lm_eval import LmEvalHarness, LmEvalTask
 from kvbench.harness.protocol import TaskSettings
 
 
-def load_task(
-    leaf: str, bench: Benchmark | None, tokenizer: Any, cache: Path, **changes: Any
-) -> LmEvalTask:
+def load_task(leaf: str, bench: Benchmark | None, tokenizer: Any, cache: Path, **changes: Any) -> LmEvalTask:
     """A leaf as for a real model: natural language, seed 0, no chat template, no set length.
 
     Args:

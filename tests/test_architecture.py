@@ -21,12 +21,11 @@ PACKAGES = {
     "kvbench_tasks": ROOT / "tasks" / "kvbench_tasks",
 }
 
-GROUND = "errors terminal files budget moments decoding metrics stats progress"
+GROUND = "moved errors terminal files budget moments decoding metrics stats progress"
 PAGES = "registry named view plugin parts spelling artifacts benchmark"
 ROOMS = "data harness judge engine runs"
 ABOVE = (
-    "report regression published layouts analysis bench recipes reference reference_vl "
-    "named_models profiles training probes checks cli"
+    "tables report regression papers analysis reference reference_vl named_models profiles training probes checks cli"
 )
 LAYERS = [*GROUND.split(), *PAGES.split(), *ROOMS.split(), *ABOVE.split()]
 """Files and folders of `kvbench/`; each imports only from those before it."""
@@ -35,8 +34,7 @@ CORE = LAYERS[: LAYERS.index("runs") + 1]
 """The part of kvbench that knows policies and tasks only through the registry."""
 
 OUTSIDE = {
-    "kvbench_policies": {*LAYERS}
-    - {"runs", "harness", "judge", "report", "published", "analysis", "cli"},
+    "kvbench_policies": {*LAYERS} - {"runs", "harness", "judge", "report", "papers", "analysis", "cli"},
     "kvbench_tasks": {*LAYERS[: LAYERS.index("harness") + 1], "reference", "reference_vl"},
 }
 """What plugins may import of kvbench."""

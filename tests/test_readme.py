@@ -62,9 +62,7 @@ def test_the_table_of_the_first_example_is_what_its_command_gives(
     assert call([*shlex.split(block[1].replace("\\\n", " "))[1:], "--quiet"]) == 0
     means = group_means(*kvbench.load("results/choice"))
     scores = {(row.policy, row.budget): f"{100 * row.score:.1f}" for row in means.itertuples()}
-    table = re.findall(
-        r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE
-    )
+    table = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE)
     said = {
         (policy, budget): score
         for policy, *row in table

@@ -56,9 +56,7 @@ def test_every_page_is_in_the_navigation_or_left_out_on_purpose(
     assert {str(page) for page in made if not str(page).startswith(left_out)} <= set(nav)
 
 
-def test_every_link_to_a_file_leads_somewhere(
-    site: ModuleType, pages: tuple[Path, list[Path]]
-) -> None:
+def test_every_link_to_a_file_leads_somewhere(site: ModuleType, pages: tuple[Path, list[Path]]) -> None:
     folder, made = pages
     seen = 0
     for page in made:
@@ -72,9 +70,7 @@ def test_every_link_to_a_file_leads_somewhere(
 def test_a_link_to_a_folder_is_one_to_its_readme_or_is_left_out(site: ModuleType) -> None:
     text = "[a](examples/kvbench_example_task) [b](kvbench/judge) `[c](kvbench)` [d](x://y) [e](#z)"
     found, linked = site.with_links(text, ROOT / "README.md")
-    assert found == (
-        "[a](examples/kvbench_example_task/README.md) b `[c](kvbench)` [d](x://y) [e](#z)"
-    )
+    assert found == ("[a](examples/kvbench_example_task/README.md) b `[c](kvbench)` [d](x://y) [e](#z)")
     assert linked == [ROOT / "examples/kvbench_example_task/README.md"]
 
 

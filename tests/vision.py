@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 KINDS = ("qwen2_vl", "qwen3_vl", "llava")
 
 SPECIAL = (
-    "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> "
-    "<|video_pad|> <image>"
+    "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|> <image>"
 ).split()
 
 QWEN_TEMPLATE = (
@@ -73,9 +72,7 @@ def encoded(image: Image.Image | None = None, kind: str = "PNG") -> dict[str, st
     return {"bytes": base64.b64encode(content.getvalue()).decode(), "path": f"x.{kind.lower()}"}
 
 
-def load_task(
-    leaf: str, bench: Benchmark, cache: Path, kind: str = "qwen2_vl", **changes: Any
-) -> LoadedTask:
+def load_task(leaf: str, bench: Benchmark, cache: Path, kind: str = "qwen2_vl", **changes: Any) -> LoadedTask:
     """A leaf as for a vision-language model; `changes` are other fields of `TaskSettings`."""
     usual: dict[str, Any] = {
         "length": 0,
@@ -112,9 +109,7 @@ def tokenizer(template: str = QWEN_TEMPLATE) -> PreTrainedTokenizerFast:
 def processor(kind: str = "qwen2_vl") -> Any:
     """A processor for images of at most 112 x 112 pixels (Qwen) or of 56 x 56 (LLaVA)."""
     if kind == "llava":
-        images = transformers.CLIPImageProcessorPil(
-            size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}
-        )
+        images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
         return transformers.LlavaProcessor(
             image_processor=images,
             tokenizer=tokenizer(LLAVA_TEMPLATE),

@@ -9,9 +9,7 @@ from typing import Any
 from kvbench.errors import UserError
 
 
-def select_numbers(
-    requested: tuple[int, ...] | None, available: Sequence[int], flag: str, max_count: int
-) -> list[int]:
+def select_numbers(requested: tuple[int, ...] | None, available: Sequence[int], flag: str, max_count: int) -> list[int]:
     """Which layers or heads to draw.
 
     Args:
@@ -51,8 +49,7 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             intervals.append([number])
     return ", ".join(
-        f"{interval[0]} to {interval[-1]}" if len(interval) > 1 else str(interval[0])
-        for interval in intervals
+        f"{interval[0]} to {interval[-1]}" if len(interval) > 1 else str(interval[0]) for interval in intervals
     )
 
 
@@ -61,10 +58,7 @@ def split_commas(comma_text: str | Sequence[str]) -> list[str]:
     comma_texts = [comma_text] if isinstance(comma_text, str) else comma_text
     return list(
         dict.fromkeys(
-            element.strip()
-            for comma_list in comma_texts
-            for element in comma_list.split(",")
-            if element.strip()
+            element.strip() for comma_list in comma_texts for element in comma_list.split(",") if element.strip()
         )
     )
 

@@ -34,7 +34,7 @@ MOMENTS = ("context", "question")
 
 
 @dataclass
-class Bench:
+class CellBench:
     """One model with the cells that are compressed on it, and what failed.
 
     Attributes:
@@ -57,9 +57,7 @@ class Bench:
         """The device of the model."""
         return next(self.model.parameters()).device
 
-    def prefill(
-        self, token_ids: Sequence[int], needs: frozenset[Need], media: Sequence[Medium] = ()
-    ) -> Prefix:
+    def prefill(self, token_ids: Sequence[int], needs: frozenset[Need], media: Sequence[Medium] = ()) -> Prefix:
         """Prefill one context, with the images and videos in it."""
         prefix = Prefix(self.model, needs)
         prefix.extend(self.tensor(token_ids), pixels=self.pixels(media))
@@ -76,9 +74,7 @@ class Bench:
         """Token ids as a batch of one, `[1, n]`."""
         return torch.tensor([list(token_ids)], device=self.device)
 
-    def compress(
-        self, prefix: Prefix, cell: Cell, policy: Policy, reserve: int | None = None
-    ) -> RaggedCache | None:
+    def compress(self, prefix: Prefix, cell: Cell, policy: Policy, reserve: int | None = None) -> RaggedCache | None:
         """Compress a prefix for a cell; None if its policy fails.
 
         Args:
@@ -110,9 +106,7 @@ class Bench:
         self.reporter.message(f"{cell} failed: {reason}")
 
 
-def make_grid(
-    grid_options: Mapping[str, Any], moments: Sequence[str] = MOMENTS, *, pruning: bool = False
-) -> Grid:
+def make_grid(grid_options: Mapping[str, Any], moments: Sequence[str] = MOMENTS, *, pruning: bool = False) -> Grid:
     """Make the grid of an analysis.
 
     Args:
@@ -132,8 +126,7 @@ def make_grid(
     for policy in grid.built_policies:
         if not pruning and prunes(policy) and str(policy) in grid.named_policies:
             raise UserError(
-                f"{policy} prunes images in the prefill, which this analysis does not do; use "
-                "kvbench analyze vision"
+                f"{policy} prunes images in the prefill, which this analysis does not do; use kvbench analyze vision"
             )
     if all(not policy.evicts for policy in grid.built_policies):
         raise UserError("the policy full evicts nothing; choose another such as --policy snapkv")
@@ -157,10 +150,7 @@ def stages(grid: Grid, message: Callable[[str], None], *, pruning: bool = False)
     return [
         replace(
             stage,
-            jobs=[
-                replace(job, cells=[cell for cell in job.cells if is_analysed(cell)])
-                for job in stage.jobs
-            ],
+            jobs=[replace(job, cells=[cell for cell in job.cells if is_analysed(cell)]) for job in stage.jobs],
         )
         for stage in plan(grid, message, scored=False).stages
     ]
@@ -176,10 +166,7 @@ def analysis_model(stage: Stage, grid: Grid, message: Callable[[str], None]) -> 
 
 def contexts(job: Job) -> list[list[Prompt]]:
     """The job's prompts, grouped by context."""
-    return [
-        list(group)
-        for _, group in groupby(job.prompts, key=lambda prompt: (prompt.context_ids, prompt.media))
-    ]
+    return [list(group) for _, group in groupby(job.prompts, key=lambda prompt: (prompt.context_ids, prompt.media))]
 
 
 def prompt_name(prompt: Prompt) -> str:

@@ -13,9 +13,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from kvbench.analysis.scopes import SCOPE, Row
-from kvbench.report.style import COLUMN, PAGE, lay_out_figure, save
-from kvbench.report.text import short, slug
 from kvbench.stats import Floats
+from kvbench.tables.plot_style import COLUMN, PAGE, lay_out_figure, save
+from kvbench.tables.text import short, slug
 
 MOST_ACROSS = 4
 """Panels side by side."""
@@ -118,9 +118,7 @@ def head_maps(
             axes.set_title(panel_title, loc="left", fontsize=7, y=1.0, pad=2)
             axes.spines[:].set_visible(False)
             _ticks(axes, head_map.shape, layers)
-        layout.colour_bar(
-            image, [head_map for _, head_map in panels], scale.label, line_index=line_index
-        )
+        layout.colour_bar(image, [head_map for _, head_map in panels], scale.label, line_index=line_index)
     return save(layout.figure, stem)
 
 
@@ -165,9 +163,7 @@ def step_maps(
     tick_spacing = -(-len(layers) // 8)
     for line_index, panels in enumerate(panel_rows):
         scale = colours[line_index % len(colours)]
-        for axes, (panel_title, step_map, step_count) in zip(
-            layout.axes[line_index], panels, strict=False
-        ):
+        for axes, (panel_title, step_map, step_count) in zip(layout.axes[line_index], panels, strict=False):
             image = axes.imshow(
                 np.ma.masked_invalid(step_map),
                 cmap=scale.name,
@@ -180,9 +176,7 @@ def step_maps(
             axes.set_title(panel_title, loc="left", fontsize=7, y=1.0, pad=2)
             axes.tick_params(length=0, labelsize=6.5)
             axes.locator_params(axis="x", nbins=4, integer=True)
-            tick_positions = [
-                heads * (layer + 0.5) - 0.5 for layer in range(0, len(layers), tick_spacing)
-            ]
+            tick_positions = [heads * (layer + 0.5) - 0.5 for layer in range(0, len(layers), tick_spacing)]
             axes.set_yticks(tick_positions, [str(layer) for layer in layers[::tick_spacing]])
             for layer in range(1, len(layers)):
                 axes.axhline(heads * layer - 0.5, color="white", lw=0.4)
@@ -196,9 +190,7 @@ def step_maps(
 def _ticks(axes: Axes, map_shape: tuple[int, ...], layers: Sequence[int]) -> None:
     row_count, column_count = map_shape
     row_spacing, column_spacing = math.ceil(row_count / 8), math.ceil(column_count / 8)
-    axes.set_yticks(
-        range(0, row_count, row_spacing), [str(tick) for tick in layers[::row_spacing]], fontsize=7
-    )
+    axes.set_yticks(range(0, row_count, row_spacing), [str(tick) for tick in layers[::row_spacing]], fontsize=7)
     axes.set_xticks(
         range(0, column_count, column_spacing),
         [str(tick) for tick in range(0, column_count, column_spacing)],

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from kvbench.report.frames import budget_order, records
-from kvbench.report.table import Name, Phrase
-from kvbench.report.text import tokens
+from kvbench.tables.table import Name, Phrase
+from kvbench.tables.text import tokens
 
 SCOPE = ["model", "task", "length", "moment"]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from kvbench.report.outputs import markdown
-from kvbench.report.table import Table
-from kvbench.report.text import REFERENCE_MODEL, REFERENCE_NOTE, md, short, span
+from kvbench.tables.outputs import markdown
+from kvbench.tables.table import Table
+from kvbench.tables.text import REFERENCE_MODEL, REFERENCE_NOTE, md, short, span
 
 _MOST_FAILED = 12
 
@@ -45,9 +45,7 @@ def summary_text(
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-def notes(
-    frame: pd.DataFrame, failures: Mapping[str, str], reading: Sequence[str] = ()
-) -> list[str]:
+def notes(frame: pd.DataFrame, failures: Mapping[str, str], reading: Sequence[str] = ()) -> list[str]:
     """What a reader must know.
 
     Args:
@@ -58,12 +56,6 @@ def notes(
     note_lines = [*reading]
     if len(frame) and (frame["model"] == REFERENCE_MODEL).any():
         note_lines.append(REFERENCE_NOTE)
-    failure_notes = [
-        f"cell {cell} failed: {short(reason, 200)}" for cell, reason in failures.items()
-    ]
+    failure_notes = [f"cell {cell} failed: {short(reason, 200)}" for cell, reason in failures.items()]
     note_lines += failure_notes[:_MOST_FAILED]
-    return (
-        [*note_lines, f"{len(failure_notes)} cells failed"]
-        if len(failure_notes) > _MOST_FAILED
-        else note_lines
-    )
+    return [*note_lines, f"{len(failure_notes)} cells failed"] if len(failure_notes) > _MOST_FAILED else note_lines

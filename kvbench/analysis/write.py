@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 from kvbench.analysis.summary import summary_text
 from kvbench.errors import UserError
 from kvbench.files import cannot, replacing
-from kvbench.report.table import Table
 from kvbench.runs.grid import Grid
+from kvbench.tables.table import Table
 
 SCHEMA_VERSION = 1
 
@@ -104,9 +104,7 @@ def write_all(
         UserError: A file cannot be written.
     """
     grid_values = {
-        option: option_value
-        for option, option_value in grid.to_dict().items()
-        if option not in ("full", "out", "attn")
+        option: option_value for option, option_value in grid.to_dict().items() if option not in ("full", "out", "attn")
     }
     heading = f"kvbench {settings['analysis']}"
     return write_files(
@@ -146,9 +144,7 @@ def write_files(
         UserError: A file cannot be written.
     """
     files = [
-        _write_csv(frames[frame_name], folder / f"{frame_name}.csv")
-        for frame_name in frames
-        if frame_name in csv_names
+        _write_csv(frames[frame_name], folder / f"{frame_name}.csv") for frame_name in frames if frame_name in csv_names
     ]
     files += [write_table(frame, folder / f"{name}.parquet") for name, frame in frames.items()]
     files.append(folder / "settings.json")
@@ -159,9 +155,7 @@ def write_files(
     markdown = summary_text(heading, command, tables, notes, figures, folder)
     with replacing(summary_path) as temporary_path:
         temporary_path.write_text(markdown, encoding="utf-8")
-    return AnalysisOutput(
-        folder, [summary_path, *files, *figures], list(tables), list(notes), failures
-    )
+    return AnalysisOutput(folder, [summary_path, *files, *figures], list(tables), list(notes), failures)
 
 
 def write_table(frame: pd.DataFrame, path: Path) -> Path:

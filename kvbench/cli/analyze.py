@@ -31,17 +31,12 @@ _GRID = (
     *("device", "dtype", "revision", "device_map", "quantization", "chat_template"),
 )
 _HELP = {
-    "moments": "When to compress, with commas: context, before the question (the default), or "
-    "question, after it.",
+    "moments": "When to compress, with commas: context, before the question (the default), or question, after it.",
     "samples": "Per task. Default: 50.",
     "out": "Folder of the results. Default: results/ANALYSIS-HASH.",
 }
-DrawnLayers = Annotated[
-    str | None, option(ANALYSIS, "L", "Layers to draw, with commas, or all. Default: a few.")
-]
-DrawnHeads = Annotated[
-    str | None, option(ANALYSIS, "H", "KV heads to draw, with commas, or all. Default: a few.")
-]
+DrawnLayers = Annotated[str | None, option(ANALYSIS, "L", "Layers to draw, with commas, or all. Default: a few.")]
+DrawnHeads = Annotated[str | None, option(ANALYSIS, "H", "KV heads to draw, with commas, or all. Default: a few.")]
 
 
 @app.callback()
@@ -111,16 +106,13 @@ def allocation(**grid_values: Any) -> None:
 @grid_options("out", anchor="horizon", help_texts=_HELP)
 def retention(
     context: typer.Context,
-    text: Annotated[
-        str | None, option(WHAT, "FILE", "Analyse this text instead of a task.")
-    ] = None,
+    text: Annotated[str | None, option(WHAT, "FILE", "Analyse this text instead of a task.")] = None,
     moment: Annotated[
         str | None,
         option(
             CACHE,
             "WHEN",
-            "decode: token by token through the text (the default); context: once, at the end "
-            "of the context.",
+            "decode: token by token through the text (the default); context: once, at the end of the context.",
             autocompletion=complete.moments,
         ),
     ] = None,
@@ -133,17 +125,14 @@ def retention(
         option(
             ANALYSIS,
             "N",
-            "Maximum number of tokens that the model adds to a text. Default: the task's "
-            "limit; 0 with --text.",
+            "Maximum number of tokens that the model adds to a text. Default: the task's limit; 0 with --text.",
         ),
     ] = None,
     layers: DrawnLayers = None,
     heads: DrawnHeads = None,
     top: Annotated[
         list[str] | None,
-        option(
-            ANALYSIS, "K", "Ranks for survival among the top K, with commas. Default: 16,64,256."
-        ),
+        option(ANALYSIS, "K", "Ranks for survival among the top K, with commas. Default: 16,64,256."),
     ] = None,
     mass: Annotated[
         list[str] | None,
@@ -151,9 +140,7 @@ def retention(
     ] = None,
     horizon: Annotated[
         int | None,
-        option(
-            ANALYSIS, "STEPS", "Number of steps to follow survival for. Default: half of the text."
-        ),
+        option(ANALYSIS, "STEPS", "Number of steps to follow survival for. Default: half of the text."),
     ] = None,
     **grid_values: Any,
 ) -> None:
@@ -161,19 +148,13 @@ def retention(
     flag_values = {flag_name: context.params[flag_name] for flag_name in _OF_RETENTION}
 
     def work(reporter: Reporter) -> AnalysisOutput:
-        from kvbench.analysis.retention.options import Options
+        from kvbench.analysis.retention.options import RetentionOptions
         from kvbench.analysis.retention.write import write_retention
 
-        options = Options.read(
-            {
-                flag_name: flag_value
-                for flag_name, flag_value in flag_values.items()
-                if flag_value not in (None, [], ())
-            }
+        options = RetentionOptions.read(
+            {flag_name: flag_value for flag_name, flag_value in flag_values.items() if flag_value not in (None, [], ())}
         )
-        return write_retention(
-            given_values(grid_values), reporter, options=options, command=command_line()
-        )
+        return write_retention(given_values(grid_values), reporter, options=options, command=command_line())
 
     carry_out(work)
 
@@ -219,13 +200,13 @@ def vision(
     flag_values = {flag_name: context.params[flag_name] for flag_name in _OF_VISION}
 
     def work(reporter: Reporter) -> AnalysisOutput:
-        from kvbench.analysis.vision.options import Options
+        from kvbench.analysis.vision.options import VisionOptions
         from kvbench.analysis.vision.write import write_vision
 
         return write_vision(
             given_values(grid_values),
             reporter,
-            options=Options.read(flag_values),
+            options=VisionOptions.read(flag_values),
             command=command_line(),
         )
 
@@ -246,17 +227,14 @@ def carry_out(work: Callable[[Reporter], AnalysisOutput]) -> None:
     with stopping(reporter, "an analysis writes its files when it ends"):
         reporter.busy("loading model")
         outputs = work(reporter)
-    from kvbench.report.outputs import terminal
+    from kvbench.tables.outputs import terminal
 
     terminal_console = console()
     for result_table in outputs.tables:
         terminal_console.print(terminal(result_table))
     for note_line in outputs.notes:
         terminal_console.print(note_line, style="dim", markup=False, highlight=False)
-    print(
-        f"wrote {outputs.path}: "
-        f"{', '.join(path.name for path in outputs.files if path.parent == outputs.path)}"
-    )
+    print(f"wrote {outputs.path}: {', '.join(path.name for path in outputs.files if path.parent == outputs.path)}")
     figure_paths = [path for path in outputs.files if path.suffix == ".png"]
     print(f"figures: {len(figure_paths)} as PNG and SVG in {outputs.path / 'figures'}")
     if outputs.failed:

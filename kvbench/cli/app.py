@@ -32,8 +32,8 @@ from kvbench.cli.options import option
 from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json
 from kvbench.errors import UserError, quoted, shorten, shorten_words
 from kvbench.files import cannot
-from kvbench.report.outputs import terminal
 from kvbench.runs.options import FLAG
+from kvbench.tables.outputs import terminal
 from kvbench.terminal import OutputError, filtered
 
 _OF_THE_USER = (
@@ -99,9 +99,7 @@ def _call(arguments: Sequence[str]) -> int:
     try:
         if nul_arguments := [argument for argument in arguments if "\0" in argument]:
             raise UserError(f"{quoted(nul_arguments[0])} contains a NUL character; leave it out")
-        exit_code = app(
-            args=list(arguments) or ["--help"], standalone_mode=False, prog_name="kvbench"
-        )
+        exit_code = app(args=list(arguments) or ["--help"], standalone_mode=False, prog_name="kvbench")
     except UserError as error:
         return complain(str(error))
     except OSError as error:
@@ -133,9 +131,7 @@ def _version(is_requested: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", metavar=FLAG, help="Print the version.", callback=_version, is_eager=True
-        ),
+        typer.Option("--version", metavar=FLAG, help="Print the version.", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
     """Evict the KV cache of a language model and measure what it costs."""
@@ -153,9 +149,7 @@ def list_(
     ],
     folder: Annotated[
         Path,
-        typer.Argument(
-            metavar="DIR", help="Where to look for runs. Default: results.", show_default=False
-        ),
+        typer.Argument(metavar="DIR", help="Where to look for runs. Default: results.", show_default=False),
     ] = Path("results"),
     as_json: Annotated[bool, option(None, FLAG, "Print the list as JSON.", "--json")] = False,
 ) -> None:

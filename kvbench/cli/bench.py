@@ -30,15 +30,11 @@ def bench(
     ] = "reference",
     context: Annotated[
         str,
-        option(
-            PROMPTS, "TOKENS", "Tokens of a prompt, with commas. Default: 1024.", show_default=False
-        ),
+        option(PROMPTS, "TOKENS", "Tokens of a prompt, with commas. Default: 1024.", show_default=False),
     ] = "1024",
     batch: Annotated[
         str,
-        option(
-            PROMPTS, "N", "Sequences side by side, with commas. Default: 1.", show_default=False
-        ),
+        option(PROMPTS, "N", "Sequences side by side, with commas. Default: 1.", show_default=False),
     ] = "1",
     generate: Annotated[
         str,
@@ -53,15 +49,13 @@ def bench(
         int,
         option(PROMPTS, "N", "How often everything is measured. Default: 5.", show_default=False),
     ] = 5,
-    out: Annotated[
-        Path | None, option(OUTPUT, "DIR", "Folder of the results. Default: results/bench-HASH.")
-    ] = None,
+    out: Annotated[Path | None, option(OUTPUT, "DIR", "Folder of the results. Default: results/bench-HASH.")] = None,
     **grid_values: Any,
 ) -> None:
     """Measure time to first token, decode steps and memory beside the full cache."""
-    from kvbench.bench.settings import Bench
+    from kvbench.analysis.speed.settings import SpeedSettings
 
-    bench_settings = Bench(
+    bench_settings = SpeedSettings(
         model=model,
         policies=tuple(split_names(grid_values["policy"])) or ("snapkv",),
         budgets=tuple(split_names(grid_values["budget"])) or ("0.2",),
@@ -76,7 +70,7 @@ def bench(
     )
 
     def work(reporter: Reporter) -> AnalysisOutput:
-        from kvbench.bench.write import write_bench
+        from kvbench.analysis.speed.write import write_bench
 
         return write_bench(bench_settings, out, reporter, command=command_line())
 

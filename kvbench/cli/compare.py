@@ -26,9 +26,7 @@ Alpha = Annotated[
 
 
 def compare(
-    baseline: Annotated[
-        Path, typer.Argument(metavar="BASELINE", help="Folder of the run to compare with.")
-    ],
+    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="Folder of the run to compare with.")],
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the new run.")],
     max_drop: Annotated[
         float,
@@ -41,12 +39,8 @@ def compare(
         ),
     ] = 1.0,
     alpha: Alpha = 0.05,
-    markdown: Annotated[
-        Path | None, option(OUTPUT, "FILE", "Also write Markdown, for a CI summary.")
-    ] = None,
-    junit: Annotated[
-        Path | None, option(OUTPUT, "FILE", "Also write JUnit XML, a test case per cell.")
-    ] = None,
+    markdown: Annotated[Path | None, option(OUTPUT, "FILE", "Also write Markdown, for a CI summary.")] = None,
+    junit: Annotated[Path | None, option(OUTPUT, "FILE", "Also write JUnit XML, a test case per cell.")] = None,
     quiet: Annotated[bool, option(OUTPUT, FLAG, "Print only what is wrong.", "--quiet")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -59,8 +53,8 @@ def compare(
     from kvbench.regression.compare import compare as compare_runs
     from kvbench.regression.junit import junit as junit_xml
     from kvbench.regression.pairs import COLUMNS
-    from kvbench.report.outputs import plain_text
     from kvbench.runs.load import load_frames
+    from kvbench.tables.outputs import plain_text
 
     run_frames = [load_frames(run_folder, COLUMNS, coded=True) for run_folder in (baseline, run)]
     comparison = compare_runs(*run_frames, max_drop=max_drop, alpha=alpha)

@@ -21,9 +21,7 @@ def tasks(incomplete: str) -> list[str]:
     """Groups of tasks, their subsets and tasks, after the last comma."""
     benchmarks, _ = catalogue.benchmarks()
     task_names = (
-        task_name
-        for benchmark in benchmarks.values()
-        for task_name in (*benchmark.subsets, *benchmark.leaves)
+        task_name for benchmark in benchmarks.values() for task_name in (*benchmark.subsets, *benchmark.leaves)
     )
     return _listed(incomplete, [*benchmarks, *task_names])
 
@@ -50,23 +48,19 @@ def lists(incomplete: str) -> list[str]:
 
 def trainers(incomplete: str) -> list[str]:
     """Policies whose gates can be trained."""
-    return [
-        trainer_name
-        for trainer_name in registry.names(registry.TRAINERS)
-        if trainer_name.startswith(incomplete)
-    ]
+    return [trainer_name for trainer_name in registry.names(registry.TRAINERS) if trainer_name.startswith(incomplete)]
 
 
 def papers(incomplete: str) -> list[str]:
     """Papers whose figures can be shown."""
-    from kvbench.published.figures import papers
+    from kvbench.papers.published.results import papers
 
     return [paper_name for paper_name in papers() if paper_name.startswith(incomplete)]
 
 
 def paper_tables(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Numbers of the tables of the paper on the command line, with what they show."""
-    from kvbench.published.figures import papers
+    from kvbench.papers.published.results import papers
 
     publication = papers().get(ctx.params.get("paper") or "")
     printed_tables = publication.tables.values() if publication else ()
@@ -79,16 +73,14 @@ def paper_tables(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 def layouts(incomplete: str) -> list[str]:
     """Layouts of published tables."""
-    from kvbench.layouts.published import published_layouts
+    from kvbench.papers.layouts.from_papers import published_layouts
 
-    return [
-        layout_name for layout_name in published_layouts() if layout_name.startswith(incomplete)
-    ]
+    return [layout_name for layout_name in published_layouts() if layout_name.startswith(incomplete)]
 
 
 def recipes(incomplete: str) -> list[tuple[str, str]]:
     """Recipes, with what they show."""
-    from kvbench.recipes import recipes
+    from kvbench.papers.recipes import recipes
 
     return [
         (recipe_name, paper_recipe.title)
@@ -102,8 +94,6 @@ def _listed(incomplete: str, candidates: Iterable[str]) -> list[str]:
     earlier_names, separator, partial_name = incomplete.rpartition(",")
     used_names = set(earlier_names.split(","))
     matches = dict.fromkeys(
-        candidate
-        for candidate in candidates
-        if candidate.startswith(partial_name) and candidate not in used_names
+        candidate for candidate in candidates if candidate.startswith(partial_name) and candidate not in used_names
     )
     return [earlier_names + separator + candidate for candidate in matches]

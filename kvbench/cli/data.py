@@ -41,12 +41,8 @@ def _root() -> None:
 
 @app.command()
 def fetch(
-    task: Annotated[
-        list[str], typer.Argument(metavar="TASK...", help=_TASKS, autocompletion=complete.tasks)
-    ],
-    fresh: Annotated[
-        bool, option(None, FLAG, "Update data that was fetched before.", "--fresh")
-    ] = False,
+    task: Annotated[list[str], typer.Argument(metavar="TASK...", help=_TASKS, autocompletion=complete.tasks)],
+    fresh: Annotated[bool, option(None, FLAG, "Update data that was fetched before.", "--fresh")] = False,
 ) -> None:
     """Fetch the data of tasks, so that runs work without the hub."""
     from kvbench.data import fetching
@@ -104,9 +100,7 @@ def verify(
 def list_(
     task: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="TASK...", help=f"{_TASKS} Default: all.", autocompletion=complete.tasks
-        ),
+        typer.Argument(metavar="TASK...", help=f"{_TASKS} Default: all.", autocompletion=complete.tasks),
     ] = None,
     as_json: Annotated[bool, option(None, FLAG, "Print the list as JSON.", "--json")] = False,
 ) -> None:
@@ -116,9 +110,7 @@ def list_(
     text_table = Table(box=None, pad_edge=False, header_style="bold")
     for column_title in ("task", "dataset", "table", "commit", "rows", "size"):
         is_numeric = column_title in ("rows", "size")
-        text_table.add_column(
-            column_title, overflow="fold", justify="right" if is_numeric else "left"
-        )
+        text_table.add_column(column_title, overflow="fold", justify="right" if is_numeric else "left")
     for source, task_names in source_tasks.items():
         record = records.head(source, cache_dir())
         record_cells: tuple[str, ...] = ("not fetched",)
@@ -163,11 +155,7 @@ def _tables(task_specs: Sequence[str]) -> tuple[dict[Source, list[str]], bool]:
     for task_spec in split_names(task_specs):
         if task_spec == "all":
             benchmarks, failures = catalogue.benchmarks()
-            task_pairs = [
-                (task_name, benchmark)
-                for benchmark in benchmarks.values()
-                for task_name in benchmark.leaves
-            ]
+            task_pairs = [(task_name, benchmark) for benchmark in benchmarks.values() for task_name in benchmark.leaves]
         else:
             task_pairs = catalogue.resolve_task(task_spec)
         for task_name, benchmark in task_pairs:
@@ -179,9 +167,7 @@ def _tables(task_specs: Sequence[str]) -> tuple[dict[Source, list[str]], bool]:
     return source_tasks, bool(failures)
 
 
-def _report(
-    task_specs: Sequence[str], check_source: Callable[[Source, str, str], str], empty_message: str
-) -> None:
+def _report(task_specs: Sequence[str], check_source: Callable[[Source, str, str], str], empty_message: str) -> None:
     """Print what `check_source` returns for each table, or the error that it raises.
 
     Args:
@@ -193,9 +179,7 @@ def _report(
     source_tasks, has_failures = _tables(task_specs)
     is_silent = not has_failures
     for source, task_names in source_tasks.items():
-        source_label = (
-            f"{source.label} ({', '.join(task_names[:3])}{', ...' if len(task_names) > 3 else ''})"
-        )
+        source_label = f"{source.label} ({', '.join(task_names[:3])}{', ...' if len(task_names) > 3 else ''})"
         try:
             if source_line := check_source(source, source_label, task_names[0]):
                 print(f"{source_label}: {source_line}", flush=True)

@@ -12,7 +12,7 @@ from kvbench.errors import UserError, nearest, quoted
 from kvbench.harness import catalogue
 from kvbench.harness.optional import lacking
 from kvbench.named import NamedModel
-from kvbench.report.table import Cell, Column, Lines, Name, Row, Table
+from kvbench.tables.table import Cell, Column, Lines, Name, Table, TableRow
 
 Record = dict[str, Any]
 """Column names to values that JSON can hold."""
@@ -37,8 +37,7 @@ HINTS: dict[str, str] = {
     "quantised": "--quantization bnb-4bit, bnb-8bit or torchao-int8 (pip install accelerate, and "
     "bitsandbytes or torchao); a checkpoint that is already quantised (GPTQ, AWQ, FP8, ...) loads "
     "with the library it needs; the cache keeps the compute dtype",
-    "GGUF": "a .gguf file, or a folder with one (pip install 'kvbench[gguf]'), is dequantised once "
-    "into the cache",
+    "GGUF": "a .gguf file, or a folder with one (pip install 'kvbench[gguf]'), is dequantised once into the cache",
     "several GPUs": "--device-map auto (pip install accelerate) spreads layers and their caches "
     "over all devices; a model that would be offloaded to CPU or disk is refused",
     "tested": "every family with random weights on a CPU; bitsandbytes 0.50 and torchao 0.18 on a "
@@ -78,11 +77,7 @@ def policies() -> tuple[list[Record], list[str]]:
                 "summary": loaded_policy.summary,
                 "paper": loaded_policy.paper,
                 "parts": {part_kind: component.name for part_kind, component in components.items()},
-                "parameters": {
-                    key: default
-                    for part_defaults in parameters
-                    for key, default in part_defaults.items()
-                }
+                "parameters": {key: default for part_defaults in parameters for key, default in part_defaults.items()}
                 | ({"buffer": loaded_policy.buffer} if loaded_policy.evicts else {}),
                 "moments": list(loaded_policy.moments),
                 "package": registry.origin(registry.POLICIES, policy_name),
@@ -103,9 +98,7 @@ def tasks() -> tuple[list[Record], list[str]]:
             "name": group_name,
             "tasks": list(benchmark.leaves),
             "subsets": list(benchmark.subsets),
-            "needs_hub": [
-                task_name for task_name in benchmark.leaves if task_name in benchmark.hub_leaves
-            ],
+            "needs_hub": [task_name for task_name in benchmark.leaves if task_name in benchmark.hub_leaves],
             "harness": benchmark.harness,
             "media": list(benchmark.media),
             "lacking": lacking(benchmark),
@@ -136,9 +129,7 @@ def models() -> tuple[list[Record], list[str]]:
             failures.append(str(error))
     note_kinds = (("family", FAMILIES), ("hint", HINTS))
     note_records = [
-        {"name": name, "note": note, "kind": kind}
-        for kind, notes in note_kinds
-        for name, note in notes.items()
+        {"name": name, "note": note, "kind": kind} for kind, notes in note_kinds for name, note in notes.items()
     ]
     return [*model_records, *note_records], failures
 
@@ -174,7 +165,7 @@ def layouts() -> tuple[list[Record], list[str]]:
     Returns:
         The records, and no line.
     """
-    from kvbench.layouts.published import published_layouts  # needs pandas
+    from kvbench.papers.layouts.from_papers import published_layouts  # needs pandas
 
     return [
         {
@@ -194,7 +185,7 @@ def recipes() -> tuple[list[Record], list[str]]:
     Returns:
         The records, and no line: what a recipe lacks stands in its record.
     """
-    from kvbench.recipes import missing_parts, recipes  # needs torch
+    from kvbench.papers.recipes import missing_parts, recipes  # needs torch
 
     return [
         {
@@ -208,9 +199,7 @@ def recipes() -> tuple[list[Record], list[str]]:
             "needs": list(paper_recipe.needs),
             "differs": list(paper_recipe.differs),
             "full": dict(paper_recipe.full),
-            "miniatures": {
-                model: paper_recipe.settings([model]) for model in paper_recipe.miniatures
-            },
+            "miniatures": {model: paper_recipe.settings([model]) for model in paper_recipe.miniatures},
         }
         for recipe_name, paper_recipe in recipes().items()
     ], []
@@ -251,7 +240,7 @@ def table(list_kind: str, list_records: list[Record]) -> Table:
     return Table(
         "",
         tuple(map(Column, column_titles)),
-        tuple(Row(make_row(record)) for record in list_records),
+        tuple(TableRow(make_row(record)) for record in list_records),
     )
 
 
@@ -263,12 +252,8 @@ def _policy_row(record: Record) -> tuple[Cell, ...]:
         _pairs(record["parts"]),
         _pairs(record["parameters"]),
     ]
-    policy_lines.append(
-        f"moments of its paper: {', '.join(record['moments'])}" if record["parts"] else ""
-    )
-    return Name(record["name"]), Lines(
-        tuple(policy_line for policy_line in policy_lines if policy_line)
-    )
+    policy_lines.append(f"moments of its paper: {', '.join(record['moments'])}" if record["parts"] else "")
+    return Name(record["name"]), Lines(tuple(policy_line for policy_line in policy_lines if policy_line))
 
 
 def _pairs(parameters: Record) -> str:
@@ -291,9 +276,7 @@ def _task_row(record: Record) -> tuple[Cell, ...]:
         summary += f"; scored by {record['harness']}"
     if record["lacking"]:
         summary += f"; {record['lacking']}"
-    task_cells = [
-        task_cell for task_name in record["tasks"] for task_cell in (", ", Name(task_name))
-    ][1:]
+    task_cells = [task_cell for task_name in record["tasks"] for task_cell in (", ", Name(task_name))][1:]
     return Name(record["name"]), Lines((tuple(task_cells), summary)), hub_text
 
 

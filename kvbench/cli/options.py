@@ -17,14 +17,10 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 
 def split_names(names: Sequence[str] | None) -> list[str]:
     """The names of an option that takes several with commas."""
-    return [
-        name.strip() for comma_list in names or [] for name in comma_list.split(",") if name.strip()
-    ]
+    return [name.strip() for comma_list in names or [] for name in comma_list.split(",") if name.strip()]
 
 
-def option(
-    panel: str | None, metavar: str, help_text: str, *flags: str, **typer_settings: Any
-) -> Any:
+def option(panel: str | None, metavar: str, help_text: str, *flags: str, **typer_settings: Any) -> Any:
     """An option of a command.
 
     Args:
@@ -34,9 +30,7 @@ def option(
         flags: Spellings of the flag; none for the name of the parameter.
         more: Further arguments of `typer.Option`.
     """
-    return typer.Option(
-        *flags, metavar=metavar, help=help_text, rich_help_panel=panel, **typer_settings
-    )
+    return typer.Option(*flags, metavar=metavar, help=help_text, rich_help_panel=panel, **typer_settings)
 
 
 def grid_options(
@@ -70,9 +64,7 @@ def grid_options(
     return decorate
 
 
-def _parameter(
-    option_name: str, declared_option: Option, help_texts: Mapping[str, str]
-) -> inspect.Parameter:
+def _parameter(option_name: str, declared_option: Option, help_texts: Mapping[str, str]) -> inspect.Parameter:
     """The parameter of a command for an option of the grid; None where it is not given."""
     completion = getattr(complete, declared_option.complete) if declared_option.complete else None
     typer_option = option(
@@ -110,14 +102,11 @@ OneModel = Annotated[
     option(
         MODEL,
         "NAME",
-        "reference (the default), a name of kvbench list models, a folder, a GGUF file or a hub "
-        "id.",
+        "reference (the default), a name of kvbench list models, a folder, a GGUF file or a hub id.",
         autocompletion=complete.models,
         show_default=False,
     ),
 ]
-Quiet = Annotated[
-    bool, option(OUTPUT, FLAG, "Print only errors and the path of the result.", "--quiet")
-]
+Quiet = Annotated[bool, option(OUTPUT, FLAG, "Print only errors and the path of the result.", "--quiet")]
 AsJson = Annotated[bool, option(OUTPUT, FLAG, "Print the results as JSON on stdout.", "--json")]
 DryRun = Annotated[bool, option(OUTPUT, FLAG, "Show what would be done; do nothing.", "--dry-run")]

@@ -28,17 +28,14 @@ def view(
 
     from kvbench.report.frames import prepare
     from kvbench.report.page import NAME, write_page
-    from kvbench.report.samples import COLUMNS
+    from kvbench.report.sorted_samples import COLUMNS
     from kvbench.runs.integrity import CELLS, SAMPLES
     from kvbench.runs.load import load_frames, responses_of
 
     page_path = run / "report" / NAME
     table_paths = [run / CELLS, run / SAMPLES]
     page_time = page_path.stat().st_mtime_ns if page_path.is_file() else 0
-    if not all(
-        table_path.is_file() and max(state_of(table_path)[1:3]) < page_time
-        for table_path in table_paths
-    ):
+    if not all(table_path.is_file() and max(state_of(table_path)[1:3]) < page_time for table_path in table_paths):
         results = prepare(*load_frames(run, COLUMNS, coded=True))
         page_path = write_page(results, responses_of(run), page_path.parent)
     print(page_path)

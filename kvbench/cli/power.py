@@ -29,13 +29,10 @@ def power(
         option(
             None,
             "DIR",
-            "Take the differences to this run, as kvbench compare does. Default: to the full "
-            "cache.",
+            "Take the differences to this run, as kvbench compare does. Default: to the full cache.",
         ),
     ] = None,
-    drop: Annotated[
-        float, option(LIMITS, "POINTS", "The drop to see. Default: 2.", show_default=False)
-    ] = 2.0,
+    drop: Annotated[float, option(LIMITS, "POINTS", "The drop to see. Default: 2.", show_default=False)] = 2.0,
     probability: Annotated[
         float,
         option(LIMITS, "P", "Probability to see it. Default: 0.8.", "--power", show_default=False),
@@ -46,13 +43,10 @@ def power(
         option(
             LIMITS,
             "N",
-            "Cells whose scores differ: p-values are corrected for them. Default: those of RUN, "
-            "or 1.",
+            "Cells whose scores differ: p-values are corrected for them. Default: those of RUN, or 1.",
         ),
     ] = None,
-    rate: Annotated[
-        float | None, option(ASSUMPTIONS, "P", "Share of answers that are right.")
-    ] = None,
+    rate: Annotated[float | None, option(ASSUMPTIONS, "P", "Share of answers that are right.")] = None,
     discordance: Annotated[
         float | None,
         option(
@@ -86,12 +80,10 @@ def power(
     from kvbench.regression import power as planning
     from kvbench.regression import show_power
     from kvbench.regression.pairs import COLUMNS
-    from kvbench.report.outputs import plain_text
     from kvbench.runs.load import load_frames
+    from kvbench.tables.outputs import plain_text
 
-    assumptions = [
-        assumption for assumption in (rate, discordance, questions, icc) if assumption is not None
-    ]
+    assumptions = [assumption for assumption in (rate, discordance, questions, icc) if assumption is not None]
     if (run is None) == (rate is None):
         raise UserError("give a RUN or --rate, and not both")
     if run is None:
@@ -112,9 +104,7 @@ def power(
             print(plain_text(show_power.plan_sentence(sample_plan, goal)))
         return
     if assumptions:
-        raise UserError(
-            "--discordance, --questions-per-context and --icc go with --rate, not a RUN"
-        )
+        raise UserError("--discordance, --questions-per-context and --icc go with --rate, not a RUN")
     baseline_frames = None if baseline is None else load_frames(baseline, COLUMNS, coded=True)
     goal, cell_needs = planning.needs(
         load_frames(run, COLUMNS, coded=True),

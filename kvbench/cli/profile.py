@@ -134,9 +134,7 @@ def queries(
     _summarise(STATISTICS, {"task": task, **grid_values}, model, out)
 
 
-def _summarise(
-    query_summary: QuerySummary, all_values: dict[str, Any], model: str, output_path: Path | None
-) -> None:
+def _summarise(query_summary: QuerySummary, all_values: dict[str, Any], model: str, output_path: Path | None) -> None:
     from kvbench.profiles.command import profile_queries
 
     flag_values = given_values(all_values)

@@ -13,12 +13,12 @@ from kvbench.cli import complete
 from kvbench.cli.options import Names, option, split_names
 from kvbench.cli.screen import console, print_json, show
 from kvbench.errors import UserError
-from kvbench.report.outputs import terminal
 from kvbench.runs.options import FLAG, OUTPUT
+from kvbench.tables.outputs import terminal
 
 if TYPE_CHECKING:
-    from kvbench.published.browse import Filter
-    from kvbench.published.figures import Figure
+    from kvbench.papers.published.browse import Filter
+    from kvbench.papers.published.results import Figure
 
 
 def published(
@@ -54,8 +54,7 @@ def published(
         option(
             None,
             "NAME",
-            "Only these tasks, with commas: kvbench's names (a group stands for its tasks, "
-            "too), or the paper's.",
+            "Only these tasks, with commas: kvbench's names (a group stands for its tasks, too), or the paper's.",
             autocompletion=complete.tasks,
         ),
     ] = None,
@@ -72,19 +71,15 @@ def published(
             "--check",
         ),
     ] = False,
-    as_csv: Annotated[
-        bool, option(OUTPUT, FLAG, "Print a line per figure, as CSV.", "--csv")
-    ] = False,
-    as_json: Annotated[
-        bool, option(OUTPUT, FLAG, "Print an object per figure, as JSON.", "--json")
-    ] = False,
+    as_csv: Annotated[bool, option(OUTPUT, FLAG, "Print a line per figure, as CSV.", "--csv")] = False,
+    as_json: Annotated[bool, option(OUTPUT, FLAG, "Print an object per figure, as JSON.", "--json")] = False,
 ) -> None:
     """Browse the figures that papers print: list them, show a table, filter, check.
 
     Without PAPER it lists the papers. With --policy, --task or --model it shows the tables.
     """
-    from kvbench.published.figures import paper as find_paper
-    from kvbench.published.figures import papers
+    from kvbench.papers.published.results import paper as find_paper
+    from kvbench.papers.published.results import papers
 
     if as_csv + as_json + check > 1:
         raise UserError("--check, --csv and --json exclude each other; give only one")
@@ -102,9 +97,7 @@ def published(
         for printed_table in ([publication.table(table)] if table else publication.tables.values())
     ]
     figure_filter = _filter(policy, task, model)
-    figures = figure_filter.apply(
-        [figure for printed_table in printed_tables for figure in printed_table.figures]
-    )
+    figures = figure_filter.apply([figure for printed_table in printed_tables for figure in printed_table.figures])
     if as_csv:
         print(_csv(figures), end="")
     elif as_json:
@@ -115,27 +108,22 @@ def published(
 
 def _filter(policy: Names, task: Names, model: Names) -> Filter:
     from kvbench.harness import catalogue
-    from kvbench.published.browse import Filter
+    from kvbench.papers.published.browse import Filter
 
     task_members: dict[str, tuple[str, ...]] = {}
     if task:
         for group_name, benchmark in catalogue.benchmarks()[0].items():
-            task_members |= {
-                subset_name: tuple(task_names)
-                for subset_name, task_names in benchmark.subsets.items()
-            }
+            task_members |= {subset_name: tuple(task_names) for subset_name, task_names in benchmark.subsets.items()}
             task_members[group_name] = (*benchmark.subsets, *benchmark.leaves)
     return Filter(split_names(policy), split_names(task), split_names(model), task_members)
 
 
 def _show(figures: list[Figure], *, as_tables: bool, paper: str | None) -> None:
-    from kvbench.published import browse
-    from kvbench.published.figures import papers
+    from kvbench.papers.published import browse
+    from kvbench.papers.published.results import papers
 
     if not as_tables:
-        summary_table = (
-            browse.contents(papers()[paper], figures) if paper else browse.overview(figures)
-        )
+        summary_table = browse.contents(papers()[paper], figures) if paper else browse.overview(figures)
         console().print(terminal(summary_table, boxed=False))
         return
     figures_by_table: dict[tuple[str, str], list[Figure]] = {}
@@ -149,8 +137,8 @@ def _show(figures: list[Figure], *, as_tables: bool, paper: str | None) -> None:
 
 
 def _check(paper_names: list[str]) -> None:
-    from kvbench.published.check import check, findings_table
-    from kvbench.published.figures import papers
+    from kvbench.papers.published.check import check, findings_table
+    from kvbench.papers.published.results import papers
 
     check_result = check(papers()[paper_name] for paper_name in paper_names)
     if check_result.findings:
@@ -162,7 +150,7 @@ def _check(paper_names: list[str]) -> None:
 
 
 def _csv(figures: list[Figure]) -> str:
-    from kvbench.published.figures import FIELDS
+    from kvbench.papers.published.results import FIELDS
 
     text_buffer = io.StringIO()
     csv_writer = csv.DictWriter(text_buffer, FIELDS, lineterminator="\n")

@@ -41,14 +41,11 @@ def report(
         option(
             None,
             "POINTS",
-            "Name the cheapest policy and budget within so many points of the full cache. "
-            "Default: 1.",
+            "Name the cheapest policy and budget within so many points of the full cache. Default: 1.",
             min=0,
         ),
     ] = None,
-    batch: Annotated[
-        int | None, option(None, "N", "Say what memory it saves at this batch size.", min=1)
-    ] = None,
+    batch: Annotated[int | None, option(None, "N", "Say what memory it saves at this batch size.", min=1)] = None,
     context: Annotated[
         int | None,
         option(
@@ -62,27 +59,21 @@ def report(
         bool,
         option(None, FLAG, "Also write report.html, a page to filter and browse.", "--html"),
     ] = False,
-    out: Annotated[
-        Path | None, option(None, "DIR", "Folder of the report. Default: report/ in the first run.")
-    ] = None,
-    quiet: Annotated[
-        bool, option(None, FLAG, "Print only errors and the path of the summary.", "--quiet")
-    ] = False,
-    as_json: Annotated[
-        bool, option(None, FLAG, "Print cells, means and comparisons as JSON.", "--json")
-    ] = False,
+    out: Annotated[Path | None, option(None, "DIR", "Folder of the report. Default: report/ in the first run.")] = None,
+    quiet: Annotated[bool, option(None, FLAG, "Print only errors and the path of the summary.", "--quiet")] = False,
+    as_json: Annotated[bool, option(None, FLAG, "Print cells, means and comparisons as JSON.", "--json")] = False,
 ) -> None:
     """Show the tables of runs; write Pareto fronts and a summary."""
     from kvbench.report import against as pairs
     from kvbench.report import choosing
     from kvbench.report.frames import prepare
-    from kvbench.report.outputs import terminal
     from kvbench.report.overall import group_means
-    from kvbench.report.samples import COLUMNS, Samples
+    from kvbench.report.render import write_report
+    from kvbench.report.sorted_samples import COLUMNS, Samples
     from kvbench.report.terminal import RunTable
-    from kvbench.report.text import slug
-    from kvbench.report.write import write_report
     from kvbench.runs.load import load_frames, responses_of
+    from kvbench.tables.outputs import terminal
+    from kvbench.tables.text import slug
 
     if quiet:
         warnings.simplefilter("ignore")
@@ -90,14 +81,10 @@ def report(
     grouped_samples = Samples(samples)
     results = prepare(cells, grouped_samples)
     base_policies = [
-        policy_name
-        for comma_list in against or []
-        for policy_name in comma_list.split(",")
-        if policy_name
+        policy_name for comma_list in against or [] for policy_name in comma_list.split(",") if policy_name
     ]
     comparisons = [
-        (base_policy, pairs.differences(cells, grouped_samples, base_policy))
-        for base_policy in base_policies
+        (base_policy, pairs.differences(cells, grouped_samples, base_policy)) for base_policy in base_policies
     ]
     prints_tables = not quiet and not as_json
     aim = choosing.Aim.of(within, batch, context)
@@ -115,12 +102,10 @@ def report(
         if prints_tables:
             for difference_table in pairs.tables(differences, base_policy):
                 console().print(terminal(difference_table))
-        written_paths.append(
-            pairs.write(differences, base_policy, report_folder / f"against-{slug(base_policy)}.md")
-        )
+        written_paths.append(pairs.write(differences, base_policy, report_folder / f"against-{slug(base_policy)}.md"))
     extra_json: dict[str, Any] = {}
     if with_published:
-        from kvbench.published import beside
+        from kvbench.papers.published import beside
 
         matched_pairs = beside.pairs(cells)
         unmatched_note = "" if matched_pairs else beside.unmatched(cells)
@@ -136,9 +121,7 @@ def report(
                 "files": [str(written_path) for written_path in written_paths],
                 "cells": rows_of(cells),
                 "means": rows_of(group_means(cells, grouped_samples)),
-                "against": {
-                    base_policy: rows_of(differences) for base_policy, differences in comparisons
-                },
+                "against": {base_policy: rows_of(differences) for base_policy, differences in comparisons},
                 "cheapest": choosing.as_records(results, aim),
             }
             | extra_json

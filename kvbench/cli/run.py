@@ -40,9 +40,7 @@ def run(
         ),
     ] = None,
     attn: Annotated[str | None, typer.Option(metavar="A", hidden=True)] = None,
-    fresh: Annotated[
-        bool, option(OUTPUT, FLAG, "Discard an earlier run in the folder.", "--fresh")
-    ] = False,
+    fresh: Annotated[bool, option(OUTPUT, FLAG, "Discard an earlier run in the folder.", "--fresh")] = False,
     extend: Annotated[
         bool,
         option(
@@ -80,9 +78,7 @@ def run(
     with stopping(reporter):
         from_file = config or recipe
         model_names = split_names(flag_values.get("model"))
-        reporter.busy(
-            "loading" if from_file else f"loading model {', '.join(model_names or ['reference'])}"
-        )
+        reporter.busy("loading" if from_file else f"loading model {', '.join(model_names or ['reference'])}")
         # With --json nothing else may appear on stdout, not even what a user's policy prints.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             grid = _extended(flag_values) if extend else _grid(config, recipe, flag_values)
@@ -99,10 +95,7 @@ def run(
             _show_recipe(recipe, model_names, grid.path)
     failed_cells = finished_run.cells[finished_run.cells["status"] != "ok"]
     if len(failed_cells):
-        complain(
-            f"{len(failed_cells)} of {len(finished_run.cells)} cells failed: "
-            f"{failed_cells.iloc[0]['error']}"
-        )
+        complain(f"{len(failed_cells)} of {len(finished_run.cells)} cells failed: {failed_cells.iloc[0]['error']}")
         raise typer.Exit(FAILED)
 
 
@@ -111,7 +104,7 @@ def _grid(config: Path | None, recipe: str | None, flag_values: dict[str, Any]) 
     from kvbench.runs.grid import Grid
 
     if recipe:
-        from kvbench.recipes import recipe as named
+        from kvbench.papers.recipes import recipe as named
 
         return named(recipe).grid(split_names(flag_values.get("model")), flag_values)
     return Grid.from_yaml(config, flag_values) if config else Grid.from_dict(flag_values)
@@ -126,15 +119,11 @@ def _extended(flag_values: dict[str, Any]) -> Grid:
         raise UserError("--extend needs the folder of the run; add --out DIR")
     grid_path = Path(run_folder) / GRID
     if not grid_path.exists():
-        raise UserError(
-            f"{run_folder} holds no run to extend: {GRID} is missing; leave out --extend"
-        )
+        raise UserError(f"{run_folder} holds no run to extend: {GRID} is missing; leave out --extend")
     return Grid.extending(grid_path, flag_values)
 
 
-def _execute(
-    grid: Grid, reporter: Reporter, *, fresh: bool, extend: bool, dry_run: bool
-) -> Run | None:
+def _execute(grid: Grid, reporter: Reporter, *, fresh: bool, extend: bool, dry_run: bool) -> Run | None:
     """Run a grid, or describe it and return None."""
     from kvbench.runs.runner import describe, execute
 
@@ -145,8 +134,7 @@ def _execute(
             print(plan_line)
         return None
     resume_note = (
-        f"completed responses are kept in {grid.path}, and the same command (without --fresh) "
-        "continues from there"
+        f"completed responses are kept in {grid.path}, and the same command (without --fresh) continues from there"
     )
     with stopping(reporter, resume_note):
         return execute(grid, reporter=reporter, fresh=fresh, extend=extend)
@@ -157,13 +145,11 @@ def _show(finished_run: Run, run_folder: Path, *, quiet: bool) -> None:
     if quiet:
         print(run_folder)
         return
-    from kvbench.report.samples import COLUMNS
+    from kvbench.report.sorted_samples import COLUMNS
     from kvbench.report.terminal import run_table
     from kvbench.runs.load import load_frames
 
-    console().print(
-        run_table(finished_run.cells, load_frames(finished_run.path, COLUMNS, coded=True)[1])
-    )
+    console().print(run_table(finished_run.cells, load_frames(finished_run.path, COLUMNS, coded=True)[1]))
     file_names = [
         file_path.name
         for file_path in sorted(finished_run.path.iterdir())
@@ -175,7 +161,7 @@ def _show(finished_run: Run, run_folder: Path, *, quiet: bool) -> None:
 
 def _show_recipe(recipe_name: str, model_names: list[str], run_folder: Path) -> None:
     """Print how to lay a recipe's run out, and what differs from the paper."""
-    from kvbench.recipes import recipe
+    from kvbench.papers.recipes import recipe
 
     layout = recipe(recipe_name).layout_for(model_names)
     print(f"table: kvbench table {run_folder} {layout}".rstrip())
@@ -184,7 +170,7 @@ def _show_recipe(recipe_name: str, model_names: list[str], run_folder: Path) -> 
 
 def _show_differences(recipe_name: str, model_names: list[str]) -> None:
     """Print what differs from the paper in a recipe's run on these models."""
-    from kvbench.recipes import recipe
+    from kvbench.papers.recipes import recipe
 
     paper_recipe = recipe(recipe_name)
     if paper_recipe.is_miniature(model_names):

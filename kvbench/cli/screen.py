@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvbench import terminal
-from kvbench.progress import Bar, Lines, Reporter, reporter
-from kvbench.report.fit import fitted
+from kvbench.progress import Bar, LineProgress, Reporter, reporter
+from kvbench.tables.fit import fitted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvbench.report.table import Table
+    from kvbench.tables.table import Table
 
 OK, FAILED, MISUSE, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 """Exit codes: success; a cell or a check failed, or stdout cannot be written; wrong input; Ctrl-C;
@@ -40,7 +40,7 @@ def show(table: Table) -> None:
         rich_console.print(table_block)
 
 
-def progress() -> Bar | Lines:
+def progress() -> Bar | LineProgress:
     """Progress on stderr: a bar on a terminal, lines in a log."""
     return reporter(terminal.console(stderr=True))
 

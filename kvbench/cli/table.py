@@ -12,13 +12,13 @@ from kvbench.cli.options import Names, option, split_names
 from kvbench.cli.screen import show
 from kvbench.errors import UserError
 from kvbench.files import write_whole
-from kvbench.layouts.value import Value
-from kvbench.layouts.write import Format, format_table
+from kvbench.papers.layouts.value import Value
 from kvbench.runs.options import FLAG, OUTPUT
+from kvbench.tables.formats import Format, format_table
 
 if TYPE_CHECKING:
-    from kvbench.layouts.measures import Measures
-    from kvbench.layouts.slots import Layout
+    from kvbench.papers.layouts.measures import Measures
+    from kvbench.papers.layouts.slots import Layout
 
 PAPER = "Like a published table"
 FREE = "Any other table"
@@ -41,8 +41,7 @@ def table(
         option(
             PAPER,
             "NAME=OURS",
-            "What stands in place of a method, dataset or budget of the paper: 40%=0.2. Can be "
-            "repeated.",
+            "What stands in place of a method, dataset or budget of the paper: 40%=0.2. Can be repeated.",
         ),
     ] = None,
     reduced: Annotated[
@@ -50,8 +49,7 @@ def table(
         option(
             PAPER,
             FLAG,
-            "Leave out rows and columns that the runs have nothing of. Averages are of the "
-            "columns that stay.",
+            "Leave out rows and columns that the runs have nothing of. Averages are of the columns that stay.",
             "--reduced",
         ),
     ] = False,
@@ -80,9 +78,7 @@ def table(
     ] = Value.SCORE,
     mean: Annotated[
         bool,
-        option(
-            FREE, FLAG, "Add the mean over tasks, and its loss against the full cache.", "--mean"
-        ),
+        option(FREE, FLAG, "Add the mean over tasks, and its loss against the full cache.", "--mean"),
     ] = False,
     against: Annotated[
         str,
@@ -116,8 +112,7 @@ def table(
         option(
             OUTPUT,
             "FILE",
-            "Write to a file instead of the screen. Its ending gives the format: .tex, .md, .csv "
-            "or .html.",
+            "Write to a file instead of the screen. Its ending gives the format: .tex, .md, .csv or .html.",
         ),
     ] = None,
 ) -> None:
@@ -126,8 +121,8 @@ def table(
     The best policy at a budget is bold and the second best underlined. A raised plus or minus
     marks scores that differ significantly from the full cache's.
     """
-    from kvbench.layouts.fill import fill
-    from kvbench.layouts.measures import load
+    from kvbench.papers.layouts.fill import fill
+    from kvbench.papers.layouts.measures import load
 
     _check(
         layout,
@@ -173,9 +168,7 @@ def _format(table_format: Format | None, output_path: Path | None) -> Format | N
         return table_format
     if output_path.suffix not in _ENDINGS:
         known_endings = ", ".join(_ENDINGS)
-        raise UserError(
-            f"--out {output_path}: unknown ending; use {known_endings}, or give --format"
-        )
+        raise UserError(f"--out {output_path}: unknown ending; use {known_endings}, or give --format")
     return _ENDINGS[output_path.suffix]
 
 
@@ -186,23 +179,17 @@ def _check(layout: str | None, *, for_layout: bool, for_free_table: bool) -> Non
         raise UserError("--use and --reduced need --layout")
 
 
-def _published(
-    layout_name: str, measures: Measures, substitutions: list[str], *, reduced: bool
-) -> Layout:
-    from kvbench.layouts.lay_out import lay_out
-    from kvbench.layouts.published import published_layout
-    from kvbench.layouts.substitutes import Substitutes
+def _published(layout_name: str, measures: Measures, substitutions: list[str], *, reduced: bool) -> Layout:
+    from kvbench.papers.layouts.from_papers import published_layout
+    from kvbench.papers.layouts.lay_out import lay_out
+    from kvbench.papers.layouts.substitutes import Substitutes
 
     paper_layout = published_layout(layout_name)
-    return lay_out(
-        paper_layout, measures, Substitutes.parse(paper_layout, substitutions), reduced=reduced
-    )
+    return lay_out(paper_layout, measures, Substitutes.parse(paper_layout, substitutions), reduced=reduced)
 
 
-def _pivot(
-    measures: Measures, row_names: str | None, column_names: str, value: Value, *, mean: bool
-) -> Layout:
-    from kvbench.layouts.pivot import Axes, default_rows, pivot
+def _pivot(measures: Measures, row_names: str | None, column_names: str, value: Value, *, mean: bool) -> Layout:
+    from kvbench.papers.layouts.pivot import Axes, default_rows, pivot
 
     column_axes = tuple(split_names([column_names]))
     row_axes = tuple(split_names([row_names])) if row_names else default_rows(measures, column_axes)
@@ -212,6 +199,4 @@ def _pivot(
 def _reference(against: str, measures: Measures) -> str:
     """What scores are tested against; nothing where the default was not run."""
     run_policies = set(measures.cells["policy"])
-    return (
-        "" if against == "none" or (against == "full" and "full" not in run_policies) else against
-    )
+    return "" if against == "none" or (against == "full" and "full" not in run_policies) else against

@@ -49,12 +49,8 @@ def gates(
             show_default=False,
         ),
     ] = None,
-    column: Annotated[
-        str | None, option(WHAT, "NAME", "Column that holds the text of a row.", "--text-column")
-    ] = None,
-    split: Annotated[
-        str | None, option(WHAT, "NAME", "Split of a hub data set. Default: train.")
-    ] = None,
+    column: Annotated[str | None, option(WHAT, "NAME", "Column that holds the text of a row.", "--text-column")] = None,
+    split: Annotated[str | None, option(WHAT, "NAME", "Split of a hub data set. Default: train.")] = None,
     subset: Annotated[str | None, option(WHAT, "NAME", "Configuration of a hub data set.")] = None,
     model: OneModel = "reference",
     dtype: Annotated[
@@ -67,24 +63,17 @@ def gates(
         ),
     ] = "auto",
     gate: Annotated[str | None, option(GATES, "KIND", "mlp (the default) or linear.")] = None,
-    input: Annotated[
-        str | None, option(GATES, "WHAT", "What gates read: hidden (the default) or kv.")
-    ] = None,
-    hidden_dim: Annotated[
-        int | None, option(GATES, "N", "Width of the MLP. Default: 512; for locret 1024.")
-    ] = None,
+    input: Annotated[str | None, option(GATES, "WHAT", "What gates read: hidden (the default) or kv.")] = None,
+    hidden_dim: Annotated[int | None, option(GATES, "N", "Width of the MLP. Default: 512; for locret 1024.")] = None,
     gate_dim: Annotated[
         int | None,
         option(
             GATES,
             "N",
-            "Width of the input of a tied readout (default: 64), or of a block's summary (default: "
-            "the head dim).",
+            "Width of the input of a tied readout (default: 64), or of a block's summary (default: the head dim).",
         ),
     ] = None,
-    block: Annotated[
-        int | None, option(GATES, "N", "Entries of a block, for seerattn_r. Default: 64.")
-    ] = None,
+    block: Annotated[int | None, option(GATES, "N", "Entries of a block, for seerattn_r. Default: 64.")] = None,
     tied: Annotated[
         bool | None,
         option(
@@ -113,37 +102,25 @@ def gates(
         float | None,
         option(GATES, "X", "Initial share of lococo's convolution in an entry. Default: 0.5."),
     ] = None,
-    no_kl: Annotated[
-        bool, option(LOSS, FLAG, "Leave out the distillation loss.", "--no-kl")
-    ] = False,
-    no_ntp: Annotated[
-        bool, option(LOSS, FLAG, "Leave out the next-token loss.", "--no-ntp")
-    ] = False,
-    no_capacity: Annotated[
-        bool, option(LOSS, FLAG, "Leave out the capacity loss.", "--no-capacity")
-    ] = False,
+    no_kl: Annotated[bool, option(LOSS, FLAG, "Leave out the distillation loss.", "--no-kl")] = False,
+    no_ntp: Annotated[bool, option(LOSS, FLAG, "Leave out the next-token loss.", "--no-ntp")] = False,
+    no_capacity: Annotated[bool, option(LOSS, FLAG, "Leave out the capacity loss.", "--no-capacity")] = False,
     reverse_kl: Annotated[
         bool | None,
         option(LOSS, FLAG, "Use KL(student, teacher), not KL(teacher, student).", "--reverse-kl"),
     ] = None,
-    capacity: Annotated[
-        int | None, option(LOSS, "TOKENS", "Tokens that a head may retain.")
-    ] = None,
+    capacity: Annotated[int | None, option(LOSS, "TOKENS", "Tokens that a head may retain.")] = None,
     chunk: Annotated[
         int | None,
         option(LOSS, "TOKENS", "Tokens between two cuts of lococo. Default: 512."),
     ] = None,
-    capacity_weight: Annotated[
-        float | None, option(LOSS, "X", "Weight of the capacity loss. Default: 1.")
-    ] = None,
+    capacity_weight: Annotated[float | None, option(LOSS, "X", "Weight of the capacity loss. Default: 1.")] = None,
     capacity_reduce: Annotated[
         str | None,
         option(LOSS, "HOW", "Reduce the capacity loss over heads by mean (the default) or sum."),
     ] = None,
     steps: Annotated[int | None, option(TRAINING, "N", "Optimizer steps. Default: 1000.")] = None,
-    tokens: Annotated[
-        int | None, option(TRAINING, "N", "Train on about this many tokens. Replaces --steps.")
-    ] = None,
+    tokens: Annotated[int | None, option(TRAINING, "N", "Train on about this many tokens. Replaces --steps.")] = None,
     passes: Annotated[
         int | None,
         option(TRAINING, "N", "How often a sequence is learned from, for kvzap. Default: 15."),
@@ -152,12 +129,8 @@ def gates(
         int | None,
         option(TRAINING, "TOKENS", "Maximum length of a sequence. Default: the paper's."),
     ] = None,
-    batch_size: Annotated[
-        int | None, option(TRAINING, "N", "Sequences per batch and device. Default: 1.")
-    ] = None,
-    accumulate: Annotated[
-        int | None, option(TRAINING, "N", "Batches per step. Default: 4.")
-    ] = None,
+    batch_size: Annotated[int | None, option(TRAINING, "N", "Sequences per batch and device. Default: 1.")] = None,
+    accumulate: Annotated[int | None, option(TRAINING, "N", "Batches per step. Default: 4.")] = None,
     lr: Annotated[
         float | None,
         option(TRAINING, "X", "Learning rate of AdamW. Default: 2e-4; for lococo 0.05."),
@@ -177,14 +150,10 @@ def gates(
             "--checkpointing/--no-checkpointing",
         ),
     ] = None,
-    seed: Annotated[
-        int | None, option(TRAINING, "N", "Seed of the data and the initial weights. Default: 0.")
-    ] = None,
+    seed: Annotated[int | None, option(TRAINING, "N", "Seed of the data and the initial weights. Default: 0.")] = None,
     out: Annotated[
         Path | None,
-        option(
-            OUTPUT, "DIR", "Folder of the gates. Default: the user's cache, where policies look."
-        ),
+        option(OUTPUT, "DIR", "Folder of the gates. Default: the user's cache, where policies look."),
     ] = None,
     save_steps: Annotated[int | None, option(OUTPUT, "N", "Steps between checkpoints.")] = None,
     log_steps: Annotated[int | None, option(OUTPUT, "N", "Steps between lines of the log.")] = None,
@@ -211,9 +180,7 @@ def gates(
 
     settings = given_values(context.params, _OF_THE_COMMAND)
     excluded_losses = {"kl": no_kl, "ntp": no_ntp, "with_capacity": no_capacity}
-    settings |= {
-        loss_name: False for loss_name, is_excluded in excluded_losses.items() if is_excluded
-    }
+    settings |= {loss_name: False for loss_name, is_excluded in excluded_losses.items() if is_excluded}
     training_plan = plan(
         model,
         policy,
@@ -228,9 +195,7 @@ def gates(
         print("\n".join(training_plan.lines()))
         return
     reporter = progress()
-    resume_note = (
-        f"checkpoints are kept in {training_plan.out}, and the same command (without --fresh)"
-    )
+    resume_note = f"checkpoints are kept in {training_plan.out}, and the same command (without --fresh)"
     with stopping(reporter, f"{resume_note} continues from the last one"):
         summary_lines = train(training_plan, reporter, fresh=not resume)
     for summary_line in summary_lines:

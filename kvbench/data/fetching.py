@@ -46,18 +46,14 @@ def load(
     matching_rows: list[Row] = []
 
     def collect_row(encoded_line: bytes) -> None:
-        if (first is None or len(matching_rows) < first) and where(
-            parsed_row := json.loads(encoded_line)
-        ):
+        if (first is None or len(matching_rows) < first) and where(parsed_row := json.loads(encoded_line)):
             matching_rows.append(parsed_row)
 
     verify(source, cache_dir, collect_row)
     return matching_rows
 
 
-def verify(
-    source: Source, cache_dir: Path, on_line: Callable[[bytes], object] = lambda line: None
-) -> Record:
+def verify(source: Source, cache_dir: Path, on_line: Callable[[bytes], object] = lambda line: None) -> Record:
     """Read a table that has been fetched, and compare it with its recorded hash.
 
     Args:
@@ -128,9 +124,7 @@ def fetch(
         with hub_cache.reasons(source):
             commit = hub_cache.download(source, force=bool(damage))
             return _record(source, commit, cache_dir, on_row)
-    message = (
-        f"{damage}needs the dataset {source.dataset} from {hub_cache.HUB}, which {hub_problem}"
-    )
+    message = f"{damage}needs the dataset {source.dataset} from {hub_cache.HUB}, which {hub_problem}"
     for commit in [] if fresh or damage else hub_cache.cached_commits(source):
         try:
             with hub_cache.reasons(source):

@@ -54,16 +54,12 @@ def file_rows(path: Path, member: str = "") -> Iterator[Row]:
         yield from _images(path, member)
         return
     if file_format not in KINDS:
-        raise UserError(
-            f"cannot read {file_name}: use {', '.join(KINDS)}, also as .gz or in a .zip"
-        )
+        raise UserError(f"cannot read {file_name}: use {', '.join(KINDS)}, also as .gz or in a .zip")
     try:
         opened_file: Any
         with (
             zipfile.ZipFile(path).open(member) if member else path.open("rb") as raw_file,
-            gzip.open(raw_file)
-            if file_name.endswith(".gz")
-            else contextlib.nullcontext(raw_file) as opened_file,
+            gzip.open(raw_file) if file_name.endswith(".gz") else contextlib.nullcontext(raw_file) as opened_file,
         ):
             if file_format == "parquet":
                 for batch in pyarrow.parquet.ParquetFile(opened_file).iter_batches(batch_size=64):
@@ -77,15 +73,11 @@ def file_rows(path: Path, member: str = "") -> Iterator[Row]:
                 yield from json_rows(text_stream)
             else:
                 csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a field can be a whole book
-                yield from csv.DictReader(
-                    text_stream, delimiter="\t" if file_format == "tsv" else ","
-                )
+                yield from csv.DictReader(text_stream, delimiter="\t" if file_format == "tsv" else ",")
     except KeyError:
         raise UserError(f"{path.name} does not contain {member}") from None
     except RecursionError:
-        raise UserError(
-            f"cannot read {file_name} as {file_format}: it is nested too deeply"
-        ) from None
+        raise UserError(f"cannot read {file_name} as {file_format}: it is nested too deeply") from None
     except (
         ValueError,
         EOFError,

@@ -72,9 +72,7 @@ def download(source: Source, *, force: bool = False) -> str:
     if not matching_files:
         raise FileNotFoundError(f"it has no file {pattern}; it has {', '.join(file_names[:8])}")
     for file_name in matching_files:
-        hf_hub_download(
-            source.dataset, file_name, repo_type="dataset", revision=commit, force_download=force
-        )
+        hf_hub_download(source.dataset, file_name, repo_type="dataset", revision=commit, force_download=force)
     return commit
 
 
@@ -87,9 +85,7 @@ def cached_commits(source: Source) -> list[str]:
     folder = repo_folder_name(repo_id=source.dataset, repo_type="dataset")
     refs_folder = Path(constants.HF_HUB_CACHE, folder, "refs")
     commits_by_ref = {
-        str(path.relative_to(refs_folder)): path.read_text()
-        for path in refs_folder.rglob("*")
-        if path.is_file()
+        str(path.relative_to(refs_folder)): path.read_text() for path in refs_folder.rglob("*") if path.is_file()
     }
     folders = [*refs_folder.parent.glob("snapshots/*"), *_arrow_folders(source, "*", source.config)]
     newest_folders = sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
@@ -97,9 +93,7 @@ def cached_commits(source: Source) -> list[str]:
     revision = source.revision or constants.DEFAULT_REVISION
     candidates = [commits_by_ref.get(revision, revision)]
     if source.revision is None:
-        candidates += [
-            commit for commit in present_commits if commit not in commits_by_ref.values()
-        ]
+        candidates += [commit for commit in present_commits if commit not in commits_by_ref.values()]
     return list(dict.fromkeys(commit for commit in candidates if commit in present_commits))
 
 
@@ -113,14 +107,10 @@ def read(source: Source, commit: str) -> Iterator[Row]:
         folder = _arrow_folder(source, commit)
         dataset_info = datasets.DatasetInfo.from_directory(str(folder))
         reader = ArrowReader(str(folder), dataset_info)
-        read_options = reader.read(
-            dataset_info.dataset_name, source.split, (dataset_info.splits or {}).values()
-        )
+        read_options = reader.read(dataset_info.dataset_name, source.split, (dataset_info.splits or {}).values())
         dataset = datasets.Dataset(**read_options)
         if source.columns:
-            dataset = dataset.select_columns(
-                [column for column in source.columns if column in dataset.column_names]
-            )
+            dataset = dataset.select_columns([column for column in source.columns if column in dataset.column_names])
         for batch in dataset.with_format("arrow").iter(batch_size=64):  # leaves images encoded
             yield from batch.to_pylist()
         return
@@ -159,9 +149,7 @@ def _check_shards(file_names: Iterable[str]) -> None:
     shards = [match.groups() for file_name in file_names if (match := _SHARD.fullmatch(file_name))]
     for shard_set in set(shards):
         if shards.count(shard_set) < int(shard_set[1]):
-            raise FileNotFoundError(
-                f"the cache holds {shards.count(shard_set)} of {int(shard_set[1])} files"
-            )
+            raise FileNotFoundError(f"the cache holds {shards.count(shard_set)} of {int(shard_set[1])} files")
 
 
 def _arrow_folder(source: Source, commit: str) -> Path:
@@ -186,15 +174,10 @@ def _arrow_folders(source: Source, commit: str, config: str | None) -> list[Path
     folder_name = "___".join([*organisation, camelcase_to_snakecase(dataset_name)])
     datasets_root = Path(datasets.config.HF_DATASETS_CACHE, folder_name)
     config = glob.escape(config) if config else "*"
-    return [
-        info_path.parent
-        for info_path in datasets_root.glob(f"{config}/*/{commit}/dataset_info.json")
-    ]
+    return [info_path.parent for info_path in datasets_root.glob(f"{config}/*/{commit}/dataset_info.json")]
 
 
-def _convert(
-    dataset_path: str, source: Source, commit: str | None = None, force: bool = False
-) -> Path:
+def _convert(dataset_path: str, source: Source, commit: str | None = None, force: bool = False) -> Path:
     """Have `datasets` convert a table of the hub, or of a local folder, to Arrow in its cache."""
     download_mode = "force_redownload" if force else None
     shows_bars = not datasets.utils.are_progress_bars_disabled()
@@ -251,14 +234,9 @@ def _explained(source: Source, error: Exception) -> UserError:
                 "free some space, or set HF_HOME to another folder"
             )
         if isinstance(exception, GatedRepoError) or "is a gated dataset" in error_text:
-            return NotFetched(
-                f"{requirement}, which is gated: accept its terms on {dataset_url}, then "
-                f"{login_hint}"
-            )
+            return NotFetched(f"{requirement}, which is gated: accept its terms on {dataset_url}, then {login_hint}")
         if isinstance(exception, RepositoryNotFoundError):
-            return NotFetched(
-                f"{requirement}, but {dataset_url} does not exist or is private; {login_hint}"
-            )
+            return NotFetched(f"{requirement}, but {dataset_url} does not exist or is private; {login_hint}")
         if isinstance(exception, RevisionNotFoundError):
             return NotFetched(f"{requirement}, which has no revision {source.revision}")
     if "scripts are no longer supported" in error_text:

@@ -22,9 +22,7 @@ FRAMES = 32
 
 def is_medium(value: object) -> bool:
     """Whether a value of a row is an image or a video; see `Benchmark.docs`."""
-    return isinstance(value, Mapping) and (
-        isinstance(value.get("bytes"), str) or value.get("kind") == "video"
-    )
+    return isinstance(value, Mapping) and (isinstance(value.get("bytes"), str) or value.get("kind") == "video")
 
 
 def image(image_bytes: bytes) -> dict[str, str]:
@@ -55,9 +53,7 @@ def medium(description: Mapping[str, Any]) -> Medium:
         image_bytes = base64.b64decode("".join(description["bytes"].split()), validate=True)
     except ValueError as error:
         raise UserError(f"an image is not base64: {str(error).lower()}") from None
-    return Medium(
-        "image", hashlib.sha256(image_bytes).hexdigest(), functools.partial(_image, image_bytes)
-    )
+    return Medium("image", hashlib.sha256(image_bytes).hexdigest(), functools.partial(_image, image_bytes))
 
 
 def identity(value: object) -> Any:
@@ -92,9 +88,7 @@ def _image(image_bytes: bytes) -> Any:
             # Upright, as `datasets` decodes photographs that a camera has turned.
             return ImageOps.exif_transpose(Image.open(io.BytesIO(image_bytes))).convert("RGB")
         except (Image.DecompressionBombWarning, Image.DecompressionBombError):
-            raise UserError(
-                f"it has more than {Image.MAX_IMAGE_PIXELS:,} pixels; scale it down"
-            ) from None
+            raise UserError(f"it has more than {Image.MAX_IMAGE_PIXELS:,} pixels; scale it down") from None
         except UnidentifiedImageError:
             raise UserError("it is in no format that Pillow knows") from None
         except Exception as error:  # a damaged file makes Pillow raise errors of many kinds
@@ -103,9 +97,7 @@ def _image(image_bytes: bytes) -> Any:
 
 def _video(path: Path, frame_count: int) -> Medium:
     if importlib.util.find_spec("cv2") is None:
-        raise LeftOut(
-            "its videos need opencv, which is not installed; run: pip install 'kvbench[vision]'"
-        )
+        raise LeftOut("its videos need opencv, which is not installed; run: pip install 'kvbench[vision]'")
     try:
         digest = _file_digest(path, state_of(path))
     except OSError as error:
@@ -139,9 +131,7 @@ def spread(total_frames: int, frame_count: int) -> list[int]:
     """Indices from 0 to `total - 1`, evenly spread and rounded down, as `np.linspace` has them."""
     step_size = (total_frames - 1) / max(1, frame_count - 1)
     return [
-        total_frames - 1
-        if frame_index and frame_index == frame_count - 1
-        else int(frame_index * step_size)
+        total_frames - 1 if frame_index and frame_index == frame_count - 1 else int(frame_index * step_size)
         for frame_index in range(frame_count)
     ]
 

@@ -53,10 +53,9 @@ class Record:
 def path(source: Source, cache_dir: Path) -> Path:
     """The file of a table's record."""
     source_label = f"{source.dataset.replace('/', '--')}-{source.table.replace(' ', '-')}"
-    safe_label = "".join(
-        character if character.isalnum() or character in "-_." else "_"
-        for character in source_label
-    )[:120]
+    safe_label = "".join(character if character.isalnum() or character in "-_." else "_" for character in source_label)[
+        :120
+    ]
     identity = json.dumps(asdict(source), sort_keys=True).encode()
     return cache_dir / "hub" / f"{safe_label}-{hashlib.sha256(identity).hexdigest()[:8]}.jsonl"
 
@@ -78,9 +77,7 @@ def head(source: Source, cache_dir: Path) -> Record | None:
         return None
 
 
-def write(
-    source: Source, record: Record, cache_dir: Path, encoded_rows: Iterable[bytes] = ()
-) -> Path:
+def write(source: Source, record: Record, cache_dir: Path, encoded_rows: Iterable[bytes] = ()) -> Path:
     """Write the record of a table and, unless they are cached, the lines of its rows.
 
     Raises:
@@ -134,15 +131,11 @@ def lines(source: Source, rows: Iterable[Row]) -> Iterator[bytes]:
     row_number = 0
     for row_number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            raise UserError(
-                f"{source.label}: row {row_number} is a {type(row).__name__}, not an object"
-            )
+            raise UserError(f"{source.label}: row {row_number} is a {type(row).__name__}, not an object")
         missing_columns = [column for column in source.columns if column not in row]
         if row_number == 1 and missing_columns:
             column_names = ", ".join(map(str, row))
-            raise UserError(
-                f"{source.label} has no column {', '.join(missing_columns)}; it has {column_names}"
-            )
+            raise UserError(f"{source.label} has no column {', '.join(missing_columns)}; it has {column_names}")
         selected = {column: row[column] for column in source.columns or row if column in row}
         yield json.dumps(selected, default=_plain).encode() + b"\n"
     if not row_number:
@@ -158,9 +151,7 @@ def _plain(value: object) -> str:
     raise UserError(f"a column contains {type(value).__name__}, which is not a JSON value")
 
 
-def measure(
-    encoded_lines: Iterable[bytes], on_line: Callable[[bytes], object], **record_fields: Any
-) -> Record:
+def measure(encoded_lines: Iterable[bytes], on_line: Callable[[bytes], object], **record_fields: Any) -> Record:
     """Count and hash lines, and pass each of them on; `known` completes the record."""
     content_hash, row_count, byte_count = hashlib.sha256(), 0, 0
     for encoded_line in encoded_lines:

@@ -69,11 +69,7 @@ class Spool(Sequence[T]):
 
     def __getitem__(self, index: int | slice) -> T | list[T]:
         positions = range(len(self))[index]
-        return (
-            self._read(positions)
-            if isinstance(positions, int)
-            else [self._read(position) for position in positions]
-        )
+        return self._read(positions) if isinstance(positions, int) else [self._read(position) for position in positions]
 
     def __iter__(self) -> Iterator[T]:
         return map(self._read, range(len(self)))

@@ -134,8 +134,7 @@ def _open_forward(
     if mask is not None:
         if mask.shape[1] != start + n:
             raise ValueError(
-                f"attention_mask has {mask.shape[1]} columns; give all {start + n}: those in the "
-                "cache and the new ones"
+                f"attention_mask has {mask.shape[1]} columns; give all {start + n}: those in the cache and the new ones"
             )
         attended = mask[:, start:].bool()
         token_counts = attended.sum(-1).tolist()
@@ -145,11 +144,7 @@ def _open_forward(
             if cache.valid is None and min(token_counts) == 0:
                 raise ValueError(f"row {token_counts.index(0)} of the batch has only padding")
             token_mask = attended
-    full_token_mask = (
-        torch.ones(batch_size, n, dtype=torch.bool, device=device)
-        if token_mask is None
-        else token_mask
-    )
+    full_token_mask = torch.ones(batch_size, n, dtype=torch.bool, device=device) if token_mask is None else token_mask
     if cache.valid is None:
         cache.valid, cache.visual = full_token_mask, visual_columns
         cache.shift = torch.zeros(batch_size, dtype=torch.int64, device=device)
@@ -273,16 +268,10 @@ def _prune_between(forward: Forward, output: Tensor) -> None:
         )
 
 
-def _dense_attention(
-    query: Tensor, layer: RaggedLayer, forward: Forward, scale: float, layer_index: int
-) -> Tensor:
+def _dense_attention(query: Tensor, layer: RaggedLayer, forward: Forward, scale: float, layer_index: int) -> Tensor:
     """Causal attention of new queries over all columns of an uncompressed layer."""
     cache = forward.cache
-    hides_pruned = (
-        cache.pruned is not None
-        and cache.pruning is not None
-        and layer_index >= cache.pruning.layer
-    )
+    hides_pruned = cache.pruned is not None and cache.pruning is not None and layer_index >= cache.pruning.layer
     key, value = layer.extend()
     group_size = query.shape[1] // key.shape[1]
     new_columns, column_count = query.shape[2], key.shape[2]
@@ -293,9 +282,7 @@ def _dense_attention(
         key, value = key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1)
     if needs_no_mask:
         is_causal = new_columns > 1
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=shares_kv
-        )
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=shares_kv)
     if forward.mask is None or forward.mask.device != query.device:
         column_indices = torch.arange(column_count, device=query.device)
         self_columns = column_indices[forward.first_column :, None]
@@ -304,9 +291,7 @@ def _dense_attention(
             assert forward.cache.valid is not None
             # A padding query sees itself: without any key its softmax would be NaN.
             valid_columns = forward.cache.valid.to(query.device)
-            causal_mask = (causal_mask & valid_columns[:, None, None]) | (
-                column_indices == self_columns
-            )
+            causal_mask = (causal_mask & valid_columns[:, None, None]) | (column_indices == self_columns)
         forward.mask = causal_mask
         forward.blind_mask = None
     causal_mask = forward.mask
@@ -314,12 +299,8 @@ def _dense_attention(
         assert cache.pruned is not None
         if forward.blind_mask is None:
             column_indices = torch.arange(column_count, device=query.device)
-            self_columns = (
-                column_indices == column_indices[forward.first_column :, None]
-            )  # a pruned query sees itself
-            forward.blind_mask = causal_mask & (
-                ~cache.pruned.to(query.device)[:, None, None] | self_columns
-            )
+            self_columns = column_indices == column_indices[forward.first_column :, None]  # a pruned query sees itself
+            forward.blind_mask = causal_mask & (~cache.pruned.to(query.device)[:, None, None] | self_columns)
         causal_mask = forward.blind_mask
     return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_mask, scale=scale)
 
@@ -366,9 +347,7 @@ def attached(
         token_ids = keywords.get("input_ids", arguments[0] if arguments else None)
         model_input = token_ids if token_ids is not None else keywords["inputs_embeds"]
         if token_ids is None and attachment.tokens is not None:
-            token_ids = (
-                attachment.tokens if attachment.tokens.shape == model_input.shape[:2] else None
-            )
+            token_ids = attachment.tokens if attachment.tokens.shape == model_input.shape[:2] else None
         attachment.tokens = None
         if model_input.dim() < 2 or model_input.shape[0] == 0 or model_input.shape[1] == 0:
             raise ValueError(f"the input has shape {list(model_input.shape)}; give [batch, tokens]")
@@ -396,9 +375,7 @@ def attached(
         if cache.padded and keywords.get("position_ids") is None:
             # By default the model would count padding columns, and a later `generate` would not.
             assert cache.valid is not None
-            position_ids = (cache.valid.long().cumsum(-1) - 1).clamp(min=0)[
-                :, forward.first_column :
-            ]
+            position_ids = (cache.valid.long().cumsum(-1) - 1).clamp(min=0)[:, forward.first_column :]
             keywords = {**keywords, "position_ids": position_ids}
         if cache.padded and keywords.get("attention_mask") is None:
             # transformers' sliding-window layers do not know about earlier padding.
@@ -406,39 +383,29 @@ def attached(
             keywords = {**keywords, "attention_mask": cache.valid.long()}
         return arguments, keywords
 
-    def close_forward(
-        called_module: nn.Module, arguments: Any, keywords: dict[str, Any], outputs: Any
-    ) -> None:
+    def close_forward(called_module: nn.Module, arguments: Any, keywords: dict[str, Any], outputs: Any) -> None:
         forward, attachment.active = attachment.active, None
         del _ACTIVE[outer_depth:]
         if forward is not None and outputs is not None:
             forward.hidden = getattr(outputs, "last_hidden_state", None)
             after_forward(forward.cache, forward)
 
-    def enter_attention(
-        layer_index: int, called_module: nn.Module, arguments: Any, keywords: dict[str, Any]
-    ) -> None:
+    def enter_attention(layer_index: int, called_module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
         layer = None
         if attachment.active is not None:
             layer = attachment.active.cache.layers[int(called_module.layer_idx)]  # type: ignore[arg-type]
         if attachment.active is None or not isinstance(layer, RaggedLayer):
             called_module.__dict__["_kvbench"] = None
             return
-        hidden_states: Tensor = (
-            keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
-        )
-        called_module.__dict__["_kvbench"] = _AttentionContext(
-            attachment.active, layer, layer_index, hidden_states
-        )
+        hidden_states: Tensor = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
+        called_module.__dict__["_kvbench"] = _AttentionContext(attachment.active, layer, layer_index, hidden_states)
 
     def arriving(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if attachment.active is not None and attachment.active.pruner is not None:
             output: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
             _prune_between(attachment.active, decoder.norm(output))
 
-    def leave_attention(
-        called_module: nn.Module, arguments: Any, keywords: dict[str, Any], outputs: Any
-    ) -> None:
+    def leave_attention(called_module: nn.Module, arguments: Any, keywords: dict[str, Any], outputs: Any) -> None:
         context: _AttentionContext | None = called_module.__dict__.get("_kvbench")
         called_module.__dict__["_kvbench"] = None
         if context is not None and outputs is not None:  # None: the module raised
@@ -455,29 +422,24 @@ def attached(
             attachment.handles.append(output_head.register_forward_pre_hook(make_contiguous))
         decoder.set_attn_implementation(NAME)
         if model is not decoder:
-            attachment.handles.append(
-                model.register_forward_pre_hook(record_tokens, with_kwargs=True)
-            )
+            attachment.handles.append(model.register_forward_pre_hook(record_tokens, with_kwargs=True))
         attachment.handles += [
             decoder.register_forward_pre_hook(open_forward, with_kwargs=True),
             decoder.register_forward_hook(close_forward, with_kwargs=True, always_call=True),
         ]
         if len(visual_token_ids):
             attachment.handles += [
-                layer.register_forward_pre_hook(arriving, with_kwargs=True)
-                for layer in decoder.layers
+                layer.register_forward_pre_hook(arriving, with_kwargs=True) for layer in decoder.layers
             ]
         for layer_index, attention_module in attention_modules(model):
             attachment.handles += [
                 attention_module.register_forward_pre_hook(
-                    lambda called_module, arguments, keywords, bound_index=layer_index: (
-                        enter_attention(bound_index, called_module, arguments, keywords)
+                    lambda called_module, arguments, keywords, bound_index=layer_index: enter_attention(
+                        bound_index, called_module, arguments, keywords
                     ),
                     with_kwargs=True,
                 ),
-                attention_module.register_forward_hook(
-                    leave_attention, with_kwargs=True, always_call=True
-                ),
+                attention_module.register_forward_hook(leave_attention, with_kwargs=True, always_call=True),
             ]
         yield
     finally:

@@ -89,12 +89,10 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale
     key, value, columns = layer.key, layer.value, layer.col
     assert key is not None and value is not None
     grouped_query = query.reshape(batch_size, kv_heads, group_size * query_count, head_dim)
-    query_columns = torch.arange(
-        first_column, first_column + query_count, dtype=torch.int32
-    ).repeat(group_size)[:, None]
-    storage_offsets = [
-        tensor.storage_offset() for tensor in (key, value, columns)
-    ]  # a layer can be a part of another
+    query_columns = torch.arange(first_column, first_column + query_count, dtype=torch.int32).repeat(group_size)[
+        :, None
+    ]
+    storage_offsets = [tensor.storage_offset() for tensor in (key, value, columns)]  # a layer can be a part of another
     output = []
     for sequence_index, sequence_query in enumerate(grouped_query.split(1)):
         segments = slice(sequence_index * kv_heads, (sequence_index + 1) * kv_heads)
@@ -106,9 +104,7 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale
         if lengths.count(lengths[0]) == capacities.count(capacities[0]) == kv_heads:
             sdpa_calls = [(sequence_query, first_rows[0], lengths[0], capacities[0])]
         else:
-            sdpa_calls = [
-                *zip(sequence_query.split(1, 1), first_rows, lengths, lengths, strict=True)
-            ]
+            sdpa_calls = [*zip(sequence_query.split(1, 1), first_rows, lengths, lengths, strict=True)]
         for head_query, first_row, entry_count, capacity in sdpa_calls:
             if entry_count == 0:
                 output.append(torch.zeros_like(head_query[0]))
@@ -120,22 +116,14 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale
                 (0, capacity * head_dim, head_dim, 1),
             )
             segment_key = key.as_strided(shape, stride, storage_offsets[0] + first_row * head_dim)
-            segment_value = value.as_strided(
-                shape, stride, storage_offsets[1] + first_row * head_dim
-            )
+            segment_value = value.as_strided(shape, stride, storage_offsets[1] + first_row * head_dim)
             if query_count > 1:
                 entry_columns = columns.as_strided(
                     (query_rows, 1, entry_count), (capacity, 0, 1), storage_offsets[2] + first_row
                 )
                 # A padding query precedes every entry of its row; its output is never read.
-                mask = (
-                    (entry_columns <= query_columns) | (query_columns < entry_columns[..., :1])
-                )[None]
-            output.append(
-                F.scaled_dot_product_attention(
-                    head_query, segment_key, segment_value, mask, scale=scale
-                )[0]
-            )
+                mask = ((entry_columns <= query_columns) | (query_columns < entry_columns[..., :1]))[None]
+            output.append(F.scaled_dot_product_attention(head_query, segment_key, segment_value, mask, scale=scale)[0])
     return torch.cat(output).view(batch_size, query_heads, query_count, head_dim)
 
 
@@ -151,16 +139,10 @@ def _attend_segments_mass(
     batch_size, query_heads, query_count, head_dim = query.shape
     group_size = query_heads // layer.heads
     assert layer.key is not None and layer.value is not None
-    grouped_query = (
-        query.reshape(batch_size * layer.heads, group_size, query_count, head_dim).float().unbind(0)
-    )
-    output = torch.zeros(
-        batch_size * layer.heads, group_size, query_count, head_dim, dtype=query.dtype
-    )
+    grouped_query = query.reshape(batch_size * layer.heads, group_size, query_count, head_dim).float().unbind(0)
+    output = torch.zeros(batch_size * layer.heads, group_size, query_count, head_dim, dtype=query.dtype)
     attention_sums: dict[int, list[Tensor]] = {power: [] for power in powers}
-    query_columns = torch.arange(first_column, first_column + query_count, dtype=torch.int32)[
-        :, None
-    ]
+    query_columns = torch.arange(first_column, first_column + query_count, dtype=torch.int32)[:, None]
     for segment, (first_row, entry_count) in enumerate(zip(layer.start, layer.length, strict=True)):
         key = layer.key[first_row : first_row + entry_count].float()
         value = layer.value[first_row : first_row + entry_count].float()
@@ -169,12 +151,8 @@ def _attend_segments_mass(
         block_size = max(1, _BLOCK // (group_size * max(1, entry_count)))
         for block_start in range(0, query_count if entry_count else 0, block_size):
             block_rows = slice(block_start, min(block_start + block_size, query_count))
-            is_hidden = (entry_columns > query_columns[block_rows]) & (
-                query_columns[block_rows] >= entry_columns[0]
-            )
-            logits = (grouped_query[segment][:, block_rows] @ key.T * scale).masked_fill_(
-                is_hidden, float("-inf")
-            )
+            is_hidden = (entry_columns > query_columns[block_rows]) & (query_columns[block_rows] >= entry_columns[0])
+            logits = (grouped_query[segment][:, block_rows] @ key.T * scale).masked_fill_(is_hidden, float("-inf"))
             weights = logits.softmax(-1)
             output[segment][:, block_rows] = (weights @ value).to(query.dtype)
             is_token = query_columns[block_rows] >= entry_columns[0]
@@ -207,9 +185,9 @@ def _attend_padded(
         layer.value[row_indices],
         layer.col[row_indices],
     )
-    query_columns = torch.arange(
-        first_column, first_column + query_count, dtype=torch.int32, device=query.device
-    )[:, None]
+    query_columns = torch.arange(first_column, first_column + query_count, dtype=torch.int32, device=query.device)[
+        :, None
+    ]
     is_visible = (entry_columns[:, :, None] <= query_columns) & live_mask[:, :, None]
     # Queries without any entry (padding, an empty segment) see everything; they are never read.
     sees_nothing = ~is_visible.any(-1, keepdim=True)
@@ -217,35 +195,22 @@ def _attend_padded(
     if not powers:
         expanded_mask = attention_mask.expand(-1, -1, group_size, -1, -1).flatten(2, 3)
         grouped_query = query.reshape(batch_size, layer.heads, group_size * query_count, head_dim)
-        output = F.scaled_dot_product_attention(
-            grouped_query, key, value, attn_mask=expanded_mask, scale=scale
-        )
+        output = F.scaled_dot_product_attention(grouped_query, key, value, attn_mask=expanded_mask, scale=scale)
         return output.view(batch_size, query_heads, query_count, head_dim), {}
     grouped_query = query.reshape(batch_size, layer.heads, group_size, query_count, head_dim)
     is_token = ~sees_nothing
     if valid_queries is not None:
         is_token = is_token & valid_queries[:, None, :, None]
     broadcast_key, broadcast_value = key.float()[:, :, None], value.float()[:, :, None]
-    power_sums = {
-        power: broadcast_key.new_zeros(batch_size, layer.heads, group_size, key.shape[2])
-        for power in powers
-    }
+    power_sums = {power: broadcast_key.new_zeros(batch_size, layer.heads, group_size, key.shape[2]) for power in powers}
     output_blocks = []
     block_size = max(1, _BLOCK // (query_heads * max(1, key.shape[2])))
     for block_start in range(0, query_count, block_size):
         block_rows = slice(block_start, block_start + block_size)
-        logits = (
-            grouped_query[:, :, :, block_rows].float() @ broadcast_key.transpose(-1, -2)
-        ) * scale
-        weights = logits.masked_fill_(~attention_mask[:, :, :, block_rows], float("-inf")).softmax(
-            -1
-        )
+        logits = (grouped_query[:, :, :, block_rows].float() @ broadcast_key.transpose(-1, -2)) * scale
+        weights = logits.masked_fill_(~attention_mask[:, :, :, block_rows], float("-inf")).softmax(-1)
         output_blocks.append(weights @ broadcast_value)
         for power in powers:
             power_sums[power] += (weights.pow(power) * is_token[:, :, None, block_rows]).sum(3)
-    output = (
-        torch.cat(output_blocks, 3)
-        .to(query.dtype)
-        .view(batch_size, query_heads, query_count, head_dim)
-    )
+    output = torch.cat(output_blocks, 3).to(query.dtype).view(batch_size, query_heads, query_count, head_dim)
     return output, {power: sums.transpose(2, 3)[live_mask] for power, sums in power_sums.items()}

@@ -66,9 +66,7 @@ class Kivi(BlockQuantizer):
             minimum.to(blocks.dtype),
         )
         step_size = scale.float()[:, None]
-        code_values = (numbers - zero_point.float()[:, None]) / torch.where(
-            step_size > 0, step_size, 1.0
-        )
+        code_values = (numbers - zero_point.float()[:, None]) / torch.where(step_size > 0, step_size, 1.0)
         return Codes(code_values.round().clamp(0, largest_code).to(torch.uint8), scale, zero_point)
 
     def decode(self, codes: Codes) -> Tensor:
@@ -93,9 +91,7 @@ class Hqq(BlockQuantizer):
             blocks, nbits=bits, group_size=blocks.shape[1], axis=1, device=blocks.device,
             compute_dtype=blocks.dtype, bitpack=False,
         )  # fmt: skip
-        scale, zero_point = (
-            metadata[field_name].flatten().to(blocks.dtype) for field_name in ("scale", "zero")
-        )
+        scale, zero_point = (metadata[field_name].flatten().to(blocks.dtype) for field_name in ("scale", "zero"))
         return Codes(code_values.to(torch.uint8), scale, zero_point)
 
     def decode(self, codes: Codes) -> Tensor:

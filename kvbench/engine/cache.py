@@ -63,19 +63,15 @@ class RaggedCache(Cache):
 
     def __init__(self, config: Any) -> None:
         layers = [
-            RaggedLayer() if type(layer) is DynamicLayer else layer
-            for layer in DynamicCache(config=config).layers
+            RaggedLayer() if type(layer) is DynamicLayer else layer for layer in DynamicCache(config=config).layers
         ]
         unsupported = {
             type(candidate).__name__
             for candidate in layers
-            if not isinstance(candidate, RaggedLayer)
-            and type(candidate) is not DynamicSlidingWindowLayer
+            if not isinstance(candidate, RaggedLayer) and type(candidate) is not DynamicSlidingWindowLayer
         }
         if unsupported:
-            raise UserError(
-                f"layers of kind {', '.join(sorted(unsupported))} cannot be evicted from"
-            )
+            raise UserError(f"layers of kind {', '.join(sorted(unsupported))} cannot be evicted from")
         super().__init__(layers=layers)
         self.observers: dict[Need, Observer] = {}
         self.token_observers: dict[Need, SurprisalObserver] = {}
@@ -160,15 +156,8 @@ class RaggedCache(Cache):
         """Entries of images and videos that a sequence holds in the full-attention layers."""
         if self.visual is None:
             return 0
-        entry_counts = [
-            layer.entries_among(self.visual[sequence_index], sequence_index)
-            for layer in self.ragged
-        ]
-        return int(
-            torch.stack(
-                [entry_count.to(entry_counts[0].device) for entry_count in entry_counts]
-            ).sum()
-        )
+        entry_counts = [layer.entries_among(self.visual[sequence_index], sequence_index) for layer in self.ragged]
+        return int(torch.stack([entry_count.to(entry_counts[0].device) for entry_count in entry_counts]).sum())
 
     def live_entries(self, sequence_index: int | None = None) -> int:
         """Entries held in the full-attention layers, by one sequence or by all."""
@@ -176,9 +165,7 @@ class RaggedCache(Cache):
 
     def live_bytes(self, sequence_index: int | None = None) -> int:
         """Bytes of the live entries of the full-attention layers: K, V, extras and summaries."""
-        return sum(layer.live_bytes(sequence_index) for layer in self.ragged) + self._summary_bytes(
-            sequence_index
-        )
+        return sum(layer.live_bytes(sequence_index) for layer in self.ragged) + self._summary_bytes(sequence_index)
 
     def read_bytes(self, sequence_index: int) -> int:
         """Bytes that a decode step reads for one sequence: all that is live, without a reader."""
@@ -187,9 +174,7 @@ class RaggedCache(Cache):
         live_bytes = sum(layer.live_bytes(sequence_index) for layer in self.ragged)
         entry_count = self.live_entries(sequence_index)
         read_entries = min(self.readings[sequence_index].total, entry_count)
-        return live_bytes * read_entries // max(1, entry_count) + self._summary_bytes(
-            sequence_index
-        )
+        return live_bytes * read_entries // max(1, entry_count) + self._summary_bytes(sequence_index)
 
     def allocated_bytes(self, sequence_index: int | None = None) -> int:
         """Bytes that the full-attention layers own, including free room and bookkeeping."""
@@ -210,9 +195,7 @@ class RaggedCache(Cache):
     def _summary_bytes(self, sequence_index: int | None) -> int:
         """Bytes that a reader keeps beside the entries of one sequence or of all."""
         return sum(
-            reading.summary_bytes(
-                layer_index, layer.length[r * layer.heads :][: layer.heads], layer.number_bytes
-            )
+            reading.summary_bytes(layer_index, layer.length[r * layer.heads :][: layer.heads], layer.number_bytes)
             for layer_index, layer in enumerate(self.ragged)
             for r, reading in enumerate(self.readings)
             if sequence_index in (r, None) and layer.packed
@@ -237,17 +220,13 @@ class RaggedCache(Cache):
                 column_masks.append(None)
                 continue
             device = layer.col.device if layer.packed else self.valid.device
-            column_mask = torch.zeros(
-                layer.batch * layer.heads, layer.seen, dtype=torch.bool, device=device
-            )
+            column_mask = torch.zeros(layer.batch * layer.heads, layer.seen, dtype=torch.bool, device=device)
             if layer.packed:
                 segment_indices = torch.arange(len(layer.length), device=column_mask.device)
                 segment_lengths = torch.tensor(layer.length, device=column_mask.device)
                 segment_indices = segment_indices.repeat_interleave(segment_lengths)
                 column_mask[segment_indices, layer.col[layer.rows()].long()] = True
-                column_masks.append(
-                    column_mask.view(layer.batch, layer.heads, -1).to(self.valid.device)
-                )
+                column_masks.append(column_mask.view(layer.batch, layer.heads, -1).to(self.valid.device))
             else:
                 column_masks.append(self.valid[:, None].expand(-1, layer.heads, -1).clone())
         return column_masks
@@ -255,14 +234,9 @@ class RaggedCache(Cache):
     def fork(self) -> Self:
         """Return a cache that can continue on its own; dense tensors are shared."""
         forked = copy.copy(self)
-        forked.layers = [
-            layer.fork() if isinstance(layer, RaggedLayer) else copy.copy(layer)
-            for layer in self.layers
-        ]
+        forked.layers = [layer.fork() if isinstance(layer, RaggedLayer) else copy.copy(layer) for layer in self.layers]
         forked.observers = {need: observer.fork() for need, observer in self.observers.items()}
-        forked.token_observers = {
-            need: observer.fork() for need, observer in self.token_observers.items()
-        }
+        forked.token_observers = {need: observer.fork() for need, observer in self.token_observers.items()}
         forked.ids = None if self.ids is None else [*self.ids]
         forked.turns = [[*turn_starts] for turn_starts in self.turns]
         forked.broken = dict(self.broken)
@@ -305,16 +279,11 @@ class RaggedCache(Cache):
             False,
         )
         sequence_cache.shift = None if self.shift is None else self.shift[sequence_slice]
-        sequence_cache.ids = (
-            None if self.ids is None else [torch.cat(self.ids, 1)[sequence_slice, -token_count:]]
-        )
-        sequence_cache.visual = (
-            None if self.visual is None else self.visual[sequence_slice, -token_count:]
-        )
+        sequence_cache.ids = None if self.ids is None else [torch.cat(self.ids, 1)[sequence_slice, -token_count:]]
+        sequence_cache.visual = None if self.visual is None else self.visual[sequence_slice, -token_count:]
         padding = self.valid.shape[1] - token_count
         sequence_cache.turns = [
-            [turn_start - padding for turn_start in turn_starts]
-            for turn_starts in self.turns[sequence_slice]
+            [turn_start - padding for turn_start in turn_starts] for turn_starts in self.turns[sequence_slice]
         ]
         observer_groups: list[dict[Need, Any]] = [
             sequence_cache.observers,
@@ -330,10 +299,7 @@ class RaggedCache(Cache):
 
     def layers_of(self, sequence_index: int, token_count: int) -> list[Any]:
         """The layers of one sequence of a dense cache, which has `token_count` tokens."""
-        return [
-            _dense_sequence(layer, slice(sequence_index, sequence_index + 1), token_count)
-            for layer in self.layers
-        ]
+        return [_dense_sequence(layer, slice(sequence_index, sequence_index + 1), token_count) for layer in self.layers]
 
     @staticmethod
     def stack(caches: Sequence[RaggedCache]) -> RaggedCache:
@@ -347,9 +313,7 @@ class RaggedCache(Cache):
             A cache with the sequences of all, in order.
         """
         stacked = copy.copy(caches[0])
-        token_masks = [
-            source_cache.valid for source_cache in caches if source_cache.valid is not None
-        ]
+        token_masks = [source_cache.valid for source_cache in caches if source_cache.valid is not None]
         column_count = max(column_mask.shape[1] for column_mask in token_masks)
         shifts = [column_count - column_mask.shape[1] for column_mask in token_masks]
         padded_masks = [
@@ -357,26 +321,18 @@ class RaggedCache(Cache):
             for column_mask, shift in zip(token_masks, shifts, strict=True)
         ]
         stacked.valid = torch.cat(padded_masks)
-        stacked.padded = any(shift > 0 for shift in shifts) or any(
-            source_cache.padded for source_cache in caches
-        )
-        stacked.shift = torch.cat(
-            [source_cache.shift for source_cache in caches if source_cache.shift is not None]
-        )
+        stacked.padded = any(shift > 0 for shift in shifts) or any(source_cache.padded for source_cache in caches)
+        stacked.shift = torch.cat([source_cache.shift for source_cache in caches if source_cache.shift is not None])
         stacked.visual = stacked.pruned = stacked.pruning = stacked.tower = None
         if all(source_cache.visual is not None for source_cache in caches):
-            visual_masks = [
-                source_cache.visual for source_cache in caches if source_cache.visual is not None
-            ]
+            visual_masks = [source_cache.visual for source_cache in caches if source_cache.visual is not None]
             padded_visual = [
                 torch.nn.functional.pad(column_mask, (shift, 0))
                 for column_mask, shift in zip(visual_masks, shifts, strict=True)
             ]
             stacked.visual = torch.cat(padded_visual)
         stacked.ids = None
-        stacked.broken = {
-            need: error for source_cache in caches for need, error in source_cache.broken.items()
-        }
+        stacked.broken = {need: error for source_cache in caches for need, error in source_cache.broken.items()}
         if all(source_cache.upkeep is not None for source_cache in caches):
             stacked.upkeep = EvictionState.stack(
                 [source_cache.upkeep for source_cache in caches if source_cache.upkeep is not None]
@@ -388,17 +344,13 @@ class RaggedCache(Cache):
             }
             token_observer_items = caches[0].token_observers.items()
             stacked.token_observers = {
-                item: observer.stack(
-                    [source_cache.token_observers[item] for source_cache in caches]
-                )
+                item: observer.stack([source_cache.token_observers[item] for source_cache in caches])
                 for item, observer in token_observer_items
             }
             stacked.turns = [
                 [
                     turn_start + shift
-                    for turn_start in (
-                        source_cache.turns[sequence_index] if source_cache.turns else []
-                    )
+                    for turn_start in (source_cache.turns[sequence_index] if source_cache.turns else [])
                 ]
                 for source_cache, shift in zip(caches, shifts, strict=True)
                 for sequence_index in range(source_cache.batch)
@@ -411,17 +363,11 @@ class RaggedCache(Cache):
                 [],
             )
         stacked.readings = [reading for source_cache in caches for reading in source_cache.readings]
-        stacked.budget_entries = [
-            item for source_cache in caches for item in (source_cache.budget_entries or [])
-        ]
-        stacked.held_entries = [
-            item for source_cache in caches for item in (source_cache.held_entries or [])
-        ]
+        stacked.budget_entries = [item for source_cache in caches for item in (source_cache.budget_entries or [])]
+        stacked.held_entries = [item for source_cache in caches for item in (source_cache.held_entries or [])]
         layers: list[Any] = []
         for layer_parts in zip(*(source_cache.layers for source_cache in caches), strict=True):
-            ragged_layers = [
-                layer_part for layer_part in layer_parts if isinstance(layer_part, RaggedLayer)
-            ]
+            ragged_layers = [layer_part for layer_part in layer_parts if isinstance(layer_part, RaggedLayer)]
             layers.append(
                 _stack_ragged(ragged_layers, shifts, column_count)
                 if ragged_layers
@@ -458,26 +404,16 @@ def _dense_sequence(layer: Any, sequence_slice: slice, tokens: int) -> Any:
     return sequence_layer
 
 
-def _stack_ragged(
-    layer_parts: list[RaggedLayer], shifts: list[int], column_count: int
-) -> RaggedLayer:
+def _stack_ragged(layer_parts: list[RaggedLayer], shifts: list[int], column_count: int) -> RaggedLayer:
     stacked = copy.copy(layer_parts[0])
     stacked.batch = sum(layer_part.batch for layer_part in layer_parts)
     stacked.seen = column_count
     stacked.state = [
-        merger_state
-        for layer_part in layer_parts
-        for merger_state in (layer_part.state or [{}] * layer_part.batch)
+        merger_state for layer_part in layer_parts for merger_state in (layer_part.state or [{}] * layer_part.batch)
     ]
-    stacked.key = torch.cat(
-        [layer_part.key for layer_part in layer_parts if layer_part.key is not None]
-    )
-    stacked.value = torch.cat(
-        [layer_part.value for layer_part in layer_parts if layer_part.value is not None]
-    )
-    stacked.col = torch.cat(
-        [layer_part.col + shift for layer_part, shift in zip(layer_parts, shifts, strict=True)]
-    )
+    stacked.key = torch.cat([layer_part.key for layer_part in layer_parts if layer_part.key is not None])
+    stacked.value = torch.cat([layer_part.value for layer_part in layer_parts if layer_part.value is not None])
+    stacked.col = torch.cat([layer_part.col + shift for layer_part, shift in zip(layer_parts, shifts, strict=True)])
     shared_names = set.intersection(*(set(layer_part.extras) for layer_part in layer_parts))
     stacked.extras = {
         extra_name: torch.cat([layer_part.extras[extra_name] for layer_part in layer_parts])
@@ -486,13 +422,9 @@ def _stack_ragged(
     }
     orders = [layer_part.order for layer_part in layer_parts if layer_part.order is not None]
     stacked.order = torch.cat(orders) if orders else None
-    stacked.coded = [
-        segment_size for layer_part in layer_parts for segment_size in layer_part.coded
-    ]
+    stacked.coded = [segment_size for layer_part in layer_parts for segment_size in layer_part.coded]
     stacked.room = [segment_size for layer_part in layer_parts for segment_size in layer_part.room]
-    stacked.length = [
-        segment_size for layer_part in layer_parts for segment_size in layer_part.length
-    ]
+    stacked.length = [segment_size for layer_part in layer_parts for segment_size in layer_part.length]
     stacked.start = starts(stacked.room)
     stacked.forget_bounds()
     return stacked
@@ -506,9 +438,7 @@ def _stack_sliding(layer_parts: list[Any], column_count: int) -> DynamicSlidingW
 
     def join_padded(tensors: list[Tensor]) -> Tensor:
         pad_tensor = torch.nn.functional.pad
-        return torch.cat(
-            [pad_tensor(tensor, (0, 0, window_width - tensor.shape[2], 0)) for tensor in tensors]
-        )
+        return torch.cat([pad_tensor(tensor, (0, 0, window_width - tensor.shape[2], 0)) for tensor in tensors])
 
     stacked.keys, stacked.values = (
         join_padded([layer_part.keys for layer_part in layer_parts]),

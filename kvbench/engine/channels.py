@@ -33,9 +33,7 @@ def channel_order(query: Tensor, key: Tensor, entry_mask: Tensor, kept_channels:
     kv_heads, head_dim = key.shape[1], key.shape[-1]
     query_energy = query.float().square().sum(2).unflatten(1, (kv_heads, -1)).sum(2)
     key_energy = (key.float().square() * entry_mask[..., None]).sum(2)
-    best_channels = (query_energy * key_energy).argsort(dim=-1, descending=True, stable=True)[
-        ..., :kept_channels
-    ]
+    best_channels = (query_energy * key_energy).argsort(dim=-1, descending=True, stable=True)[..., :kept_channels]
     is_pruned = torch.ones_like(key_energy, dtype=torch.int8).scatter_(-1, best_channels, 0)
     with torch.inference_mode(False):  # later forwards in any mode read it
         return is_pruned.argsort(dim=-1, stable=True).to(order_dtype(head_dim))

@@ -90,21 +90,12 @@ class Coding:
             number_bytes: Bytes of a number that is not quantised, and of a scale or zero.
         """
         coded_total, key_width = sum(coded_counts), self.width(head_dim)
-        order_bytes = (
-            len(entry_counts) * head_dim * order_dtype(head_dim).itemsize
-            if key_width < head_dim
-            else 0
-        )
+        order_bytes = len(entry_counts) * head_dim * order_dtype(head_dim).itemsize if key_width < head_dim else 0
         exact_bytes = (sum(entry_counts) - coded_total) * 2 * head_dim * number_bytes + order_bytes
         if self.bits is None:
             return exact_bytes + coded_total * (key_width + head_dim) * number_bytes
-        block_count = (
-            coded_total // self.group_size * key_width
-            + coded_total * head_dim // self.channels(head_dim)
-        )
-        code_bytes = coded_total * (
-            _code_bytes(key_width, self.bits) + _code_bytes(head_dim, self.bits)
-        )
+        block_count = coded_total // self.group_size * key_width + coded_total * head_dim // self.channels(head_dim)
+        code_bytes = coded_total * (_code_bytes(key_width, self.bits) + _code_bytes(head_dim, self.bits))
         return exact_bytes + code_bytes + 2 * number_bytes * block_count
 
     def pack(self, layer: RaggedLayer) -> None:
@@ -114,10 +105,10 @@ class Coding:
         coded_rows = runs(layer.start, layer.coded, layer.key.device)
         live_rows, head_dim = layer.rows(), layer.dim
         block_settings = (self.entries, self.quantizer)
-        code_layout = Kind(self.bits, self.entries, 1, self.width(head_dim), *block_settings)
+        code_layout = CodeLayout(self.bits, self.entries, 1, self.width(head_dim), *block_settings)
         layer.key = _encoded(code_layout, layer.key, live_rows, coded_rows)
         if self.bits is not None:
-            code_layout = Kind(self.bits, 1, self.channels(head_dim), head_dim, *block_settings)
+            code_layout = CodeLayout(self.bits, 1, self.channels(head_dim), head_dim, *block_settings)
             layer.value = _encoded(code_layout, layer.value, live_rows, coded_rows)
 
     def decoded(self, layer: RaggedLayer) -> RaggedLayer:
@@ -144,12 +135,10 @@ class Coding:
         )
         if previous_counts != layer.coded:
             first_rows = [
-                first_row + entry_count
-                for first_row, entry_count in zip(layer.start, previous_counts, strict=True)
+                first_row + entry_count for first_row, entry_count in zip(layer.start, previous_counts, strict=True)
             ]
             added_counts = [
-                new_count - old_count
-                for old_count, new_count in zip(previous_counts, layer.coded, strict=True)
+                new_count - old_count for old_count, new_count in zip(previous_counts, layer.coded, strict=True)
             ]
             coded_rows = runs(first_rows, added_counts, layer.col.device)
             layer.key.freeze(coded_rows)
@@ -168,7 +157,7 @@ class Coding:
         layer.key[target_rows], layer.value[target_rows] = key[source_rows], value[source_rows]
 
 
-class Kind(NamedTuple):
+class CodeLayout(NamedTuple):
     """What the coded rows of a tensor look like.
 
     Attributes:
@@ -192,7 +181,7 @@ def _code_bytes(channel_count: int, bits: int) -> int:
     return -(-channel_count * bits // 8)
 
 
-def _encoded(code_layout: Kind, numbers: Tensor, live_rows: Tensor, coded_rows: Tensor) -> Coded:
+def _encoded(code_layout: CodeLayout, numbers: Tensor, live_rows: Tensor, coded_rows: Tensor) -> Coded:
     coded_tensor = Coded.empty(len(numbers), numbers, code_layout)
     coded_tensor[live_rows] = numbers[live_rows]
     if len(coded_rows):
@@ -231,26 +220,22 @@ class Coded(Tensor):
     scale: Tensor
     zero: Tensor
     exact: Tensor
-    kind: Kind
+    kind: CodeLayout
 
     @staticmethod
-    def _make(code_layout: Kind, **tensors: Tensor) -> Coded:
+    def _make(code_layout: CodeLayout, **tensors: Tensor) -> Coded:
         exact = tensors["exact"]
         shape = (len(tensors["place"]), exact.shape[1])
-        coded_tensor: Coded = Tensor._make_wrapper_subclass(
-            Coded, shape, dtype=exact.dtype, device=exact.device
-        )
+        coded_tensor: Coded = Tensor._make_wrapper_subclass(Coded, shape, dtype=exact.dtype, device=exact.device)
         coded_tensor.kind = code_layout
         for field_name, tensor in tensors.items():
             setattr(coded_tensor, field_name, tensor)
         return coded_tensor
 
     @classmethod
-    def empty(cls, row_count: int, reference: Tensor, code_layout: Kind) -> Coded:
+    def empty(cls, row_count: int, reference: Tensor, code_layout: CodeLayout) -> Coded:
         """Rows that hold nothing, with the channels, dtype and device of a tensor."""
-        code_bytes = (
-            0 if code_layout.bits is None else _code_bytes(code_layout.width, code_layout.bits)
-        )
+        code_bytes = 0 if code_layout.bits is None else _code_bytes(code_layout.width, code_layout.bits)
         block_count = code_layout.width // code_layout.channels
         scale_count = 0 if code_layout.bits is None else block_count
         with torch.inference_mode(False):  # later forwards write to it in any mode
@@ -260,9 +245,7 @@ class Coded(Tensor):
                 place=torch.zeros(row_count, dtype=torch.int32, device=reference.device),
                 scale=torch.zeros(1, scale_count, dtype=reference.dtype, device=reference.device),
                 zero=torch.zeros(1, block_count, dtype=reference.dtype, device=reference.device),
-                exact=torch.zeros(
-                    0, reference.shape[1], dtype=reference.dtype, device=reference.device
-                ),
+                exact=torch.zeros(0, reference.shape[1], dtype=reference.dtype, device=reference.device),
             )
 
     def _with(self, **changes: Tensor) -> Coded:
@@ -278,14 +261,10 @@ class Coded(Tensor):
         numbers = self.zero[group_indices]
         if bits is not None:
             bit_shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=self.code.device)
-            code_values = (self.code[..., None] >> bit_shifts & (1 << bits) - 1).flatten(1)[
-                :, :width
-            ]
+            code_values = (self.code[..., None] >> bit_shifts & (1 << bits) - 1).flatten(1)[:, :width]
             scales, zero_points = self.scale[group_indices].flatten(), numbers.flatten()
             coded_blocks = Codes(code_values.reshape(-1, block_channels), scales, zero_points)
-            numbers = (
-                QUANTIZERS[self.kind.quantizer].decode(coded_blocks).view(len(group_indices), width)
-            )
+            numbers = QUANTIZERS[self.kind.quantizer].decode(coded_blocks).view(len(group_indices), width)
         numbers = pad(numbers, (0, self.exact.shape[1] - width))
         exact_rows = (self.place < 0).nonzero()[:, 0]
         numbers[exact_rows] = self.exact[-1 - self.place[exact_rows].long()]
@@ -296,9 +275,7 @@ class Coded(Tensor):
         if isinstance(index, slice) or index.dim() == 1:
             return self._with(code=self.code[index], place=self.place[index])
         code_rows, row_places = self.code[index], self.place[index]
-        decoded_rows: Tensor = self._with(
-            code=code_rows.flatten(0, -2), place=row_places.flatten()
-        ).decode()
+        decoded_rows: Tensor = self._with(code=code_rows.flatten(0, -2), place=row_places.flatten()).decode()
         decoded: Tensor = decoded_rows.view(*row_places.shape, self.exact.shape[1])
         return decoded
 
@@ -331,9 +308,7 @@ class Coded(Tensor):
             return
         exact_count = len(self.exact)
         self.exact = torch.cat([self.exact, value.to(self.exact.dtype)])
-        exact_indices = torch.arange(
-            exact_count, len(self.exact), dtype=torch.int32, device=self.place.device
-        )
+        exact_indices = torch.arange(exact_count, len(self.exact), dtype=torch.int32, device=self.place.device)
         self.place[index] = -1 - exact_indices
 
     @_writing
@@ -347,9 +322,7 @@ class Coded(Tensor):
             self.scale = self.zero[:, :0]
         else:
             self._quantise(row_indices, numbers, bits)
-        group_indices = torch.arange(
-            first_group, len(self.zero), dtype=torch.int32, device=row_indices.device
-        )
+        group_indices = torch.arange(first_group, len(self.zero), dtype=torch.int32, device=row_indices.device)
         self.place[row_indices] = group_indices.repeat_interleave(entries)
         self._tidy()
 
@@ -361,21 +334,15 @@ class Coded(Tensor):
         # Contiguous whatever their number is: a sum over other strides can have other bits.
         blocks = blocks.reshape(-1, entries * channels).contiguous()
         # What a head holds must not depend on what else is cached.
-        block_calls = (
-            blocks.split(rows_per_call // entries * blocks_per_row) if quantizer.joint else [blocks]
-        )
+        block_calls = blocks.split(rows_per_call // entries * blocks_per_row) if quantizer.joint else [blocks]
         encoded_calls = [quantizer.encode(call_blocks, bits) for call_blocks in block_calls]
         code_values, scales, zero_points = (
             torch.cat(encoded_parts) for encoded_parts in zip(*encoded_calls, strict=True)
         )
         code_values = (
-            code_values.view(-1, blocks_per_row, entries, channels)
-            .transpose(1, 2)
-            .reshape(len(row_indices), -1)
+            code_values.view(-1, blocks_per_row, entries, channels).transpose(1, 2).reshape(len(row_indices), -1)
         )
-        code_values = pad(code_values, (0, -code_values.shape[1] % (8 // bits))).unflatten(
-            1, (-1, 8 // bits)
-        )
+        code_values = pad(code_values, (0, -code_values.shape[1] % (8 // bits))).unflatten(1, (-1, 8 // bits))
         bit_shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=code_values.device)
         self.code[row_indices] = (code_values << bit_shifts).sum(-1, dtype=torch.uint8)
         self.scale = torch.cat([self.scale, scales.view(-1, blocks_per_row)])
@@ -387,17 +354,13 @@ class Coded(Tensor):
         exact_places, self.exact = _drop_unused(-row_places, self.exact, 1)
         group_places, self.scale = _drop_unused(row_places, self.scale, 0)
         _, self.zero = _drop_unused(row_places, self.zero, 0)
-        self.place = torch.where(
-            row_places > 0, group_places, torch.where(row_places < 0, -exact_places, 0)
-        ).int()
+        self.place = torch.where(row_places > 0, group_places, torch.where(row_places < 0, -exact_places, 0)).int()
 
     # -- memory -----------------------------------------------------------------------------------
     def clone(self, **_: Any) -> Coded:
         """An independent copy."""
         field_names = ("code", "place", "scale", "zero", "exact")
-        return self._with(
-            **{field_name: getattr(self, field_name).clone() for field_name in field_names}
-        )
+        return self._with(**{field_name: getattr(self, field_name).clone() for field_name in field_names})
 
     def new_zeros(self, rows: int, *_: int, **__: Any) -> Coded:  # type: ignore[override]
         """Empty rows of the same kind."""

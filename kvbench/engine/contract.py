@@ -113,10 +113,7 @@ def check_mask(config: Any, mask_function: Callable[..., Any] | None) -> None:
     """
     if mask_function is not None and mask_function is not causal_mask_function:
         family = getattr(config, "model_type", "this model's")
-        raise UserError(
-            f"{family} attention uses a mask that is not causal, which kvbench does not "
-            "implement yet"
-        )
+        raise UserError(f"{family} attention uses a mask that is not causal, which kvbench does not implement yet")
 
 
 def check_consumed(module: nn.Module, pending: object) -> None:
@@ -134,6 +131,4 @@ def check_consumed(module: nn.Module, pending: object) -> None:
 
 
 def _refusal(module: nn.Module, behaviour: str) -> UserError:
-    return UserError(
-        f"{family_of(module)} attention {behaviour}, which kvbench does not implement yet"
-    )
+    return UserError(f"{family_of(module)} attention {behaviour}, which kvbench does not implement yet")

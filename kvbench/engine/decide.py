@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.clock import now
-from kvbench.engine.shared import Known
-from kvbench.engine.showing import Showing
+from kvbench.engine.shared import CachedScores
+from kvbench.engine.showing import ViewBuilder
 from kvbench.engine.upkeep import goes_on
 from kvbench.errors import BudgetError
 from kvbench.parts import apportion
@@ -36,7 +36,7 @@ class Decision(NamedTuple):
 
 
 @dataclass
-class EvictionStep(Showing):
+class EvictionStep(ViewBuilder):
     """One compression of one cache for one policy; several budgets have one row each.
 
     Attributes:
@@ -47,9 +47,7 @@ class EvictionStep(Showing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.total = [
-            head_budget * self.info.layers * self.info.kv_heads for head_budget in self.budget
-        ]
+        self.total = [head_budget * self.info.layers * self.info.kv_heads for head_budget in self.budget]
         self.by_layer = self.policy.allocate.scope != "model"
         self._flags: list[tuple[str, Tensor]] = []
 
@@ -68,9 +66,7 @@ class EvictionStep(Showing):
         Raises:
             BudgetError: The allocator's shares do not sum to the budget.
         """
-        layer_budgets = self.policy.allocate.shares(self.info, self.length, self.mean).to(
-            torch.int64
-        )
+        layer_budgets = self.policy.allocate.shares(self.info, self.length, self.mean).to(torch.int64)
         if layer_budgets.sum(1).tolist() != self.total:
             raise BudgetError(f"{self.policy}: the layers' shares do not sum to the budget")
         layer_entries = []
@@ -78,9 +74,7 @@ class EvictionStep(Showing):
             if layer.packed:
                 sequence_indices = range(layer.batch) if self.rows is None else self.rows
                 layer_entries.append(
-                    torch.tensor(
-                        [layer.entries(sequence_index) for sequence_index in sequence_indices]
-                    )
+                    torch.tensor([layer.entries(sequence_index) for sequence_index in sequence_indices])
                 )
             else:
                 layer_entries.append(self.length.cpu() * self.info.kv_heads)
@@ -120,9 +114,7 @@ class EvictionStep(Showing):
         """Decide for all layers together (scope `model`)."""
         scored = [self._prepared(layer_view) for layer_view in views]
         total_budgets = torch.tensor(self.total, device=self.length.device)
-        head_budgets = self.policy.allocate.allocate(
-            _gathered(scored, total_budgets.device), total_budgets
-        )
+        head_budgets = self.policy.allocate.allocate(_gathered(scored, total_budgets.device), total_budgets)
         layer_choices = zip(scored, head_budgets.unbind(1), strict=True)
         decisions = [
             self._select(layer_view, layer_scores, layer_budgets.to(layer_view.col.device))
@@ -170,18 +162,11 @@ class EvictionStep(Showing):
             budgets = self.mean.to(view.col.device)
             budget_scores = [scores]
             if view.read_budget:
-                budget_scores += [
-                    self._score(view.for_budgets(head_budget[None])) for head_budget in budgets[1:]
-                ]
+                budget_scores += [self._score(view.for_budgets(head_budget[None])) for head_budget in budgets[1:]]
             values, protection = (
-                torch.cat(tensors)
-                if len(budget_scores) > 1
-                else tensors[0].expand(len(budgets), -1, -1)
+                torch.cat(tensors) if len(budget_scores) > 1 else tensors[0].expand(len(budgets), -1, -1)
                 for tensors in zip(
-                    *(
-                        (scored_budget.value, scored_budget.protect)
-                        for scored_budget in budget_scores
-                    ),
+                    *((scored_budget.value, scored_budget.protect) for scored_budget in budget_scores),
                     strict=True,
                 )
             )
@@ -211,7 +196,7 @@ class EvictionStep(Showing):
             self.shared_seconds += seconds
             # Copies: a selector may write to its scores, whichever way.
             extras = {extra_name: extra.clone() for extra_name, extra in view.extras.items()}
-            cached_scores = Known(_copied(scores), extras, seconds, flag)
+            cached_scores = CachedScores(_copied(scores), extras, seconds, flag)
             self.shared.scores[view.layer, score] = cached_scores
         return self._shown_scores(scores)
 
@@ -236,9 +221,7 @@ class EvictionStep(Showing):
         )
         state_names = sequence_states[0] if sequence_states else ()
         state = {
-            state_name: torch.cat(
-                [sequence_state[state_name] for sequence_state in sequence_states]
-            )
+            state_name: torch.cat([sequence_state[state_name] for sequence_state in sequence_states])
             for state_name in state_names
         }
         key, value = self.policy.merge.merge(view, entry_mask, state)
@@ -250,10 +233,7 @@ class EvictionStep(Showing):
         state = self.states.get(layer_index, {})
         sequence_indices = range(len(self.budget))
         return [
-            {
-                state_name: tensor[sequence_index : sequence_index + 1]
-                for state_name, tensor in state.items()
-            }
+            {state_name: tensor[sequence_index : sequence_index + 1] for state_name, tensor in state.items()}
             for sequence_index in sequence_indices
         ]
 
@@ -274,9 +254,7 @@ def _gathered(scored: list[Scored], device: torch.device) -> list[Scored]:
         )
         moved_view.valid, moved_view.seed = view.valid.to(device), view.seed.to(device)
         moved_view.obs = {need: tensor.to(device) for need, tensor in view.obs.items()}
-        moved_view.extras = {
-            extra_name: tensor.to(device) for extra_name, tensor in view.extras.items()
-        }
+        moved_view.extras = {extra_name: tensor.to(device) for extra_name, tensor in view.extras.items()}
         moved_scores = Scores(scores.value.to(device), scores.protect.to(device))
         gathered.append(Scored(moved_view, moved_scores))
     return gathered

@@ -19,8 +19,7 @@ from kvbench.engine.prefix import Prefix
 from kvbench.errors import UserError
 
 NOT_FINITE = (
-    "logits are not finite: NaN or infinity; use --dtype float32 or bfloat16, or check the model's "
-    "configuration"
+    "logits are not finite: NaN or infinity; use --dtype float32 or bfloat16, or check the model's configuration"
 )
 """Why a response fails whose logits cannot be decoded."""
 
@@ -102,16 +101,10 @@ class Stop:
         if search_start:
             stripped = answer_text.lstrip()
             thinking_text = (
-                self._text(tokens[: search_start - 1])
-                + THOUGHT
-                + answer_text[: len(answer_text) - len(stripped)]
+                self._text(tokens[: search_start - 1]) + THOUGHT + answer_text[: len(answer_text) - len(stripped)]
             )
             answer_text = stripped
-        stop_offsets = [
-            answer_text.find(stop_string)
-            for stop_string in self.until
-            if stop_string in answer_text
-        ]
+        stop_offsets = [answer_text.find(stop_string) for stop_string in self.until if stop_string in answer_text]
         return thinking_text + (answer_text[: min(stop_offsets)] if stop_offsets else answer_text)
 
     def _text(self, tokens: list[int]) -> str:
@@ -120,7 +113,7 @@ class Stop:
 
 
 @dataclass
-class Row:
+class DecodeRow:
     """A response that is being generated.
 
     Attributes:
@@ -188,9 +181,7 @@ class Row:
         return self.stop.text(self.tokens)
 
 
-def greedy(
-    prefix: Prefix, logits: Tensor, max_tokens: int, stop: Stop, *, feed_last: bool = False
-) -> Iterator[int]:
+def greedy(prefix: Prefix, logits: Tensor, max_tokens: int, stop: Stop, *, feed_last: bool = False) -> Iterator[int]:
     """Decode greedily on a full cache of one sequence.
 
     Args:
@@ -238,9 +229,7 @@ class Batch:
         self.model = model
         self.rows = len(caches)
         self.slots = slot_count
-        self.cache = RaggedCache.stack(
-            [caches[min(slot_index, self.rows - 1)] for slot_index in range(slot_count)]
-        )
+        self.cache = RaggedCache.stack([caches[min(slot_index, self.rows - 1)] for slot_index in range(slot_count)])
         assert self.cache.valid is not None
         self.device = self.cache.valid.device
 
@@ -277,11 +266,9 @@ class Batch:
         token_ids, token_mask = left_padded(slot_tokens, width)
         partial_mask = None if bool(token_mask.all()) else token_mask.to(self.device)
         token_ids = token_ids.to(self.device)
-        return forward(self.model, self.cache, token_ids, partial_mask, logit_count, pixels)[
-            : self.rows
-        ]
+        return forward(self.model, self.cache, token_ids, partial_mask, logit_count, pixels)[: self.rows]
 
-    def answer(self, responses: Sequence[Row], logits: Tensor, pause_ended: bool = False) -> None:
+    def answer(self, responses: Sequence[DecodeRow], logits: Tensor, pause_ended: bool = False) -> None:
         """Generate until every row has ended.
 
         Args:
@@ -299,12 +286,11 @@ class Batch:
                 return
             # A row that failed at its first token has none; any keeps the batch as it is.
             next_inputs = [
-                () if pause_ended and response.reason else response.tokens[-1:] or (0,)
-                for response in responses
+                () if pause_ended and response.reason else response.tokens[-1:] or (0,) for response in responses
             ]
             logits = self.feed(next_inputs, 1)
 
-    def measure(self, responses: Sequence[Row], logits: Tensor) -> None:
+    def measure(self, responses: Sequence[DecodeRow], logits: Tensor) -> None:
         """Feed every row its given tokens and sum up their negative log-likelihood.
 
         If the cache is cut while it grows, or has sliding windows, the tokens are fed one by one.
@@ -318,12 +304,8 @@ class Batch:
             response.measure(row_logits[None])
         while not all(response.reason for response in responses):
             # The last given token is not fed: nothing follows it.
-            token_chunks = [
-                response.given[len(response.tokens) - 1 : -1][:width] for response in responses
-            ]
+            token_chunks = [response.given[len(response.tokens) - 1 : -1][:width] for response in responses]
             chunk_logits = self._feed(token_chunks, width, width)
-            for response, token_chunk, row_logits in zip(
-                responses, token_chunks, chunk_logits, strict=True
-            ):
+            for response, token_chunk, row_logits in zip(responses, token_chunks, chunk_logits, strict=True):
                 if token_chunk:
                     response.measure(row_logits[width - len(token_chunk) :])

@@ -57,9 +57,7 @@ def warped(logits: Tensor, sampling: Sampling) -> Tensor:
         sorted_logits, sort_order = logits.sort(dim=-1, stable=True)
         is_dropped = sorted_logits.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         is_dropped[:, -1] = False
-        logits = logits.masked_fill(
-            torch.zeros_like(is_dropped).scatter(-1, sort_order, is_dropped), -torch.inf
-        )
+        logits = logits.masked_fill(torch.zeros_like(is_dropped).scatter(-1, sort_order, is_dropped), -torch.inf)
     return logits
 
 
@@ -70,10 +68,7 @@ def gumbel(states: Sequence[int], vocabulary_size: int, device: torch.device) ->
     """
     golden_gamma = _signed(0x9E3779B97F4A7C15)
     token_numbers = torch.arange(1, vocabulary_size + 1, device=device, dtype=torch.int64)
-    z = (
-        torch.tensor(list(states), device=device, dtype=torch.int64)[:, None]
-        + token_numbers * golden_gamma
-    )
+    z = torch.tensor(list(states), device=device, dtype=torch.int64)[:, None] + token_numbers * golden_gamma
     z = (z ^ _right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _right(z, 27)) * _signed(0x94D049BB133111EB)
     z = z ^ _right(z, 31)
@@ -99,15 +94,9 @@ def choose(logits: Tensor, draws: Sequence[Draw | None], steps: Sequence[int]) -
         if draw is not None and token_ids[row_index] >= 0:
             sampling_groups.setdefault(draw.sampling, []).append(row_index)
     for sampling, row_indices in sampling_groups.items():
-        states = [
-            draw.state(steps[row_index])
-            for row_index in row_indices
-            if (draw := draws[row_index]) is not None
-        ]
+        states = [draw.state(steps[row_index]) for row_index in row_indices if (draw := draws[row_index]) is not None]
         noise = gumbel(states, logits.shape[-1], logits.device)
-        sampled_tokens = (
-            (warped(logits[row_indices], sampling).double() + noise).argmax(-1).tolist()
-        )
+        sampled_tokens = (warped(logits[row_indices], sampling).double() + noise).argmax(-1).tolist()
         for row_index, token_id in zip(row_indices, sampled_tokens, strict=True):
             token_ids[row_index] = token_id
     return token_ids

@@ -18,7 +18,7 @@ from kvbench.engine.evict import after_forward
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, head_of, rotary_model
 from kvbench.engine.observers import SurprisalObserver, is_built_in, measured, observer_for
-from kvbench.engine.showing import Showing
+from kvbench.engine.showing import ViewBuilder
 from kvbench.engine.vision import media_positions
 from kvbench.errors import UserError
 from kvbench.view import AttentionMass, ModelInfo, Need, PerToken
@@ -55,9 +55,7 @@ class Driver:
     def before(self, cache: RaggedCache, forward: Forward) -> None:
         """Prepare a forward."""
         if cache.upkeep is not None:
-            attention_needs = [
-                need for need in cache.upkeep.policy.needs if isinstance(need, AttentionMass)
-            ]
+            attention_needs = [need for need in cache.upkeep.policy.needs if isinstance(need, AttentionMass)]
             forward.powers = tuple(sorted({need.power for need in attention_needs}))
         forward.on_layer = self._on_layer
 
@@ -150,9 +148,7 @@ def forward(
     model_inputs: dict[str, Tensor] = dict(pixels or {})
     position_shift: Tensor | None = None
     if rotary_model(model) is not None:
-        model_inputs["position_ids"], position_shift = _positions(
-            model, cache, token_ids, token_mask, model_inputs
-        )
+        model_inputs["position_ids"], position_shift = _positions(model, cache, token_ids, token_mask, model_inputs)
     if token_mask is not None and cache.valid is not None:
         token_mask = torch.cat([cache.valid, token_mask.bool()], 1)
     # The attachment supplies positions and the mask of columns that are already in the cache.
@@ -217,9 +213,7 @@ def _observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
             observer.update(step.index, query, key, value, hidden, token_mask, step.scale)
 
 
-def _observe_tokens(
-    cache: RaggedCache, finished: Forward, output_head: Callable[[Tensor], Tensor]
-) -> None:
+def _observe_tokens(cache: RaggedCache, finished: Forward, output_head: Callable[[Tensor], Tensor]) -> None:
     """Show a finished forward to the observers of tokens."""
     assert cache.valid is not None
     for need, observer in cache.token_observers.items():
@@ -229,9 +223,7 @@ def _observe_tokens(
             if finished.ids is None or finished.hidden is None:
                 raise UserError("surprisal needs token ids; the forward was given embeddings")
             device = finished.hidden.device
-            observer.update(
-                finished.ids.to(device), finished.hidden, output_head, cache.valid.to(device)
-            )
+            observer.update(finished.ids.to(device), finished.hidden, output_head, cache.valid.to(device))
 
 
 def _update_entry_state(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
@@ -248,7 +240,7 @@ def _update_entry_state(cache: RaggedCache, layer: RaggedLayer, step: Step) -> N
     score = eviction_state.policy.score
     if score is not None and score.extras:
         decode_state = eviction_state
-        view_builder = Showing(
+        view_builder = ViewBuilder(
             decode_state.policy,
             cache,
             decode_state.info,

@@ -18,9 +18,7 @@ from kvbench.engine.upkeep import EvictionState, goes_on, spare_entries
 from kvbench.plugin import ModelInfo, Policy
 
 
-def compress_cache(
-    eviction_step: EvictionStep, target_cache: RaggedCache, reserve: int | None = None
-) -> None:
+def compress_cache(eviction_step: EvictionStep, target_cache: RaggedCache, reserve: int | None = None) -> None:
     """Compress all layers of `eviction_step.cache` into `target_cache`, possibly the same cache.
 
     Args:
@@ -33,9 +31,7 @@ def compress_cache(
     """
     layers = list(zip(eviction_step.cache.ragged, target_cache.ragged, strict=True))
     decisions = _decisions(eviction_step)
-    for layer_index, ((source_layer, target_layer), decision) in enumerate(
-        zip(layers, decisions, strict=True)
-    ):
+    for layer_index, ((source_layer, target_layer), decision) in enumerate(zip(layers, decisions, strict=True)):
         pack_layer(eviction_step, layer_index, source_layer, target_layer, decision, reserve)
     record_counts([eviction_step], target_cache)
 
@@ -63,9 +59,7 @@ def compress_together(
         started = now(step.seeds.device)
         entry_masks.append([decision.keep for decision in _decisions(step)])
         seconds.append(now(step.seeds.device) - started)
-    layers = zip(
-        steps[0].cache.ragged, target_cache.ragged, zip(*entry_masks, strict=True), strict=True
-    )
+    layers = zip(steps[0].cache.ragged, target_cache.ragged, zip(*entry_masks, strict=True), strict=True)
     for source_layer, target_layer, layer_masks in layers:
         target_layer.state = [{} for step in steps for _ in step.budget]
         _pack(source_layer, target_layer, Decision(torch.cat(layer_masks), {}), reserve)
@@ -78,23 +72,15 @@ def _decisions(eviction_step: EvictionStep) -> Iterator[Decision]:
     layers = list(enumerate(eviction_step.cache.ragged))
     if eviction_step.keeps_all:
         yield from (
-            eviction_step.keep_everything(eviction_step.view(layer, layer_index))
-            for layer_index, layer in layers
+            eviction_step.keep_everything(eviction_step.view(layer, layer_index)) for layer_index, layer in layers
         )
     elif eviction_step.by_layer:
-        yield from (
-            eviction_step.layer(eviction_step.view(layer, layer_index))
-            for layer_index, layer in layers
-        )
+        yield from (eviction_step.layer(eviction_step.view(layer, layer_index)) for layer_index, layer in layers)
     else:
-        yield from eviction_step.model(
-            [eviction_step.view(layer, layer_index) for layer_index, layer in layers]
-        )
+        yield from eviction_step.model([eviction_step.view(layer, layer_index) for layer_index, layer in layers])
 
 
-def _pack(
-    source_layer: RaggedLayer, target_layer: RaggedLayer, decision: Decision, reserve: int | None
-) -> None:
+def _pack(source_layer: RaggedLayer, target_layer: RaggedLayer, decision: Decision, reserve: int | None) -> None:
     """Pack what is kept of a dense layer; a decision without K and V takes the layer's."""
     assert source_layer.key is not None and source_layer.value is not None
     key = source_layer.key if decision.key is None else decision.key
@@ -166,9 +152,7 @@ def record_counts(eviction_steps: Sequence[EvictionStep], target_cache: RaggedCa
 # --- between cuts ---------------------------------------------------------------------------------
 
 
-def start_eviction_state(
-    eviction_step: EvictionStep, cache: RaggedCache, budget: list[int]
-) -> None:
+def start_eviction_state(eviction_step: EvictionStep, cache: RaggedCache, budget: list[int]) -> None:
     """Set up what a newly packed cache needs between cuts; free what only the prefill needed.
 
     Args:
@@ -178,9 +162,7 @@ def start_eviction_state(
             reader, the entries that a query reads.
     """
     policy = eviction_step.policy
-    if (
-        eviction_step.moment != "turns"
-    ):  # the first turn reads everything, as nothing is cut before it
+    if eviction_step.moment != "turns":  # the first turn reads everything, as nothing is cut before it
         read_few(cache, policy, eviction_step.info, budget)
     if not goes_on(policy, eviction_step.moment):
         cache.observers, cache.token_observers = {}, {}
@@ -197,13 +179,9 @@ def start_eviction_state(
         live=byte_counts,
     )
     cache.observers = {
-        need: observer
-        for need, observer in cache.observers.items()
-        if need in policy.needs and not need.per_entry
+        need: observer for need, observer in cache.observers.items() if need in policy.needs and not need.per_entry
     }
-    cache.token_observers = {
-        need: observer for need, observer in cache.token_observers.items() if need in policy.needs
-    }
+    cache.token_observers = {need: observer for need, observer in cache.token_observers.items() if need in policy.needs}
 
 
 def read_few(cache: RaggedCache, policy: Policy, info: ModelInfo, budget: Sequence[int]) -> None:
@@ -221,8 +199,7 @@ def read_few(cache: RaggedCache, policy: Policy, info: ModelInfo, budget: Sequen
         for reading, entry_count in zip(cache.readings, entry_counts, strict=True):
             reading.check(entry_count // (info.layers * info.kv_heads))
         cache.budget_entries = [
-            min(reading.total, entry_count)
-            for reading, entry_count in zip(cache.readings, entry_counts, strict=True)
+            min(reading.total, entry_count) for reading, entry_count in zip(cache.readings, entry_counts, strict=True)
         ]
 
 
@@ -236,27 +213,19 @@ def after_forward(cache: RaggedCache, column_count: int) -> None:
     eviction_state = cache.upkeep
     assert eviction_state is not None
     entry_counts = [cache.live_entries(sequence_index) for sequence_index in range(cache.batch)]
-    eviction_state.peak = [
-        max(peak, current) for peak, current in zip(eviction_state.peak, entry_counts, strict=True)
-    ]
+    eviction_state.peak = [max(peak, current) for peak, current in zip(eviction_state.peak, entry_counts, strict=True)]
     byte_counts = [cache.live_bytes(sequence_index) for sequence_index in range(cache.batch)]
-    eviction_state.live = [
-        max(peak, current) for peak, current in zip(eviction_state.live, byte_counts, strict=True)
-    ]
+    eviction_state.live = [max(peak, current) for peak, current in zip(eviction_state.live, byte_counts, strict=True)]
     allocated = [cache.allocated_bytes(sequence_index) for sequence_index in range(cache.batch)]
     eviction_state.room = [
-        max(peak, current)
-        for peak, current in zip(eviction_state.room or allocated, allocated, strict=True)
+        max(peak, current) for peak, current in zip(eviction_state.room or allocated, allocated, strict=True)
     ]
     if eviction_state.moment == "decode":
-        spare_total = eviction_state.heads * spare_entries(
-            eviction_state.policy, eviction_state.moment
-        )
+        spare_total = eviction_state.heads * spare_entries(eviction_state.policy, eviction_state.moment)
         due_sequences = [
             sequence_number
             for sequence_number, current in enumerate(entry_counts)
-            if current
-            >= eviction_state.heads * eviction_state.budget[sequence_number] + spare_total
+            if current >= eviction_state.heads * eviction_state.budget[sequence_number] + spare_total
         ]
         if due_sequences:
             evict_sequences(cache, due_sequences)
@@ -272,8 +241,7 @@ def restore(cache: RaggedCache, sequence_indices: Iterable[int]) -> None:
     due_sequences = [
         sequence_index
         for sequence_index in sequence_indices
-        if cache.live_entries(sequence_index)
-        > eviction_state.heads * eviction_state.budget[sequence_index]
+        if cache.live_entries(sequence_index) > eviction_state.heads * eviction_state.budget[sequence_index]
     ]
     if due_sequences:
         evict_sequences(cache, due_sequences)
@@ -319,9 +287,7 @@ def _by_merger_state(cache: RaggedCache, sequence_indices: Sequence[int]) -> lis
     """Group sequences by whether they were cut before: only then does a merger have state."""
     merger_states = cache.ragged[0].state
     started_rows = [
-        sequence_number
-        for sequence_number in sequence_indices
-        if merger_states and merger_states[sequence_number]
+        sequence_number for sequence_number in sequence_indices if merger_states and merger_states[sequence_number]
     ]
     fresh_rows = [
         sequence_number
@@ -335,19 +301,13 @@ def _evict_groups(eviction_steps: Sequence[EvictionStep], cache: RaggedCache) ->
     """Carry out cuts of disjoint groups of sequences in one packing per layer."""
     step_decisions: list[list[Decision]] = []
     for eviction_step in eviction_steps:
-        views = [
-            eviction_step.view(layer, layer_index) for layer_index, layer in enumerate(cache.ragged)
-        ]
+        views = [eviction_step.view(layer, layer_index) for layer_index, layer in enumerate(cache.ragged)]
         step_decisions.append(
             [eviction_step.layer(layer_view) for layer_view in views]
             if eviction_step.by_layer
             else eviction_step.model(views)
         )
-    evicted_rows = [
-        sequence_index
-        for eviction_step in eviction_steps
-        for sequence_index in eviction_step.rows or ()
-    ]
+    evicted_rows = [sequence_index for eviction_step in eviction_steps for sequence_index in eviction_step.rows or ()]
     for layer_index, layer in enumerate(cache.ragged):
         _, layer_mask = layer.padded_rows()
         layer.state = layer.state or [{} for _ in range(layer.batch)]
@@ -370,9 +330,7 @@ def _evict_groups(eviction_steps: Sequence[EvictionStep], cache: RaggedCache) ->
     cache.budget_entries = [*(cache.budget_entries or [0] * cache.batch)]
     cache.held_entries = [*(cache.held_entries or [0] * cache.batch)]
     for eviction_step in eviction_steps:
-        entry_counts = [
-            cache.live_entries(sequence_index) for sequence_index in eviction_step.rows or ()
-        ]
+        entry_counts = [cache.live_entries(sequence_index) for sequence_index in eviction_step.rows or ()]
         eviction_step.check(entry_counts)
         for sequence_index, entry_budget, entry_count in zip(
             eviction_step.rows or (), eviction_step.total, entry_counts, strict=True

@@ -46,9 +46,7 @@ _MOST_ITEMS = 1 << 22
 _SPARE = 50_000_000
 """Bytes that a copy may take in addition to its weights, mostly for the tokenizer."""
 
-_DIGIT_SPLITS = frozenset(
-    {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-)
+_DIGIT_SPLITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 """Values of `tokenizer.ggml.pre` that separate all digits before GPT-2's pattern is applied.
 
 See `llm_tokenizer_bpe` in llama.cpp (src/llama-vocab.cpp). transformers does not know them and
@@ -90,9 +88,7 @@ def described(model: str, gguf_path: Path) -> Path:
     if not target_folder.is_dir():
         header = _read_header(model, gguf_path)
         with _conversion(model, header):
-            config = _unquantised(
-                AutoConfig.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
-            )
+            config = _unquantised(AutoConfig.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name))
             tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
         if header.splits_digits:
             tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -143,10 +139,7 @@ def _copies(model: str, gguf_path: Path) -> Path:
     """The folder of the copies of a file that the installed versions of the software make."""
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
-        raise UserError(
-            f"model {model}: a GGUF file needs {' and '.join(missing)}; run "
-            "pip install 'kvbench[gguf]'"
-        )
+        raise UserError(f"model {model}: a GGUF file needs {' and '.join(missing)}; run pip install 'kvbench[gguf]'")
     if Version(version("transformers")) < Version(OLDEST_TRANSFORMERS):
         raise UserError(
             f"model {model}: a GGUF file needs transformers {OLDEST_TRANSFORMERS} or later; run "
@@ -176,8 +169,7 @@ def _read_header(model: str, path: Path) -> _Header:
         raise
     except Exception as error:  # the reader checks no bounds, so any of its statements can fail
         raise UserError(
-            f"model {model}: {path.name} is truncated, damaged or of an unknown version: "
-            f"{first_lines(error)}"
+            f"model {model}: {path.name} is truncated, damaged or of an unknown version: {first_lines(error)}"
         ) from None
 
     def typed_value(field_name: str, default: Any) -> Any:
@@ -191,10 +183,7 @@ def _read_header(model: str, path: Path) -> _Header:
 
     architecture = typed_value("general.architecture", "")
     if typed_value("split.count", 1) > 1:
-        raise UserError(
-            f"model {model}: {path.name} is one part of several; join them with llama-gguf-split "
-            "--merge"
-        )
+        raise UserError(f"model {model}: {path.name} is one part of several; join them with llama-gguf-split --merge")
     scaling = typed_value(f"{architecture}.rope.scaling.type", "none")
     if scaling != "none" or any(tensor.startswith("rope_") for tensor in tensors):
         raise UserError(

@@ -57,9 +57,7 @@ def _table(tensor: Tensor) -> tuple[Tensor, Tensor]:
                 tensor = tensor.narrow(axis, 0, min(1, tensor.shape[axis]))
     flat_tensor = tensor.contiguous().view(-1)
     item_bytes = flat_tensor.element_size()
-    is_aligned = not (
-        len(flat_tensor) * item_bytes % 8 or flat_tensor.storage_offset() * item_bytes % 8
-    )
+    is_aligned = not (len(flat_tensor) * item_bytes % 8 or flat_tensor.storage_offset() * item_bytes % 8)
     bits = flat_tensor.view(torch.int64 if is_aligned else torch.uint8)
     table_size = len(bits) // _WIDTH * _WIDTH
     return bits[:table_size].view(-1, _WIDTH), bits[table_size:]
@@ -100,18 +98,13 @@ class Ledger:
     def changed(self) -> str:
         """Return the name of a tensor that has changed, or an empty string; a GPU waits once."""
         for watched in self._watched.values():
-            moved_names = (
-                entry.name for entry in watched if entry.tensor.data_ptr() != entry.start
-            )
+            moved_names = (entry.name for entry in watched if entry.tensor.data_ptr() != entry.start)
             if moved_name := next(moved_names, ""):
                 return moved_name
             current_sums = [column_sums for entry in watched for column_sums in entry.now()]
             first_sums = [column_sums for entry in watched for column_sums in entry.first_sums]
             if not torch.equal(torch.cat(current_sums), torch.cat(first_sums)):
-                pairs = (
-                    (entry.name, zip(entry.now(), entry.first_sums, strict=True))
-                    for entry in watched
-                )
+                pairs = ((entry.name, zip(entry.now(), entry.first_sums, strict=True)) for entry in watched)
                 return next(
                     tensor_name
                     for tensor_name, sum_pairs in pairs
@@ -140,9 +133,7 @@ class Weights:
 
     def changed(self) -> str:
         """Return the name of a parameter that was changed or replaced, or an empty string."""
-        for (tensor_name, module_tensors, tensor_key), tensor in zip(
-            self._held, self._tensors, strict=True
-        ):
+        for (tensor_name, module_tensors, tensor_key), tensor in zip(self._held, self._tensors, strict=True):
             if module_tensors.get(tensor_key) is not tensor:
                 return tensor_name
         return self._ledger.changed()
@@ -157,9 +148,7 @@ class Weights:
             UserError: They cannot be loaded again here.
         """
         if self._reload is None:
-            raise UserError(
-                f"a policy changed the model's parameter {parameter_name}; run without it"
-            )
+            raise UserError(f"a policy changed the model's parameter {parameter_name}; run without it")
         for module in self._model.modules():  # free the memory for the copy
             for tensors in (module._parameters, module._buffers):
                 tensors.update(dict.fromkeys(tensors))

@@ -72,9 +72,7 @@ class RaggedLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hold the new K and V `[B, H, n, d]` until the attention function stores them."""
         if self.closed or self.pending is not None:
             raise ValueError("use this cache only inside its kvbench.attach(...) block")
@@ -114,11 +112,7 @@ class RaggedLayer(CacheLayerMixin):
         # Contiguous: every cell picks its entries from them.
         self.key = key.contiguous() if self.key is None else torch.cat([self.key, key], dim=-2)
         previous_value = self.value
-        self.value = (
-            value.contiguous()
-            if previous_value is None
-            else torch.cat([previous_value, value], dim=-2)
-        )
+        self.value = value.contiguous() if previous_value is None else torch.cat([previous_value, value], dim=-2)
         return self.key, self.value
 
     def take_pending(self) -> tuple[Tensor, Tensor]:
@@ -154,16 +148,10 @@ class RaggedLayer(CacheLayerMixin):
         # One gather fills the free rows too, with any entry: that is faster than to leave them out.
         source_indices = torch.zeros(sum(self.room), dtype=torch.int64, device=key.device)
         source_indices[target_rows] = kept_indices
-        shared_indices = (
-            source_indices % (self.heads * column_count)
-            if len(key) < self.batch
-            else source_indices
-        )
+        shared_indices = source_indices % (self.heads * column_count) if len(key) < self.batch else source_indices
         self.key, self.value = gathered(key, shared_indices), gathered(value, shared_indices)
         self.col = gathered(columns[..., None].to(torch.int32), shared_indices).squeeze(-1)
-        self.extras = {
-            extra_name: gathered(extra, source_indices) for extra_name, extra in extras.items()
-        }
+        self.extras = {extra_name: gathered(extra, source_indices) for extra_name, extra in extras.items()}
         self.packed = True
         if self.coding is not None:
             self.coding.pack(self)
@@ -187,15 +175,11 @@ class RaggedLayer(CacheLayerMixin):
         key = reordered(key, self.order)
         assert self.key is not None and self.value is not None
         new_columns = key.shape[-2]
-        segment_counts = [
-            token_counts[segment // self.heads] for segment in range(len(self.length))
-        ]
+        segment_counts = [token_counts[segment // self.heads] for segment in range(len(self.length))]
         self.make_room(segment_counts)
         segment_starts, segment_lengths = self.bounds()
         target_rows = (segment_starts + segment_lengths + token_ranks[:, None]).reshape(-1)
-        columns = torch.arange(
-            first_column, first_column + new_columns, dtype=torch.int32, device=key.device
-        )
+        columns = torch.arange(first_column, first_column + new_columns, dtype=torch.int32, device=key.device)
         columns = columns.expand(self.batch, self.heads, new_columns).reshape(-1)
         flat_key, flat_value = key.reshape(-1, self.dim), value.reshape(-1, self.dim)
         if token_mask is not None:
@@ -209,13 +193,11 @@ class RaggedLayer(CacheLayerMixin):
         for extra in self.extras.values():
             extra[target_rows] = 0
         self.length = [
-            old_length + added_length
-            for old_length, added_length in zip(self.length, segment_counts, strict=True)
+            old_length + added_length for old_length, added_length in zip(self.length, segment_counts, strict=True)
         ]
         self._bounds = (
             segment_starts,
-            segment_lengths
-            + (new_columns if token_mask is None else token_mask.sum(-1)[:, None, None]),
+            segment_lengths + (new_columns if token_mask is None else token_mask.sum(-1)[:, None, None]),
         )
 
     def evict(self, entry_mask: Tensor, sequence_indices: Sequence[int] | None = None) -> None:
@@ -235,13 +217,9 @@ class RaggedLayer(CacheLayerMixin):
         extras = {extra_name: extra[row_indices] for extra_name, extra in self.extras.items()}
         key, value, coded_counts = self.key, self.value, self.coded
         self.pack(key[row_indices], value[row_indices], entry_mask, self.col[row_indices], extras)
-        if (
-            self.coding is not None and sequence_indices is not None
-        ):  # only what was cut is encoded anew
+        if self.coding is not None and sequence_indices is not None:  # only what was cut is encoded anew
             other_sequences = [
-                sequence_index
-                for sequence_index in range(self.batch)
-                if sequence_index not in sequence_indices
+                sequence_index for sequence_index in range(self.batch) if sequence_index not in sequence_indices
             ]
             for sequence_index in other_sequences:
                 segments = slice(sequence_index * self.heads, (sequence_index + 1) * self.heads)
@@ -258,9 +236,7 @@ class RaggedLayer(CacheLayerMixin):
         assert self.key is not None and self.value is not None
         self.key[row_indices], self.value[row_indices] = key.detach(), value.detach()
 
-    def read(
-        self, row_indices: Tensor, sequence_indices: Sequence[int] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def read(self, row_indices: Tensor, sequence_indices: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """K and V of a packed layer as the model knows them, `[B, H, n, d]` each.
 
         Args:
@@ -268,17 +244,11 @@ class RaggedLayer(CacheLayerMixin):
             sequence_indices: The sequences they belong to; None: all.
         """
         assert self.key is not None and self.value is not None
-        return restored(self.key[row_indices], self.order_of(sequence_indices)), self.value[
-            row_indices
-        ]
+        return restored(self.key[row_indices], self.order_of(sequence_indices)), self.value[row_indices]
 
     def order_of(self, sequence_indices: Sequence[int] | None) -> Tensor | None:
         """The order of the channels of some sequences; None as `sequence_indices`: all."""
-        return (
-            self.order
-            if self.order is None or sequence_indices is None
-            else self.order[list(sequence_indices)]
-        )
+        return self.order if self.order is None or sequence_indices is None else self.order[list(sequence_indices)]
 
     def store_extras(self, extras: Mapping[str, Tensor]) -> None:
         """Store per-entry state, `[B, H, n, ...]` each, in the layout of `padded_rows`."""
@@ -349,9 +319,7 @@ class RaggedLayer(CacheLayerMixin):
             reserved_rows = min(64, max(8, mean_length // 8))
         if isinstance(reserved_rows, int):
             reserved_rows = [reserved_rows] * len(self.length)
-        self.room = [
-            length + reserved for length, reserved in zip(self.length, reserved_rows, strict=True)
-        ]
+        self.room = [length + reserved for length, reserved in zip(self.length, reserved_rows, strict=True)]
         self.start = starts(self.room)
         self._bounds = None
         return runs(self.start, self.length, self.device)
@@ -432,8 +400,7 @@ class RaggedLayer(CacheLayerMixin):
             for head_index in range(self.heads)
         ]
         selection.start, selection.length, selection.room = (
-            [counts[segment] for segment in segments]
-            for counts in (self.start, self.length, self.room)
+            [counts[segment] for segment in segments] for counts in (self.start, self.length, self.room)
         )
         selection.batch, selection.extras, selection.state = len(sequence_indices), {}, []
         selection.forget_bounds()
@@ -454,8 +421,7 @@ class RaggedLayer(CacheLayerMixin):
             return self.heads * marked_columns.sum()
         segments = range(sequence_index * self.heads, (sequence_index + 1) * self.heads)
         segment_columns = [
-            self.col[self.start[segment] : self.start[segment] + self.length[segment]]
-            for segment in segments
+            self.col[self.start[segment] : self.start[segment] + self.length[segment]] for segment in segments
         ]
         return marked_columns.to(self.col.device)[torch.cat(segment_columns).long()].sum()
 
@@ -466,9 +432,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def entry_bytes(self) -> int:
         """Bytes of one entry: K, V and extras."""
-        extra_bytes = sum(
-            extra.element_size() * extra[0].numel() for extra in self.extras.values() if len(extra)
-        )
+        extra_bytes = sum(extra.element_size() * extra[0].numel() for extra in self.extras.values() if len(extra))
         return 2 * self.dim * self.number_bytes + extra_bytes
 
     def live_bytes(self, sequence_index: int | None = None) -> int:
@@ -476,9 +440,7 @@ class RaggedLayer(CacheLayerMixin):
         if self.coding is None or not self.packed or self.key is None:
             return self.entries(sequence_index) * self.entry_bytes()
         number_bytes = self.number_bytes
-        extra_bytes = self.entries(sequence_index) * (
-            self.entry_bytes() - 2 * self.dim * number_bytes
-        )
+        extra_bytes = self.entries(sequence_index) * (self.entry_bytes() - 2 * self.dim * number_bytes)
         segments = (
             slice(None)
             if sequence_index is None
@@ -490,9 +452,7 @@ class RaggedLayer(CacheLayerMixin):
     def allocated_bytes(self, sequence_index: int | None = None) -> int:
         """Bytes that the layer owns for one sequence or for all, free room and columns included."""
         if sequence_index is not None and self.packed:
-            owned_rows = sum(
-                self.room[sequence_index * self.heads : (sequence_index + 1) * self.heads]
-            )
+            owned_rows = sum(self.room[sequence_index * self.heads : (sequence_index + 1) * self.heads])
             if self.coding is not None:
                 return self.allocated_bytes() * owned_rows // max(1, len(self.col))
             return owned_rows * (self.entry_bytes() + self.col.element_size())
@@ -500,8 +460,6 @@ class RaggedLayer(CacheLayerMixin):
         if self.packed:
             tensors += [self.col, *self.extras.values()]
         return sum(
-            tensor.owned_bytes
-            if isinstance(tensor, Coded)
-            else tensor.numel() * tensor.element_size()
+            tensor.owned_bytes if isinstance(tensor, Coded) else tensor.numel() * tensor.element_size()
             for tensor in tensors
         )

@@ -80,9 +80,7 @@ def load_tokenizer(model_name: str, revision: str | None = None) -> Any:
     try:
         token_ids = tokenizer("The quick brown fox", add_special_tokens=False)["input_ids"]
     except Exception as error:  # damaged settings, which are read at the first use only
-        raise UserError(
-            f"model {model_name} cannot be loaded: its tokenizer: {_reason(error)}"
-        ) from error
+        raise UserError(f"model {model_name} cannot be loaded: its tokenizer: {_reason(error)}") from error
     if not token_ids:
         raise UserError(
             f"model {model_name} has no usable tokenizer: it turns text into no tokens; copy the "
@@ -186,11 +184,7 @@ def _source(model_name: str, dtype: torch.dtype | None) -> str:
     if not is_gguf(source):
         return source
     gguf_path = Path(source)
-    return str(
-        described(model_name, gguf_path)
-        if dtype is None
-        else converted(model_name, gguf_path, dtype)
-    )
+    return str(described(model_name, gguf_path) if dtype is None else converted(model_name, gguf_path, dtype))
 
 
 def _check_memory(name: str, model: nn.Module) -> None:
@@ -200,9 +194,7 @@ def _check_memory(name: str, model: nn.Module) -> None:
         UserError: The model does not fit into the devices.
     """
     offloaded = {
-        str(placement)
-        for placement in getattr(model, "hf_device_map", {}).values()
-        if placement in ("cpu", "disk")
+        str(placement) for placement in getattr(model, "hf_device_map", {}).values() if placement in ("cpu", "disk")
     }
     if "disk" in offloaded or any(device.type == "meta" for device in devices_of(model)):
         raise UserError(

@@ -41,8 +41,7 @@ def attention_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
         module = getattr(decoder.layers[layer], "self_attn", None)
         if not isinstance(module, nn.Module):
             raise UserError(
-                f"kvbench cannot find the attention of {type(model).__name__}: layer {layer} has "
-                "no self_attn"
+                f"kvbench cannot find the attention of {type(model).__name__}: layer {layer} has no self_attn"
             )
         modules.append((layer_index, module))
     return modules
@@ -57,13 +56,9 @@ def model_info(model: nn.Module) -> ModelInfo:
     modules = [module for _, module in attention_modules(model)]
     config: Any = decoder_of(model).config
     if not modules:
-        raise UserError(
-            f"{type(model).__name__} has only sliding-window layers: there is nothing to evict"
-        )
+        raise UserError(f"{type(model).__name__} has only sliding-window layers: there is nothing to evict")
     parameter_dtypes = (
-        parameter.dtype
-        for parameter in decoder_of(model).parameters()
-        if parameter.is_floating_point()
+        parameter.dtype for parameter in decoder_of(model).parameters() if parameter.is_floating_point()
     )
     dtype = next(parameter_dtypes, torch.float32)
     query_heads = _size(model, "num_attention_heads")
@@ -72,9 +67,7 @@ def model_info(model: nn.Module) -> ModelInfo:
     embedding: Any = getattr(decoder_of(model), "rotary_emb", None)
     layer_kinds: list[str] | None = None
     if embedding is not None and "layer_type" in inspect.signature(embedding.forward).parameters:
-        layer_kinds = [
-            config.layer_types[layer_id] for layer_id in full_layer_ids(model)
-        ]  # each kind has its own
+        layer_kinds = [config.layer_types[layer_id] for layer_id in full_layer_ids(model)]  # each kind has its own
 
     def output_weight(layer: int) -> Tensor:
         attention_module: Any = modules[layer]
@@ -101,9 +94,7 @@ def model_info(model: nn.Module) -> ModelInfo:
 
     def rotary(layer: int, position: Tensor) -> tuple[Tensor, Tensor]:
         if embedding is None:
-            raise UserError(
-                f"{type(model).__name__} has no rotary embedding, which the policy reads"
-            )
+            raise UserError(f"{type(model).__name__} has no rotary embedding, which the policy reads")
         reference = torch.empty(0, device=position.device)
         layer_kind = () if layer_kinds is None else (layer_kinds[layer],)
         cos, sin = embedding(reference, position[None], *layer_kind)
@@ -135,10 +126,7 @@ def _size(model: nn.Module, field: str, default: int | None = None) -> int:
     except Exception:  # transformers raises an error of its own where layers differ
         size = None
     if not isinstance(size, int) or size < 1:
-        raise UserError(
-            f"{type(model).__name__} has no {field} that holds for all its layers, which kvbench "
-            "needs"
-        )
+        raise UserError(f"{type(model).__name__} has no {field} that holds for all its layers, which kvbench needs")
     return size
 
 
@@ -150,9 +138,7 @@ def _without(model: nn.Module, names: str) -> Callable[..., Any]:
     """A function of `ModelInfo` for a model without the projections that it reads."""
 
     def refuse(*_: Any) -> Any:
-        raise UserError(
-            f"the attention of {type(model).__name__} has no {names}, which the policy reads"
-        )
+        raise UserError(f"the attention of {type(model).__name__} has no {names}, which the policy reads")
 
     return refuse
 
@@ -165,9 +151,7 @@ def head_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
     def compute_logits(hidden: Tensor) -> Tensor:
         if output_head is None:
-            raise UserError(
-                f"{type(model).__name__} has no language-model head, which surprisal needs"
-            )
+            raise UserError(f"{type(model).__name__} has no language-model head, which surprisal needs")
         head_logits: Tensor = output_head(hidden)
         return head_logits if soft_cap is None else soft_cap * (head_logits / soft_cap).tanh()
 
@@ -186,9 +170,7 @@ def visual_ids(model: nn.Module) -> tuple[int, ...]:
         return ()
     field_names = ("image_token_id", "video_token_id")
     return tuple(
-        int(token_id)
-        for field_name in field_names
-        if (token_id := getattr(config, field_name, None)) is not None
+        int(token_id) for field_name in field_names if (token_id := getattr(config, field_name, None)) is not None
     )
 
 

@@ -153,13 +153,9 @@ class _BesideEntries(LayerObserver):
         """The observer of one sequence; see `kvbench.plugin.Separable`."""
         separated = copy.copy(self)
         layer_states = {
-            layer_index: layer_state[row : row + 1, ..., -tokens:]
-            for layer_index, layer_state in self._held.items()
+            layer_index: layer_state[row : row + 1, ..., -tokens:] for layer_index, layer_state in self._held.items()
         }
-        separated._held = {
-            layer_index: layer_state.contiguous()
-            for layer_index, layer_state in layer_states.items()
-        }
+        separated._held = {layer_index: layer_state.contiguous() for layer_index, layer_state in layer_states.items()}
         return separated
 
     @classmethod
@@ -202,12 +198,8 @@ class MassObserver(_BesideEntries):
             self._queries.update(layer, q, k, v, hidden, valid, scale)
             last_queries = self._queries._held[layer]
             distances = torch.arange(last_queries.seen.shape[1] - 1, -1, -1, device=q.device)
-            query_positions = (valid.sum(-1)[:, None] - 1 - distances).masked_fill(
-                ~last_queries.seen, -1
-            )
-            self._held[layer] = column_sums(
-                last_queries.query, k, query_positions, key_positions, scale, self.power
-            )
+            query_positions = (valid.sum(-1)[:, None] - 1 - distances).masked_fill(~last_queries.seen, -1)
+            self._held[layer] = column_sums(last_queries.query, k, query_positions, key_positions, scale, self.power)
             return
         query_positions = key_positions[:, key_positions.shape[1] - q.shape[2] :]
         attention_sums = column_sums(q, k, query_positions, key_positions, scale, self.power)
@@ -263,9 +255,7 @@ class TokenObserver(_BesideEntries):
         new_inputs = hidden, k[:, :, -new_tokens:], v[:, :, -new_tokens:]
         new_values = measured(self.need, layer, *new_inputs, model=self.model)
         old_values = self._held.get(layer)
-        self._held[layer] = (
-            new_values if old_values is None else torch.cat([old_values, new_values], -1)
-        )
+        self._held[layer] = new_values if old_values is None else torch.cat([old_values, new_values], -1)
 
     def read(self, layer: int) -> Tensor:
         """Return the numbers of all tokens, float32 `[B, H, S]`."""
@@ -332,13 +322,9 @@ class SurprisalObserver:
         is_token = valid[:, valid.shape[1] - new_tokens :]
         # A token is predicted by the hidden state of the last token before it, and padding may lie
         # between the two. Index 0 is the last token of all earlier forwards.
-        earlier_state = (
-            hidden.new_zeros(batch, 1, hidden.shape[-1]) if self._last is None else self._last
-        )
+        earlier_state = hidden.new_zeros(batch, 1, hidden.shape[-1]) if self._last is None else self._last
         all_states = torch.cat([earlier_state, hidden], 1)
-        state_index = torch.where(
-            is_token, torch.arange(1, new_tokens + 1, device=token_ids.device), 0
-        )
+        state_index = torch.where(is_token, torch.arange(1, new_tokens + 1, device=token_ids.device), 0)
         latest_index = state_index.cummax(-1).values
         previous_index = torch.cat([torch.zeros_like(latest_index[:, :1]), latest_index[:, :-1]], 1)
         gather_index = previous_index[..., None].expand(-1, -1, hidden.shape[-1])
@@ -350,9 +336,7 @@ class SurprisalObserver:
             logits = output_head(source_states[:, block_start : block_start + block_size]).float()
             target = token_ids[:, block_start : block_start + block_size, None].to(logits.device)
             neg_log_probs = logits.logsumexp(-1) - logits.gather(-1, target)[..., 0]
-            surprisal[:, block_start : block_start + block_size] = neg_log_probs.to(
-                surprisal.device
-            )
+            surprisal[:, block_start : block_start + block_size] = neg_log_probs.to(surprisal.device)
         if self._last is None:  # a sequence's first token has no prediction
             surprisal = surprisal.masked_fill(previous_index == 0, float("nan"))
         else:
@@ -393,14 +377,9 @@ class SurprisalObserver:
         column_count = max(surprisal.shape[1] for surprisal in surprisals)
         pad_tensor = torch.nn.functional.pad
         stacked._surprisal = torch.cat(
-            [
-                pad_tensor(surprisal, (column_count - surprisal.shape[1], 0))
-                for surprisal in surprisals
-            ]
+            [pad_tensor(surprisal, (column_count - surprisal.shape[1], 0)) for surprisal in surprisals]
         )
-        stacked._last = torch.cat(
-            [observer._last for observer in parts if observer._last is not None]
-        )
+        stacked._last = torch.cat([observer._last for observer in parts if observer._last is not None])
         return stacked
 
 
@@ -431,18 +410,14 @@ def column_sums(
     batch_size, query_heads, query_count = query.shape[:3]
     kv_heads, column_count = key.shape[1:3]
     transposed = key.float().transpose(-1, -2)
-    column_totals = torch.zeros(
-        batch_size, kv_heads, query_heads // kv_heads, column_count, device=query.device
-    )
+    column_totals = torch.zeros(batch_size, kv_heads, query_heads // kv_heads, column_count, device=query.device)
     on_cpu = query.device.type == "cpu"
     block_size = max(1, (_CPU_BLOCK if on_cpu else _BLOCK) // (query_heads * column_count))
     # Without padding only the newest columns need a mask. A GPU would have to wait for the answer.
     is_unpadded = on_cpu and bool((key_positions >= 0).all()) and bool((query_positions >= 0).all())
     for block_start in range(0, query_count, block_size):
         block_stop = min(block_start + block_size, query_count)
-        visible_end = max(
-            column_count - (query_count - block_stop), 1
-        )  # later columns belong to later tokens
+        visible_end = max(column_count - (query_count - block_stop), 1)  # later columns belong to later tokens
         masked_start = visible_end - (block_stop - block_start) if is_unpadded else 0
         scaled_query = query[:, :, block_start:block_stop].float() * scale
         row_positions, column_positions = (
@@ -450,15 +425,11 @@ def column_sums(
             key_positions[:, None, None, masked_start:visible_end],
         )
         is_hidden = ((column_positions > row_positions) | (column_positions < 0))[:, :, None]
-        logits = (
-            scaled_query.unflatten(1, (kv_heads, -1)).flatten(2, 3) @ transposed[..., :visible_end]
-        )
+        logits = scaled_query.unflatten(1, (kv_heads, -1)).flatten(2, 3) @ transposed[..., :visible_end]
         logits = logits.view(batch_size, kv_heads, -1, block_stop - block_start, visible_end)
         logits[..., masked_start:].masked_fill_(is_hidden, float("-inf"))
         weights = logits.softmax(-1)
         if not is_unpadded:  # a query that does not exist sees no key, so its softmax is NaN
             weights = weights.masked_fill_((row_positions < 0)[:, :, None], 0.0)
-        column_totals[..., :visible_end] += (
-            weights.sum(3) if power == 1 else weights.square_().sum(3)
-        )
+        column_totals[..., :visible_end] += weights.sum(3) if power == 1 else weights.square_().sum(3)
     return column_totals.flatten(1, 2)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.clock import now
-from kvbench.engine.decode import Row
+from kvbench.engine.decode import DecodeRow
 from kvbench.engine.draw import choose
 from kvbench.engine.driver import forward, left_padded
 from kvbench.engine.refill import (
@@ -45,7 +45,7 @@ class Pooled(Generic[_Owner]):
         seconds: Its share of the time that questions and decode steps took.
     """
 
-    row: Row
+    row: DecodeRow
     cache: RaggedCache | None
     question: Sequence[int]
     logits: Tensor | None
@@ -122,9 +122,7 @@ class Pool(Generic[_Owner]):
         for slot, response in zip(slots, responses, strict=True):
             self.active[slot] = response
         self._ask([slot for slot in slots if self.active[slot].logits is None])
-        first_logits = torch.cat(
-            [response.logits for response in responses if response.logits is not None]
-        )
+        first_logits = torch.cat([response.logits for response in responses if response.logits is not None])
         for response in responses:
             response.cache = response.logits = None
         yield from self._choose(slots, first_logits)
@@ -153,18 +151,14 @@ class Pool(Generic[_Owner]):
         if self.device.type == "cpu":  # rows that hold least wait beside them
             other_slots = set(range(self.cache.batch)) - set(slots)
             spare_rows = smallest_count(self.asking, len(batch_rows)) - len(batch_rows)
-            batch_rows += sorted(other_slots, key=lambda other_slot: other_slot in self.active)[
-                :spare_rows
-            ]
+            batch_rows += sorted(other_slots, key=lambda other_slot: other_slot in self.active)[:spare_rows]
         else:  # a GPU promises no bits
             column_count = max(len(self.active[slot].question) for slot in slots)
         questions = [self.active[slot].question for slot in slots]
         questions += [()] * (len(batch_rows) - len(slots))
         token_ids, token_mask = left_padded(questions, column_count)
         question_cache = among(self.cache, batch_rows, [*map(len, questions)])
-        logits = forward(
-            self.model, question_cache, token_ids.to(self.device), token_mask.to(self.device)
-        )
+        logits = forward(self.model, question_cache, token_ids.to(self.device), token_mask.to(self.device))
         absorb(self.cache, batch_rows, question_cache)
         seconds = now(self.device) - started
         for question_index, slot in enumerate(slots):

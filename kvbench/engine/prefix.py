@@ -20,7 +20,7 @@ from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.pruning import Pruning, watching
 from kvbench.engine.replay import observe_replays
-from kvbench.engine.shared import Shared
+from kvbench.engine.shared import PrefixCache
 from kvbench.engine.upkeep import first_budget, goes_on
 from kvbench.errors import BudgetError, out_of_memory
 from kvbench.moments import Moment
@@ -68,9 +68,7 @@ class Prefix:
         pruning: Visual tokens to prune, for the only cell of this prefix.
     """
 
-    def __init__(
-        self, model: nn.Module, needs: Iterable[Need], pruning: Pruning | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, needs: Iterable[Need], pruning: Pruning | None = None) -> None:
         self.model = model
         self.info: ModelInfo = model_info(model)
         self.cache = RaggedCache(decoder_of(model).config)
@@ -83,7 +81,7 @@ class Prefix:
     def _forget(self) -> None:
         """Forget what the cells share."""
         self._ledger = Ledger()
-        self._shared: dict[tuple[int, Moment, bool, int], Shared] = {}
+        self._shared: dict[tuple[int, Moment, bool, int], PrefixCache] = {}
         self._seeds: dict[int, Tensor] = {}
         self._replays = 0.0
 
@@ -128,9 +126,7 @@ class Prefix:
     def sequence(self, sequence_index: int) -> Prefix:
         """Return the prefix of one sequence of the batch, with its share of the seconds."""
         cache, token_counts = self.cache.sequence(sequence_index), self.cache.lengths()
-        return self._around(
-            cache, self.seconds * float(token_counts[sequence_index] / token_counts.sum())
-        )
+        return self._around(cache, self.seconds * float(token_counts[sequence_index] / token_counts.sum()))
 
     def _around(self, cache: RaggedCache, seconds: float) -> Prefix:
         """A prefix with another cache."""
@@ -140,9 +136,7 @@ class Prefix:
         new_prefix._forget()
         return new_prefix
 
-    def compress(
-        self, compressions: Sequence[Compression], reserve: int | None = None
-    ) -> list[RaggedCache]:
+    def compress(self, compressions: Sequence[Compression], reserve: int | None = None) -> list[RaggedCache]:
         """Make one packed cache per compression; `cache.seconds` is the time that it took.
 
         A score is computed once for all compressions, unless it reads the budget. Budgets of one
@@ -170,9 +164,7 @@ class Prefix:
         self._check_shared(compressions)
         return [packed_caches[cell_index] for cell_index in range(len(compressions))]
 
-    def _check_shared(
-        self, compressions: Sequence[Compression], error: BaseException | None = None
-    ) -> None:
+    def _check_shared(self, compressions: Sequence[Compression], error: BaseException | None = None) -> None:
         """Check that what the cells share is as it was.
 
         Args:
@@ -185,9 +177,7 @@ class Prefix:
         if changed_name := self._ledger.changed():
             self.cache.modified_in_place = True
             if error is None or not out_of_memory(error):
-                policies = " or ".join(
-                    dict.fromkeys(str(compression.policy) for compression in compressions)
-                )
+                policies = " or ".join(dict.fromkeys(str(compression.policy) for compression in compressions))
                 message = f"{policies} changed {changed_name} in place; change a copy instead"
                 raise BudgetError(message) from error
 
@@ -222,11 +212,7 @@ class Prefix:
         """Whether a compression leaves a choice of the entries as they are, and nothing else."""
         policy = compression.policy
         changes_entries = policy.merge is not None or policy.recodes or policy.read is not None
-        return (
-            self.cache.batch == 1
-            and not changes_entries
-            and not goes_on(policy, compression.moment)
-        )
+        return self.cache.batch == 1 and not changes_entries and not goes_on(policy, compression.moment)
 
     @property
     def _entries(self) -> int:
@@ -240,9 +226,7 @@ class Prefix:
         scored_layers = self.info.layers if policy.allocate.scope == "model" else 1
         return max(1, _TOGETHER // (self._entries * scored_layers))
 
-    def _compress(
-        self, groups: Sequence[Sequence[Compression]], reserve: int | None
-    ) -> list[RaggedCache]:
+    def _compress(self, groups: Sequence[Sequence[Compression]], reserve: int | None) -> list[RaggedCache]:
         """Carry out compressions that are packed together; those of a group differ in budget."""
         replays = [self._replay(group[0].policy) for group in groups]
         started = now(self.device)
@@ -261,23 +245,17 @@ class Prefix:
         cache_iterator = iter(caches)
         for eviction_step, group in zip(eviction_steps, groups, strict=True):
             for compression in group:
-                start_eviction_state(
-                    eviction_step, next(cache_iterator), _later(compression, token_sizes)
-                )
+                start_eviction_state(eviction_step, next(cache_iterator), _later(compression, token_sizes))
         packing = (now(self.device) - started - sum(decide_seconds)) / len(caches)
         cache_iterator = iter(caches)
-        for eviction_step, group, seconds, replay in zip(
-            eviction_steps, groups, decide_seconds, replays, strict=True
-        ):
+        for eviction_step, group, seconds, replay in zip(eviction_steps, groups, decide_seconds, replays, strict=True):
             shared_seconds = eviction_step.shared_seconds + eviction_step.saved + replay
             for _ in group:
                 cell_seconds = (seconds - eviction_step.shared_seconds) / len(group)
                 next(cache_iterator).seconds = cell_seconds + packing + shared_seconds
         return caches
 
-    def _cut(
-        self, group: Sequence[Compression], token_sizes: Sequence[tuple[int, int]]
-    ) -> EvictionStep:
+    def _cut(self, group: Sequence[Compression], token_sizes: Sequence[tuple[int, int]]) -> EvictionStep:
         """The decision about compressions that differ in their budget only.
 
         Args:
@@ -312,7 +290,7 @@ class Prefix:
             self._row_seeds(compression.seed),
             self._shared.setdefault(
                 (compression.seed, compression.moment, is_last_chunk, reserved_tokens),
-                Shared(self._ledger),
+                PrefixCache(self._ledger),
             ),
             final=is_last_chunk,
             coming=reserved_tokens,
@@ -333,9 +311,7 @@ class Prefix:
     def _split(self, packed_cache: RaggedCache) -> list[RaggedCache]:
         """Part a cache with a row for every budget; the parts share its memory."""
         caches = []
-        entry_counts = zip(
-            packed_cache.budget_entries or (), packed_cache.held_entries or (), strict=True
-        )
+        entry_counts = zip(packed_cache.budget_entries or (), packed_cache.held_entries or (), strict=True)
         for budget_index, (entry_budget, entry_count) in enumerate(entry_counts):
             budget_cache = self.cache.fork()
             packed_layers = iter([layer.sequence(budget_index) for layer in packed_cache.ragged])

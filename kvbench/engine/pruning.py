@@ -125,9 +125,7 @@ def prune_embeddings(
         if pruned_tokens.feature is not None:
             if merged_embeddings is embeddings:
                 merged_embeddings = embeddings.clone()
-            merged_embeddings[sequence_index, row_visual] = pruned_tokens.feature.to(
-                embeddings.dtype
-            )
+            merged_embeddings[sequence_index, row_visual] = pruned_tokens.feature.to(embeddings.dtype)
     return merged_embeddings, pruned
 
 
@@ -160,9 +158,7 @@ def prune_inside(
     group_size = query.shape[1] // key.shape[1]
     repeated_key = key.repeat_interleave(group_size, 1)
     logits = (query[:, :, -1:].float() @ repeated_key.float().transpose(-1, -2)) * scale
-    weights = (
-        logits.masked_fill(~token_mask[:, None, None], -torch.inf).softmax(-1)[:, :, 0].mean(1)
-    )
+    weights = logits.masked_fill(~token_mask[:, None, None], -torch.inf).softmax(-1)[:, :, 0].mean(1)
     flat_key = key.transpose(1, 2).flatten(2)
     for sequence_index in range(len(visual_mask)):
         row_visual, row_text = (
@@ -189,13 +185,9 @@ def prune_inside(
 
 def _checked(pruning: Pruning, visual_tokens: VisualTokens) -> Pruned:
     pruned_tokens = pruning.score.prune(visual_tokens)
-    if (
-        pruned_tokens.keep.shape != visual_tokens.image.shape
-        or int(pruned_tokens.keep.sum()) != visual_tokens.keep
-    ):
+    if pruned_tokens.keep.shape != visual_tokens.image.shape or int(pruned_tokens.keep.sum()) != visual_tokens.keep:
         raise PluginError(
-            f"{pruning.score.name} keeps {int(pruned_tokens.keep.sum())} visual tokens instead of "
-            f"{visual_tokens.keep}"
+            f"{pruning.score.name} keeps {int(pruned_tokens.keep.sum())} visual tokens instead of {visual_tokens.keep}"
         )
     return pruned_tokens
 
@@ -328,15 +320,10 @@ def watching(model: nn.Module, pruning: Pruning | None) -> Iterator[TowerFacts |
     attention_layers = [
         module
         for module in tower.modules()
-        if type(module).__name__.endswith("Attention")
-        and not isinstance(module, nn.MultiheadAttention)
+        if type(module).__name__.endswith("Attention") and not isinstance(module, nn.MultiheadAttention)
     ]
-    has_class_token = any(
-        parameter_name.endswith("class_embedding") for parameter_name, _ in tower.named_parameters()
-    )
-    facts = TowerFacts(
-        (attention_layers[layer_index], attention_layers[-1]), has_class_token, merged_patches
-    )
+    has_class_token = any(parameter_name.endswith("class_embedding") for parameter_name, _ in tower.named_parameters())
+    facts = TowerFacts((attention_layers[layer_index], attention_layers[-1]), has_class_token, merged_patches)
     previous_attention = tower.config._attn_implementation
     tower.set_attn_implementation(TOWER)
     _WATCHED.append(facts)

@@ -21,9 +21,7 @@ def method_of(config: Any) -> str:
     for config_part in (config, config.get_text_config()):
         weight_config = getattr(config_part, "quantization_config", None)
         if weight_config:
-            get_field = (
-                weight_config.get if isinstance(weight_config, Mapping) else vars(weight_config).get
-            )
+            get_field = weight_config.get if isinstance(weight_config, Mapping) else vars(weight_config).get
             method = get_field("quant_method") or "unknown"
             return str(getattr(method, "value", method))
     return ""
@@ -46,21 +44,15 @@ def check_quantization(model_name: str, config: Any, scheme: str | None, device_
     """
     method = method_of(config)
     if scheme and method:
-        raise UserError(
-            f"model {model_name} is quantised already ({method}); leave out --quantization {scheme}"
-        )
+        raise UserError(f"model {model_name} is quantised already ({method}); leave out --quantization {scheme}")
     option_text = f"--quantization {scheme}" if scheme else "--device-map"
     if method and not scheme and device_map is None:
         option_text = f"model {model_name} ({method})"
     required_packages = [PACKAGES[scheme]] if scheme else []
     required_packages += ["accelerate"] if scheme or method or device_map is not None else []
-    missing = [
-        package for package in required_packages if importlib.util.find_spec(package) is None
-    ]
+    missing = [package for package in required_packages if importlib.util.find_spec(package) is None]
     if missing:
-        raise UserError(
-            f"{option_text} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
-        )
+        raise UserError(f"{option_text} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     return scheme or method
 
 
@@ -111,11 +103,7 @@ def plain_weight(module: nn.Module, input_count: int, dtype: torch.dtype) -> Ten
     matrix: Tensor
     if weight_type in (Tensor, nn.Parameter):
         # Float8 and packed weights have separate scales.
-        if (
-            stored_weight.is_floating_point()
-            and stored_weight.element_size() > 1
-            and stored_weight.dim() == 2
-        ):
+        if stored_weight.is_floating_point() and stored_weight.element_size() > 1 and stored_weight.dim() == 2:
             matrix = stored_weight
             return matrix
     elif weight_type.__name__ in ("Params4bit", "Int8Params"):

@@ -79,9 +79,7 @@ class Reading:
             return visible_counts.clamp(max=self.entries)
         remaining = self.entries * self.info.layers - dense_layers * visible_counts
         sparse_layers = self.info.layers - dense_layers
-        layer_budgets = remaining // sparse_layers + (
-            remaining % sparse_layers > layer_index - dense_layers
-        )
+        layer_budgets = remaining // sparse_layers + (remaining % sparse_layers > layer_index - dense_layers)
         return torch.where(visible_counts > self.entries, layer_budgets, visible_counts)
 
     def summary_bytes(self, layer_index: int, lengths: Sequence[int], number_bytes: int) -> int:
@@ -94,20 +92,12 @@ class Reading:
         """
         if not any(lengths) or self.is_dense(layer_index):
             return 0
-        return (
-            sum(entry_count // self.block for entry_count in lengths)
-            * self.reader.summary(self.info)
-            * number_bytes
-        )
+        return sum(entry_count // self.block for entry_count in lengths) * self.reader.summary(self.info) * number_bytes
 
 
 def readings(policy: Policy, info: ModelInfo, entry_counts: Sequence[int]) -> list[Reading]:
     """How sequences are read that may read so many entries each; empty without a reader."""
-    return (
-        []
-        if policy.read is None
-        else [Reading(policy.read, info, entry_count) for entry_count in entry_counts]
-    )
+    return [] if policy.read is None else [Reading(policy.read, info, entry_count) for entry_count in entry_counts]
 
 
 def attend_few(
@@ -174,20 +164,16 @@ def _attend_row(
     query_columns = torch.arange(
         first_column, first_column + query_count, dtype=torch.int32, device=entry_columns.device
     )
-    visible_counts = (entry_columns <= query_columns[:, None]).sum(
-        -1
-    )  # entries that each query may read
+    visible_counts = (entry_columns <= query_columns[:, None]).sum(-1)  # entries that each query may read
     grouped_query = query.reshape(kv_heads, -1, query_count, head_dim)
     reading.check(entry_count)
     if entry_count <= reading.entries or reading.is_dense(layer_index):
-        read_mask = (
-            torch.arange(entry_count, device=entry_columns.device) < visible_counts[:, None]
-        ).expand(kv_heads, -1, -1)
+        read_mask = (torch.arange(entry_count, device=entry_columns.device) < visible_counts[:, None]).expand(
+            kv_heads, -1, -1
+        )
     else:
         # Copies: attention goes on with the queries, and with the keys that the layer holds.
-        ratings = _rated(
-            reading, layer_index, grouped_query.clone(), layer.key[row_indices], visible_counts
-        )
+        ratings = _rated(reading, layer_index, grouped_query.clone(), layer.key[row_indices], visible_counts)
         read_mask = read_entries(
             ratings,
             visible_counts,
@@ -203,10 +189,7 @@ def _attend_row(
     else:  # padding precedes every entry of an empty row; it sees everything, and is never read
         sees_nothing = (visible_counts == 0)[:, None]
         attention_mask = (
-            (read_mask | sees_nothing)
-            .unsqueeze(1)
-            .expand(-1, grouped_query.shape[1], -1, -1)
-            .flatten(1, 2)
+            (read_mask | sees_nothing).unsqueeze(1).expand(-1, grouped_query.shape[1], -1, -1).flatten(1, 2)
         )
         attention_mask = attention_mask[None]
     key, value = layer.key[row_indices], layer.value[row_indices]
@@ -242,33 +225,21 @@ def read_entries(
     block_count = -(-entry_count // block_size)
     block_starts = torch.arange(block_count, device=visible_counts.device) * block_size
     block_lengths = (visible_counts[:, None] - block_starts).clamp(0, block_size)  # [n, blocks]
-    is_newest = (
-        block_starts // block_size == ((visible_counts - 1).clamp(min=0) // block_size)[:, None]
-    )
+    is_newest = block_starts // block_size == ((visible_counts - 1).clamp(min=0) // block_size)[:, None]
     rank_keys = F.pad(ratings, (0, block_count - ratings.shape[-1]))
-    rank_keys = rank_keys.masked_fill(is_newest, float("inf")).masked_fill(
-        block_lengths == 0, float("-inf")
-    )
+    rank_keys = rank_keys.masked_fill(is_newest, float("inf")).masked_fill(block_lengths == 0, float("-inf"))
     # Flipped, so that a stable sort leaves the newer of two equal blocks in front.
-    block_order = (
-        block_count - 1 - rank_keys.flip(-1).sort(dim=-1, descending=True, stable=True).indices
-    )
+    block_order = block_count - 1 - rank_keys.flip(-1).sort(dim=-1, descending=True, stable=True).indices
     sorted_lengths = block_lengths.expand_as(rank_keys).gather(-1, block_order)
     remaining = (entry_budgets[:, None] - sorted_lengths.cumsum(-1) + sorted_lengths).clamp(min=0)
-    block_shares = torch.empty_like(block_order).scatter_(
-        -1, block_order, sorted_lengths.minimum(remaining)
-    )
+    block_shares = torch.empty_like(block_order).scatter_(-1, block_order, sorted_lengths.minimum(remaining))
     entry_indices = torch.arange(entry_count, device=visible_counts.device)
     block_offsets, block_indices = entry_indices % block_size, entry_indices // block_size
     block_ends = block_lengths[:, block_indices]
-    return (block_offsets < block_ends) & (
-        block_offsets >= block_ends - block_shares[..., block_indices]
-    )
+    return (block_offsets < block_ends) & (block_offsets >= block_ends - block_shares[..., block_indices])
 
 
-def _rated(
-    how: Reading, layer_index: int, query: Tensor, key: Tensor, visible_counts: Tensor
-) -> Tensor:
+def _rated(how: Reading, layer_index: int, query: Tensor, key: Tensor, visible_counts: Tensor) -> Tensor:
     """The reader's ratings of the complete blocks."""
     kv_heads, entry_count, head_dim = key.shape
     block_size = how.block
@@ -276,13 +247,9 @@ def _rated(
     shape = (kv_heads, query.shape[2], block_count)
     if not block_count:
         return query.new_zeros(shape, dtype=torch.float32)
-    positions = torch.arange(block_count * block_size, device=key.device).view(
-        block_count, block_size
-    )
+    positions = torch.arange(block_count * block_size, device=key.device).view(block_count, block_size)
     blocks = key[:, : block_count * block_size].view(kv_heads, block_count, block_size, head_dim)
-    reader_blocks = Blocks(
-        layer_index, query, (visible_counts - 1).clamp(min=0), blocks, positions, how.info
-    )
+    reader_blocks = Blocks(layer_index, query, (visible_counts - 1).clamp(min=0), blocks, positions, how.info)
     inputs = (
         reader_blocks.query,
         reader_blocks.query_position,
@@ -292,12 +259,8 @@ def _rated(
     versions_before = versions(*inputs)
     ratings = how.reader.rate(reader_blocks)
     if versions(*inputs) != versions_before:
-        raise BudgetError(
-            f"reader {how.reader.name} changed what it was shown in place; change a copy instead"
-        )
+        raise BudgetError(f"reader {how.reader.name} changed what it was shown in place; change a copy instead")
     check_floating(f"reader {how.reader.name}", ratings)
     if ratings.shape != shape:
-        raise BudgetError(
-            f"reader {how.reader.name} returned shape {list(ratings.shape)}; return {list(shape)}"
-        )
+        raise BudgetError(f"reader {how.reader.name} returned shape {list(ratings.shape)}; return {list(shape)}")
     return ratings.float()

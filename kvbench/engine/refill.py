@@ -52,9 +52,7 @@ def picked(cache: RaggedCache, row_indices: Sequence[int]) -> RaggedCache:
     return picked_cache
 
 
-def among(
-    cache: RaggedCache, row_indices: Sequence[int], token_counts: Sequence[int]
-) -> RaggedCache:
+def among(cache: RaggedCache, row_indices: Sequence[int], token_counts: Sequence[int]) -> RaggedCache:
     """Some sequences of a packed cache, which share its memory, to feed tokens to them alone.
 
     Nothing else may use the cache until `absorb` has taken the tokens over.
@@ -93,9 +91,7 @@ def absorb(cache: RaggedCache, row_indices: Sequence[int], fed_cache: RaggedCach
             layer.col[first_entries[row_index] : first_entries[row_index + 1]] += added_columns
         for fed_index, row_index in enumerate(row_indices):
             fed_segments = slice(fed_index * layer.heads, (fed_index + 1) * layer.heads)
-            layer.length[row_index * layer.heads : (row_index + 1) * layer.heads] = (
-                fed_layer.length[fed_segments]
-            )
+            layer.length[row_index * layer.heads : (row_index + 1) * layer.heads] = fed_layer.length[fed_segments]
         layer.forget_bounds()
 
 
@@ -108,9 +104,7 @@ def vacate(cache: RaggedCache, row_index: int) -> None:
         layer.forget_bounds()
 
 
-def vacancies(
-    cache: RaggedCache, free_rows: Sequence[int], caches: Sequence[RaggedCache]
-) -> list[int]:
+def vacancies(cache: RaggedCache, free_rows: Sequence[int], caches: Sequence[RaggedCache]) -> list[int]:
     """Choose a vacant row for each cache: one that owns enough memory, if there is one.
 
     Args:
@@ -125,24 +119,16 @@ def vacancies(
     for cache_index in sorted(
         range(len(caches)), key=lambda cache_index: -required[cache_index]
     ):  # the largest cache first
-        fitting_rows = [
-            row_index for row_index in remaining if capacities[row_index] >= required[cache_index]
-        ]
+        fitting_rows = [row_index for row_index in remaining if capacities[row_index] >= required[cache_index]]
         if fitting_rows:
-            selected_rows[cache_index] = min(
-                fitting_rows, key=lambda row_index: (capacities[row_index], row_index)
-            )
+            selected_rows[cache_index] = min(fitting_rows, key=lambda row_index: (capacities[row_index], row_index))
         else:
-            selected_rows[cache_index] = max(
-                remaining, key=lambda row_index: (capacities[row_index], -row_index)
-            )
+            selected_rows[cache_index] = max(remaining, key=lambda row_index: (capacities[row_index], -row_index))
         remaining.remove(selected_rows[cache_index])
     return selected_rows
 
 
-def fill_rows(
-    cache: RaggedCache, row_indices: Sequence[int], caches: Sequence[RaggedCache]
-) -> None:
+def fill_rows(cache: RaggedCache, row_indices: Sequence[int], caches: Sequence[RaggedCache]) -> None:
     """Copy sequences into vacant rows; the columns of all move so that they end together.
 
     Args:
@@ -155,9 +141,7 @@ def fill_rows(
     placed_mask = pad(token_mask, (column_count - token_mask.shape[1], 0))
     for row_index, new_mask in zip(row_indices, new_masks, strict=True):
         placed_mask[row_index] = pad(new_mask[0], (column_count - new_mask.shape[1], 0))
-    column_shift, *column_shifts = [
-        column_count - source_cache.get_seq_length() for source_cache in (cache, *caches)
-    ]
+    column_shift, *column_shifts = [column_count - source_cache.get_seq_length() for source_cache in (cache, *caches)]
     cache.valid, cache.padded = placed_mask, not bool(placed_mask.all())
     assert cache.shift is not None
     cache.shift = cache.shift.clone()
@@ -204,9 +188,7 @@ def _vacant(layer: RaggedLayer, row_count: int) -> RaggedLayer:
         layer.value[:0],
         layer.col[:0],
     )
-    vacant_layer.start, vacant_layer.length, vacant_layer.room = (
-        [0] * (row_count * layer.heads) for _ in range(3)
-    )
+    vacant_layer.start, vacant_layer.length, vacant_layer.room = ([0] * (row_count * layer.heads) for _ in range(3))
     vacant_layer.forget_bounds()
     return vacant_layer
 
@@ -237,9 +219,7 @@ def _picked(layer: RaggedLayer, row_indices: Sequence[int]) -> RaggedLayer:
 
     def move_rows(tensor: Tensor) -> Tensor:
         with torch.inference_mode(False):  # later forwards write to it in any mode
-            moved_tensor = tensor.new_empty(
-                sum(capacities[row_index] for row_index in row_indices), *tensor.shape[1:]
-            )
+            moved_tensor = tensor.new_empty(sum(capacities[row_index] for row_index in row_indices), *tensor.shape[1:])
         return torch.cat(
             [
                 tensor[first_entries[row_index] : first_entries[row_index] + capacities[row_index]]
@@ -266,24 +246,17 @@ def _fill_rows(
     """Copy layers of one sequence each into vacant rows; `shifts` are added to their columns."""
     _widen(
         layer,
-        {
-            row_index: sum(source_layer.room)
-            for row_index, source_layer in zip(row_indices, source_layers, strict=True)
-        },
+        {row_index: sum(source_layer.room) for row_index, source_layer in zip(row_indices, source_layers, strict=True)},
     )
     assert layer.key is not None and layer.value is not None
-    for row_index, source_layer, column_shift in zip(
-        row_indices, source_layers, shifts, strict=True
-    ):
+    for row_index, source_layer, column_shift in zip(row_indices, source_layers, shifts, strict=True):
         assert source_layer.key is not None and source_layer.value is not None
         segments = slice(row_index * layer.heads, (row_index + 1) * layer.heads)
         first_entry = layer.start[segments.start]
         target_rows = slice(first_entry, first_entry + len(source_layer.col))
         layer.key[target_rows], layer.value[target_rows] = source_layer.key, source_layer.value
         layer.col[target_rows] = source_layer.col + column_shift
-        layer.start[segments] = [
-            first_entry + segment_start for segment_start in source_layer.start
-        ]
+        layer.start[segments] = [first_entry + segment_start for segment_start in source_layer.start]
         layer.length[segments], layer.room[segments] = source_layer.length, source_layer.room
     layer.forget_bounds()
 
@@ -291,9 +264,7 @@ def _fill_rows(
 def _widen(layer: RaggedLayer, required: Mapping[int, int]) -> None:
     """Give rows at least so much memory; everything moves if one has too little."""
     first_entries, capacities = layer.start[:: layer.heads], _owned(layer)
-    new_capacities = [
-        max(capacity, required.get(row_index, 0)) for row_index, capacity in enumerate(capacities)
-    ]
+    new_capacities = [max(capacity, required.get(row_index, 0)) for row_index, capacity in enumerate(capacities)]
     if new_capacities == capacities:
         return
     row_starts = starts(new_capacities)
@@ -313,14 +284,9 @@ def _widen(layer: RaggedLayer, required: Mapping[int, int]) -> None:
     )
     for segment_index, segment_start in enumerate(layer.start):
         row_index = segment_index // layer.heads
-        layer.start[segment_index] = (
-            segment_start - first_entries[row_index] + row_starts[row_index]
-        )
+        layer.start[segment_index] = segment_start - first_entries[row_index] + row_starts[row_index]
 
 
 def _owned(layer: RaggedLayer) -> list[int]:
     """Entries that the memory of every sequence can hold."""
-    return [
-        row_end - row_start
-        for row_start, row_end in pairwise([*layer.start[:: layer.heads], len(layer.col)])
-    ]
+    return [row_end - row_start for row_start, row_end in pairwise([*layer.start[:: layer.heads], len(layer.col)])]

@@ -50,9 +50,7 @@ def observe_replays(model: nn.Module, cache: RaggedCache, info: ModelInfo) -> bo
     return was_replayed
 
 
-def _replayed(
-    model: nn.Module, cache: RaggedCache, info: ModelInfo, need: Replay
-) -> dict[int, Tensor]:
+def _replayed(model: nn.Module, cache: RaggedCache, info: ModelInfo, need: Replay) -> dict[int, Tensor]:
     """What every entry received, by layer, float32 `[B, H, S]`; 0 for padding."""
     assert cache.valid is not None
     if cache.ids is None:
@@ -78,9 +76,9 @@ def _replayed(
             ]
             forward(model, chunk_cache, replayed_ids)
             for layer_index, layer_values in replay_values.items():
-                layer_values[
-                    sequence_index, :, first_column + chunk_start : first_column + chunk_end
-                ] = chunk_observer.read(layer_index)[0]
+                layer_values[sequence_index, :, first_column + chunk_start : first_column + chunk_end] = (
+                    chunk_observer.read(layer_index)[0]
+                )
     return replay_values
 
 
@@ -89,16 +87,12 @@ def _chunks(token_count: int, chunk_size: int) -> Iterator[tuple[int, int]]:
         yield chunk_start, min(chunk_start + chunk_size, token_count)
 
 
-def _sequence(
-    model: nn.Module, cache: RaggedCache, sequence_index: int, token_count: int
-) -> ReplayCache:
+def _sequence(model: nn.Module, cache: RaggedCache, sequence_index: int, token_count: int) -> ReplayCache:
     """One sequence of a dense cache without its padding, and without what observes it."""
     sequence_cache = ReplayCache(decoder_of(model).config)
     assert cache.valid is not None
     sequence_cache.valid = cache.valid[sequence_index : sequence_index + 1, -token_count:]
-    sequence_cache.shift = (
-        None if cache.shift is None else cache.shift[sequence_index : sequence_index + 1]
-    )
+    sequence_cache.shift = None if cache.shift is None else cache.shift[sequence_index : sequence_index + 1]
     sequence_cache.layers, sequence_cache.ids = cache.layers_of(sequence_index, token_count), None
     for layer in sequence_cache.ragged:
         layer.closed = False
@@ -143,29 +137,19 @@ class _ChunkObserver(ReplayObserver):
         for block_start in range(0, query_count, block_size):
             scaled_query = q[:, :, block_start : block_start + block_size].float() * scale
             block_rows = scaled_query.shape[2]
-            logits = scaled_query.unflatten(1, (kv_heads, -1)).flatten(2, 3) @ keys.transpose(
-                -1, -2
-            )
+            logits = scaled_query.unflatten(1, (kv_heads, -1)).flatten(2, 3) @ keys.transpose(-1, -2)
             query_columns = torch.arange(block_start, block_start + block_rows, device=q.device)
             logits = logits.view(1, kv_heads, -1, block_rows, column_count)
-            weights = logits.masked_fill_(
-                key_columns > query_columns[:, None], float("-inf")
-            ).softmax(-1)
+            weights = logits.masked_fill_(key_columns > query_columns[:, None], float("-inf")).softmax(-1)
             received = weights[..., sink_count : sink_count + self.end - self.start]
             if value_norms is not None:
-                hidden_norms = (
-                    hidden[:, block_start : block_start + block_rows].float().norm(dim=-1)
-                )
-                received = (
-                    received * value_norms[:, :, :, None] / hidden_norms[:, None, None, :, None]
-                )
+                hidden_norms = hidden[:, block_start : block_start + block_rows].float().norm(dim=-1)
+                received = received * value_norms[:, :, :, None] / hidden_norms[:, None, None, :, None]
             largest = torch.maximum(largest, received.amax((2, 3)))
         self._held[layer] = largest
 
     def _value_norm(self, layer: int, value: Tensor) -> Tensor:
         """`||v W_O||` of every query head's slice of the output projection, `[1, H, G, n]`."""
         head_weights = self.info.output_weight(layer).float().unflatten(0, (value.shape[1], -1))
-        norm_parts = [
-            (value.float() @ head_weight).norm(dim=-1) for head_weight in head_weights.unbind(1)
-        ]
+        norm_parts = [(value.float() @ head_weight).norm(dim=-1) for head_weight in head_weights.unbind(1)]
         return torch.stack(norm_parts, 2)

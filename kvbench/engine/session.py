@@ -102,17 +102,12 @@ class AttachedCache(RaggedCache):
             if self.upkeep is not None:
                 self.upkeep.budget = head_budgets
                 restore(self, range(self.batch))
-        self.turns = [
-            [*turn_starts, self.get_seq_length()] for turn_starts in self.turns or [[]] * self.batch
-        ]
+        self.turns = [[*turn_starts, self.get_seq_length()] for turn_starts in self.turns or [[]] * self.batch]
 
     def _allowed(self) -> list[int]:
         """Mean entries per (layer, head) that the budget allows of the tokens seen so far."""
         token_sizes = zip(self.lengths().tolist(), self.visual_tokens(), strict=True)
-        return [
-            self.budget.per_head(token_count, visual_count)
-            for token_count, visual_count in token_sizes
-        ]
+        return [self.budget.per_head(token_count, visual_count) for token_count, visual_count in token_sizes]
 
     def close(self) -> None:
         """Make the cache unusable."""
@@ -132,15 +127,11 @@ class AttachedCache(RaggedCache):
             # Between turns `compress` is only called when there is something to cut.
             moment = "context" if self.moment == "turns" else self.moment
             head_budgets = [
-                first_budget(
-                    self.policy, self.budget, moment, token_count, visual_tokens=visual_count
-                )
+                first_budget(self.policy, self.budget, moment, token_count, visual_tokens=visual_count)
                 for token_count, visual_count in zip(lengths, self.visual_tokens(), strict=True)
             ]
             seeds = row_seeds(self, self.seed)
-            self.first_cut = EvictionStep(
-                self.policy, self, self.info, self.moment, head_budgets, seeds
-            )
+            self.first_cut = EvictionStep(self.policy, self, self.info, self.moment, head_budgets, seeds)
         return self.first_cut
 
     def end_prefill(self) -> None:
@@ -265,14 +256,8 @@ def _attached(
         raise UserError(f"unknown moment {moment!r}; attach takes context, {', '.join(LATER)}")
     if compress not in ("auto", "manual"):
         raise UserError(f"unknown compress={compress!r}; use auto or manual")
-    if (
-        moment in ("decode", "chunked")
-        and parsed_budget.absolute is None
-        and parsed_policy.has_budget
-    ):
-        raise UserError(
-            f"moment {moment} needs a budget in tokens such as 512, not {parsed_budget}"
-        )
+    if moment in ("decode", "chunked") and parsed_budget.absolute is None and parsed_policy.has_budget:
+        raise UserError(f"moment {moment} needs a budget in tokens such as 512, not {parsed_budget}")
     check_quantizer(parsed_policy)
     is_automatic = compress == "auto" and moment != "turns"
     cache = AttachedCache(model, parsed_policy, parsed_budget, moment, is_automatic, seed)
@@ -324,19 +309,14 @@ def kept(
     _check_ids(input_ids)
     visual = torch.tensor(visual_ids(model), dtype=torch.int64, device=input_ids.device)
     if not pixels and len(visual) and bool(torch.isin(input_ids, visual).any()):
-        raise UserError(
-            "the context has tokens of images or videos; give pixels, the processor's other outputs"
-        )
+        raise UserError("the context has tokens of images or videos; give pixels, the processor's other outputs")
     with attach(model, policy, budget, seed=seed) as cache:
         if pixels:
             forward(model, cache, input_ids, attention_mask, pixels=pixels)
         else:
             arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
             decoder_of(model)(input_ids=input_ids, attention_mask=attention_mask, **arguments)
-        return [
-            None if layer_mask is None else layer_mask.to(input_ids.device)
-            for layer_mask in cache.kept()
-        ]
+        return [None if layer_mask is None else layer_mask.to(input_ids.device) for layer_mask in cache.kept()]
 
 
 @torch.no_grad()
@@ -368,32 +348,23 @@ def entries_read(
     """
     parsed_policy = make_policy(policy)
     if parsed_policy.read is None:
-        raise UserError(
-            f"{parsed_policy} reads all that it holds; use kvbench.kept to see what that is"
-        )
+        raise UserError(f"{parsed_policy} reads all that it holds; use kvbench.kept to see what that is")
     _check_ids(input_ids)
     layer_masks: dict[int, Tensor] = {}
 
     def record_masks(forward: Forward, layer: RaggedLayer, step: Step) -> None:
         if step.read:
             padded_masks = [
-                F.pad(read_mask[:, 0], (forward.first_column + 1 - read_mask.shape[-1], 0))
-                for read_mask in step.read
+                F.pad(read_mask[:, 0], (forward.first_column + 1 - read_mask.shape[-1], 0)) for read_mask in step.read
             ]
             layer_masks[step.index] = torch.stack(padded_masks).to(input_ids.device)
 
-    with _attached(
-        model, parsed_policy, Budget.parse(budget), seed=seed, watch=record_masks
-    ) as cache:
+    with _attached(model, parsed_policy, Budget.parse(budget), seed=seed, watch=record_masks) as cache:
         token_ids, token_mask = input_ids, attention_mask
         for _ in range(2):  # the context, then the first token of the answer
             arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
-            logits = model(
-                input_ids=token_ids, attention_mask=token_mask, logits_to_keep=1, **arguments
-            ).logits
+            logits = model(input_ids=token_ids, attention_mask=token_mask, logits_to_keep=1, **arguments).logits
             token_ids = logits[:, -1:].argmax(-1)
             token_mask = None if token_mask is None else F.pad(token_mask, (0, 1), value=1)
     mask_iterator = iter([layer_masks[layer_index] for layer_index in sorted(layer_masks)])
-    return [
-        next(mask_iterator) if isinstance(layer, RaggedLayer) else None for layer in cache.layers
-    ]
+    return [next(mask_iterator) if isinstance(layer, RaggedLayer) else None for layer in cache.layers]

@@ -12,7 +12,7 @@ from kvbench.engine.integrity import Ledger
 from kvbench.plugin import Score, Scores
 
 
-class Known(NamedTuple):
+class CachedScores(NamedTuple):
     """Scores of one layer that later cells can copy, and the seconds that they took.
 
     `flag` says what is wrong with them, and holds whether it is.
@@ -25,7 +25,7 @@ class Known(NamedTuple):
 
 
 @dataclass
-class Shared:
+class PrefixCache:
     """What the cells of one prefill share.
 
     Attributes:
@@ -35,7 +35,7 @@ class Shared:
     """
 
     ledger: Ledger
-    scores: dict[tuple[int, Score], Known] = field(default_factory=dict)
+    scores: dict[tuple[int, Score], CachedScores] = field(default_factory=dict)
     made: dict[tuple[int, Hashable], tuple[Tensor, float]] = field(default_factory=dict)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.clock import now
 from kvbench.engine.layer import RaggedLayer
-from kvbench.engine.shared import Changes, Shared
+from kvbench.engine.shared import Changes, PrefixCache
 from kvbench.errors import BudgetError
 from kvbench.plugin import CHANNEL_QUERIES, ModelInfo, Moment, Need, Policy, Surprisal, View
 
@@ -21,7 +21,7 @@ _PER_POLICY: tuple[object, ...] = ("budget", Surprisal())
 
 
 @dataclass
-class Showing:
+class ViewBuilder:
     """Shows the layers of one cache to one policy.
 
     Attributes:
@@ -48,7 +48,7 @@ class Showing:
     moment: Moment
     budget: list[int]
     seeds: Tensor
-    shared: Shared | None = None
+    shared: PrefixCache | None = None
     rows: list[int] | None = None
     final: bool = True
     coming: int = 0
@@ -68,9 +68,7 @@ class Showing:
         noted_weight = partial(_noted, self.info.output_weight, self._changes)
         self._shown_model = replace(self.info, output_weight=noted_weight)
 
-    def _fixed(
-        self, field_name: str, make_tensor: Callable[[], Tensor], *field_key: Hashable
-    ) -> Tensor:
+    def _fixed(self, field_name: str, make_tensor: Callable[[], Tensor], *field_key: Hashable) -> Tensor:
         """Make a field of the views, once for all cells if they share what they are shown."""
         return (
             make_tensor()
@@ -87,11 +85,7 @@ class Showing:
         if marked_columns is None:
             return torch.zeros_like(entry_columns, dtype=torch.bool)
         sequence_columns = self._own(marked_columns).to(entry_columns.device)
-        return (
-            sequence_columns[:, None]
-            .expand(-1, entry_columns.shape[1], -1)
-            .gather(-1, entry_columns)
-        )
+        return sequence_columns[:, None].expand(-1, entry_columns.shape[1], -1).gather(-1, entry_columns)
 
     def view(self, layer: RaggedLayer, layer_index: int) -> View:
         """Make the view of one layer as it is now.
@@ -141,19 +135,13 @@ class Showing:
             if observation is not None:
                 observations[need] = observation
         entry_key = (entry_columns.device, entry_columns.shape)
-        make_field = (
-            (lambda field_name, make_tensor: make_tensor())
-            if layer.packed
-            else partial(self._each, entry_key)
-        )
+        make_field = (lambda field_name, make_tensor: make_tensor()) if layer.packed else partial(self._each, entry_key)
         view = View(
             layer=layer_index,
             moment=self.moment,
             length=self.length[: len(key)].to(key.device),
             col=entry_columns,
-            position=make_field(
-                "position", lambda: self.cache.positions(entry_columns, self._index)
-            ),
+            position=make_field("position", lambda: self.cache.positions(entry_columns, self._index)),
             valid=entry_mask,
             key=key,
             value=value,
@@ -176,9 +164,7 @@ class Showing:
                 self._changes.show(field_label, tensor)
         return view
 
-    def _each(
-        self, entry_key: Hashable, field_name: str, make_tensor: Callable[[], Tensor]
-    ) -> Tensor:
+    def _each(self, entry_key: Hashable, field_name: str, make_tensor: Callable[[], Tensor]) -> Tensor:
         """`_fixed` for a field that is the same in all layers with the same entries."""
         return self._fixed(field_name, make_tensor, entry_key)
 
@@ -189,18 +175,14 @@ class Showing:
             BudgetError: The policy changed a tensor of the view in place.
         """
         if changed_name := self._changes.first():
-            raise BudgetError(
-                f"{self.policy} changed {changed_name} in place; change a copy instead"
-            )
+            raise BudgetError(f"{self.policy} changed {changed_name} in place; change a copy instead")
         self._changes.forget()
 
     def channel_queries(self, layer_index: int) -> Tensor:
         """The queries that choose key channels in a layer, `[B, H_q, w, d]`."""
         return self._own(self.cache.observers[CHANNEL_QUERIES].read(layer_index))
 
-    def _once(
-        self, layer_index: int, tensor_name: Hashable, make_tensor: Callable[[], Tensor]
-    ) -> Tensor:
+    def _once(self, layer_index: int, tensor_name: Hashable, make_tensor: Callable[[], Tensor]) -> Tensor:
         """See `View.once`."""
         assert self.shared is not None
         cached = self.shared.made.get((layer_index, tensor_name))
@@ -230,9 +212,7 @@ class Showing:
             assert self.cache.valid is not None
             surprisal = self._own(self.cache.token_observers[need].read(self.cache.valid))
             surprisal = surprisal.to(entry_columns.device)
-            return (
-                surprisal[:, None].expand(-1, entry_columns.shape[1], -1).gather(-1, entry_columns)
-            )
+            return surprisal[:, None].expand(-1, entry_columns.shape[1], -1).gather(-1, entry_columns)
         if row_indices is not None and need.per_entry:
             if need not in layer.extras:
                 return None
@@ -247,18 +227,11 @@ class Showing:
         turn_starts = self.cache.turns
         if not any(turn_starts):
             return torch.zeros_like(entry_columns)
-        sequence_turns = (
-            turn_starts
-            if self.rows is None
-            else [turn_starts[sequence_row] for sequence_row in self.rows]
-        )
+        sequence_turns = turn_starts if self.rows is None else [turn_starts[sequence_row] for sequence_row in self.rows]
         turn_ages = torch.zeros_like(entry_columns)
         for turn_index in range(max(len(sequence_row) for sequence_row in sequence_turns)):
             first_columns = torch.tensor(
-                [
-                    sequence_row[turn_index] if turn_index < len(sequence_row) else 0
-                    for sequence_row in sequence_turns
-                ],
+                [sequence_row[turn_index] if turn_index < len(sequence_row) else 0 for sequence_row in sequence_turns],
                 device=entry_columns.device,
             )
             turn_ages += entry_columns < first_columns[:, None, None]

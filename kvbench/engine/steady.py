@@ -32,9 +32,7 @@ class Steady:
         output_head = get_head() if callable(get_head) else None
         self._layers = _distinct(decoder)
         self._head = _distinct(output_head) if isinstance(output_head, nn.Module) else {}
-        self._plain = all(
-            map(_is_plain, (decoder, *([output_head] if output_head is not None else [])))
-        )
+        self._plain = all(map(_is_plain, (decoder, *([output_head] if output_head is not None else []))))
         self._known: dict[tuple[int, bool], bool] = {}
 
     def at(self, row_count: int, with_head: bool = False) -> bool:
@@ -77,6 +75,4 @@ def _same(layer: nn.Linear, row_count: int) -> bool:
     inputs = torch.randn(row_count, layer.in_features, generator=generator).to(layer.weight.dtype)
     outputs = layer(inputs)
     end_slices = (slice(0, LEAST), slice(row_count - LEAST, row_count))
-    return all(
-        torch.equal(outputs[end_slice], layer(inputs[end_slice])) for end_slice in end_slices
-    )
+    return all(torch.equal(outputs[end_slice], layer(inputs[end_slice])) for end_slice in end_slices)

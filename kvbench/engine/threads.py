@@ -63,9 +63,7 @@ def thread_budget(model: nn.Module, report_line: Callable[[str], None]) -> Itera
     if "OMP_NUM_THREADS" not in os.environ and next(model.parameters()).device.type == "cpu":
         threads = min(default, pick_threads(model))
     if threads != default:
-        report_line(
-            f"using {threads} of {default} CPU threads (set OMP_NUM_THREADS to change this)"
-        )
+        report_line(f"using {threads} of {default} CPU threads (set OMP_NUM_THREADS to change this)")
         torch.set_num_threads(threads)
     try:
         yield

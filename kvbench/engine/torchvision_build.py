@@ -38,9 +38,7 @@ class _Retry(Loader):
             if not _MISSING.search(str(error)):
                 raise
             self._declare()
-            for module_name in [
-                module_name for module_name in sys.modules if module_name.startswith("torchvision.")
-            ]:
+            for module_name in [module_name for module_name in sys.modules if module_name.startswith("torchvision.")]:
                 del sys.modules[module_name]
             self._loader.exec_module(module)
 
@@ -52,17 +50,13 @@ class _Retry(Loader):
         cls._library = torch.library.Library("torchvision", "FRAGMENT")
         for operator_name in _OPERATORS:
             if not hasattr(torch.ops.torchvision, operator_name):
-                cls._library.define(
-                    f"{operator_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-                )
+                cls._library.define(f"{operator_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 class _Finder(MetaPathFinder):
     """Finds torchvision, and leaves every other module to Python."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name == "torchvision" else None
         if spec is not None and spec.loader is not None:
             spec.loader = _Retry(spec.loader)

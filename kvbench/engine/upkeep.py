@@ -65,11 +65,7 @@ def first_budget(
     if not policy.evicts or moment == "turns":
         return token_count
     head_budget = budget.per_head(prompt_length or token_count, visual_tokens) - reserved_tokens
-    return (
-        min(head_budget, token_count)
-        if token_count >= head_budget + spare_entries(policy, moment)
-        else token_count
-    )
+    return min(head_budget, token_count) if token_count >= head_budget + spare_entries(policy, moment) else token_count
 
 
 @dataclass

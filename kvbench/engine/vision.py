@@ -64,13 +64,9 @@ def images_only(family: str, image_processor: Any, tokenizer: Any) -> Any:
         # ProcessorMixin goes by the names of these parameters.
         def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None) -> None:
             for medium_kind in ("image", "video"):
-                placeholder = (
-                    getattr(tokenizer, f"{medium_kind}_token", None) or f"<|{medium_kind}_pad|>"
-                )
+                placeholder = getattr(tokenizer, f"{medium_kind}_token", None) or f"<|{medium_kind}_pad|>"
                 setattr(self, f"{medium_kind}_token", placeholder)
-                setattr(
-                    self, f"{medium_kind}_token_id", tokenizer.convert_tokens_to_ids(placeholder)
-                )
+                setattr(self, f"{medium_kind}_token_id", tokenizer.convert_tokens_to_ids(placeholder))
             ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
     return ImagesOnly(image_processor, tokenizer, tokenizer.chat_template)
@@ -151,9 +147,7 @@ class Vision:
         media_digests = tuple(medium.digest for medium in media)
         if media_digests not in self._tokens:
             replacements = self._process(media, offsets=True)["text_replacement_offsets"][0]
-            self._tokens[media_digests] = [
-                replacement["replacement"] for replacement in replacements
-            ]
+            self._tokens[media_digests] = [replacement["replacement"] for replacement in replacements]
         return self._tokens[media_digests]
 
     def _process(self, media: Sequence[Medium], offsets: bool = False) -> Any:
@@ -221,9 +215,7 @@ def media_positions(
     for kind_number, field_name in enumerate(("image_token_id", "video_token_id"), 1):
         medium_kinds[token_ids == getattr(config, field_name)] = kind_number
     rope_parameters = inspect.signature(rope_model.get_rope_index).parameters
-    grids = {
-        field_name: tensor for field_name, tensor in pixels.items() if field_name in rope_parameters
-    }
+    grids = {field_name: tensor for field_name, tensor in pixels.items() if field_name in rope_parameters}
     raw_positions, _ = rope_model.get_rope_index(
         token_ids,
         mm_token_type_ids=medium_kinds,
@@ -239,9 +231,7 @@ def media_positions(
         _, run_lengths = row_kinds[columns].unique_consecutive(return_counts=True)
         for run_columns in columns.split(run_lengths.tolist()):
             run_positions = raw_positions[:, sequence_index, run_columns]
-            positions[:, sequence_index, run_columns] = run_positions + (
-                following - run_positions.min()
-            )
+            positions[:, sequence_index, run_columns] = run_positions + (following - run_positions.min())
             following = int(positions[:, sequence_index, run_columns].max()) + 1
         position_shifts.append(following - len(columns))
     return positions, torch.tensor(position_shifts, device=token_ids.device)

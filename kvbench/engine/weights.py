@@ -29,14 +29,11 @@ def check_weights(model_name: str, model: nn.Module, report: Any, quantised: str
         key_problems["mismatched_keys"] = "holds weights of another shape than the model's"
     for tensor_key, problem in key_problems.items():
         wrong_names = sorted(
-            wrong_item if isinstance(wrong_item, str) else wrong_item[0]
-            for wrong_item in report.get(tensor_key) or ()
+            wrong_item if isinstance(wrong_item, str) else wrong_item[0] for wrong_item in report.get(tensor_key) or ()
         )
         if wrong_names:
             raise UserError(f"model {model_name}: the checkpoint {problem}: {_listed(wrong_names)}")
-    broken_names = [
-        tensor_key for tensor_key, tensor in model.state_dict().items() if not _finite(tensor)
-    ]
+    broken_names = [tensor_key for tensor_key, tensor in model.state_dict().items() if not _finite(tensor)]
     if broken_names:
         raise UserError(f"model {model_name}: weights are NaN or infinite: {_listed(broken_names)}")
 
@@ -44,9 +41,7 @@ def check_weights(model_name: str, model: nn.Module, report: Any, quantised: str
 def _finite(tensor: object) -> bool:
     if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
         return True
-    if (
-        not tensor.is_floating_point() or tensor.element_size() < 2
-    ):  # integers; float8 has separate scales
+    if not tensor.is_floating_point() or tensor.element_size() < 2:  # integers; float8 has separate scales
         return True
     return bool(torch.isfinite(tensor).all())
 

@@ -47,17 +47,13 @@ def resolve_task(spec: str) -> list[tuple[str, Benchmark]]:
     matches = [(group_name, group) for group_name, group in loaded.items() if spec in group.leaves]
     if len(matches) > 1:
         group_names = ", ".join(group_name for group_name, _ in matches)
-        raise UserError(
-            f"task {quoted(spec)} is in more than one group: {group_names}; name the group"
-        )
+        raise UserError(f"task {quoted(spec)} is in more than one group: {group_names}; name the group")
     if matches:
         return [(spec, matches[0][1])]
     for group in loaded.values():
         if spec in group.subsets:
             return [(task_name, group) for task_name in group.subsets[spec]]
-    task_names = (
-        known_name for group in loaded.values() for known_name in (*group.leaves, *group.subsets)
-    )
+    task_names = (known_name for group in loaded.values() for known_name in (*group.leaves, *group.subsets))
     error = unknown("task", spec, sorted({*loaded, *task_names}), "kvbench list tasks")
     raise UserError("; ".join([str(error), *failures]))
 

@@ -53,9 +53,7 @@ def chat(
         raise UserError(f"{tokenizer_id} has no chat template; use --no-chat-template")
     options: Any = {} if thinking is None else {"enable_thinking": thinking}
     conversation: Any = (
-        [{**message, "content": _parts(message["content"])} for message in messages]
-        if parts
-        else messages
+        [{**message, "content": _parts(message["content"])} for message in messages] if parts else messages
     )
     try:
         rendered = tokenizer.apply_chat_template(
@@ -67,8 +65,7 @@ def chat(
         )
     except Exception as error:  # a template is foreign code
         raise UserError(
-            f"the chat template of {tokenizer_id} fails ({reason_of(error)}); use "
-            "--no-chat-template"
+            f"the chat template of {tokenizer_id} fails ({reason_of(error)}); use --no-chat-template"
         ) from error
     assert isinstance(rendered, str)
     return rendered
@@ -93,9 +90,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, tokenizer_id: str) -> Non
     chat(tokenizer, tokenizer_id, [{"role": "user", "content": "?"}])
 
 
-def check_thinking(
-    tokenizer: PreTrainedTokenizerBase, tokenizer_id: str, has_template: bool
-) -> None:
+def check_thinking(tokenizer: PreTrainedTokenizerBase, tokenizer_id: str, has_template: bool) -> None:
     """Refuse the thinking flags if they would have no effect.
 
     Args:
@@ -113,8 +108,7 @@ def check_thinking(
         tokenizer, tokenizer_id, messages, thinking=False
     ):
         raise UserError(
-            f"the chat template of {tokenizer_id} ignores enable_thinking; leave out --thinking "
-            "and --no-thinking"
+            f"the chat template of {tokenizer_id} ignores enable_thinking; leave out --thinking and --no-thinking"
         )
 
 
@@ -127,8 +121,7 @@ def shot_messages(shots: Sequence[Shot]) -> list[Message]:
 def shot_text(shots: Sequence[Shot]) -> str:
     """Worked examples as plain text."""
     return "".join(
-        shot["user"] + gap(shot["user"], shot["assistant"]) + shot["assistant"] + shot["end"]
-        for shot in shots
+        shot["user"] + gap(shot["user"], shot["assistant"]) + shot["assistant"] + shot["end"] for shot in shots
     )
 
 
@@ -136,11 +129,7 @@ def after(render: Render, history: Sequence[Message]) -> Render:
     """Make a chat template that inserts messages before the last user message."""
 
     def rendered(messages: Sequence[Message], **options: Any) -> str:
-        last_user = max(
-            message_index
-            for message_index, message in enumerate(messages)
-            if message["role"] == "user"
-        )
+        last_user = max(message_index for message_index, message in enumerate(messages) if message["role"] == "user")
         return render([*messages[:last_user], *history, *messages[last_user:]], **options)
 
     return rendered

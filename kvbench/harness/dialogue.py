@@ -20,7 +20,7 @@ _FRAME = ("user", "assistant", "end")
 
 
 @dataclass(frozen=True)
-class Place:
+class PromptPosition:
     """The place of a prompt in the rows of a task.
 
     Attributes:
@@ -95,7 +95,7 @@ def complete(row: Mapping[str, Any], location: str) -> Doc:
     return {**row, "turns": completed}
 
 
-def flat(rows: Sequence[Doc], uses_template: bool) -> tuple[Sequence[Doc], list[Place | None]]:
+def flat(rows: Sequence[Doc], uses_template: bool) -> tuple[Sequence[Doc], list[PromptPosition | None]]:
     """Make a document of every turn, and of every row that is not a dialogue.
 
     Args:
@@ -107,7 +107,7 @@ def flat(rows: Sequence[Doc], uses_template: bool) -> tuple[Sequence[Doc], list[
         The documents, and the place of each in a dialogue (None outside dialogues).
     """
     documents: list[Doc] | Spool[Doc] = Spool() if isinstance(rows, Spool) else []
-    positions: list[Place | None] = []
+    positions: list[PromptPosition | None] = []
     for row_index, row in enumerate(rows):
         if not is_dialogue(row):
             shot_prefix = "" if uses_template else shot_text(row.get("shots", ()))
@@ -115,25 +115,18 @@ def flat(rows: Sequence[Doc], uses_template: bool) -> tuple[Sequence[Doc], list[
             positions.append(None)
             continue
         for turn_index, turn in enumerate(row["turns"]):
-            position = Place(row_index, turn_index, row["turns"], row["frame"])
-            context, question = (
-                (turn["context"], turn["question"]) if uses_template else plain(position)
-            )
+            position = PromptPosition(row_index, turn_index, row["turns"], row["frame"])
+            context, question = (turn["context"], turn["question"]) if uses_template else plain(position)
             documents.append({**turn, "context": context, "question": question})
             positions.append(position)
     return documents, positions
 
 
-def plain(position: Place) -> tuple[str, str]:
+def plain(position: PromptPosition) -> tuple[str, str]:
     """Context and question of a turn without a chat template."""
     user_start, assistant_start, turn_end = (position.frame[name] for name in _FRAME)
     history = [
-        user_start
-        + turn["context"]
-        + turn["question"]
-        + assistant_start
-        + turn["answer"]
-        + turn_end
+        user_start + turn["context"] + turn["question"] + assistant_start + turn["answer"] + turn_end
         for turn in position.row_turns[: position.turn]
     ]
     turn = position.row_turns[position.turn]
@@ -143,7 +136,7 @@ def plain(position: Place) -> tuple[str, str]:
 def last_prompt(row: Mapping[str, Any], render: Render | None) -> str:
     """The whole prompt of a dialogue's last turn."""
     turns = row["turns"]
-    position = Place(0, len(turns) - 1, turns, row["frame"])
+    position = PromptPosition(0, len(turns) - 1, turns, row["frame"])
     if render is None:
         return "".join(plain(position))
     *messages, _ = position.messages(len(turns))
@@ -151,7 +144,7 @@ def last_prompt(row: Mapping[str, Any], render: Render | None) -> str:
 
 
 def joints(
-    positions: Sequence[Place],
+    positions: Sequence[PromptPosition],
     prompts: Sequence[tuple[str, str]],
     render: Render | None,
     task_name: str,
@@ -174,9 +167,7 @@ def joints(
         if turn_index + 1 == len(positions):
             joined.append(Joint(delta, answer_begin, answer_end or ""))
             break
-        answer_begin, next_delta = _rest(
-            prompts[turn_index + 1][0], "".join(prompts[turn_index]), position.answer
-        )
+        answer_begin, next_delta = _rest(prompts[turn_index + 1][0], "".join(prompts[turn_index]), position.answer)
         if next_delta is None:
             raise UserError(
                 f"{task_name}: the chat template rewrites earlier turns, so no cache can continue "
@@ -190,14 +181,12 @@ def joints(
     return joined
 
 
-def _closing(position: Place, render: Render | None) -> tuple[str, str | None]:
+def _closing(position: PromptPosition, render: Render | None) -> tuple[str, str | None]:
     """The texts before and after the answer of a turn that nothing follows."""
     if render is None:
         return "", position.frame["end"]
     *earlier_messages, answer = position.messages(position.turn + 1)
-    return _rest(
-        render([*earlier_messages, answer], closed=True), render(earlier_messages), position.answer
-    )
+    return _rest(render([*earlier_messages, answer], closed=True), render(earlier_messages), position.answer)
 
 
 def _rest(text: str, known_text: str, answer: str) -> tuple[str, str | None]:

@@ -39,9 +39,7 @@ def split_encode(tokenizer: PreTrainedTokenizerBase, *segments: str) -> tuple[li
         ]
         encoded_parts = [token_ids[start:stop] for start, stop in pairwise(boundaries)]
     else:
-        encoded_parts = [
-            _encode(tokenizer, segment)["input_ids"] if segment else [] for segment in segments
-        ]
+        encoded_parts = [_encode(tokenizer, segment)["input_ids"] if segment else [] for segment in segments]
     encoded_parts[0] = (
         _begin(
             tokenizer,
@@ -56,12 +54,8 @@ def split_encode(tokenizer: PreTrainedTokenizerBase, *segments: str) -> tuple[li
 def _cut(encoding: Any, offset: int, end_offset: int) -> int:
     """Index of the first token beyond character `offset`, in a text of `end_offset` characters."""
     # Single lookups: a list of all offsets takes as long as tokenising.
-    token_indices = (
-        encoding.char_to_token(character_index) for character_index in range(offset, end_offset)
-    )
-    boundary = next(
-        (token_index for token_index in token_indices if token_index is not None), len(encoding)
-    )
+    token_indices = (encoding.char_to_token(character_index) for character_index in range(offset, end_offset))
+    boundary = next((token_index for token_index in token_indices if token_index is not None), len(encoding))
     while boundary and encoding.token_to_chars(boundary - 1)[1] > offset:
         boundary -= 1
     return int(boundary)
@@ -92,9 +86,7 @@ def _model_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     content: Any
     if tokenizer.is_fast:
         content = json.loads(tokenizer.backend_tokenizer.to_str())
-        content = {
-            key: value for key, value in content.items() if key not in ("truncation", "padding")
-        }
+        content = {key: value for key, value in content.items() if key not in ("truncation", "padding")}
     else:
         content = [type(tokenizer).__name__, tokenizer.get_vocab(), tokenizer.special_tokens_map]
     serialised = json.dumps([content, _leading(tokenizer)], sort_keys=True, default=str)
@@ -112,9 +104,7 @@ def _leading(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return ()
 
 
-def _begin(
-    tokenizer: PreTrainedTokenizerBase, head_ids: list[int], tail_ids: list[int]
-) -> list[int]:
+def _begin(tokenizer: PreTrainedTokenizerBase, head_ids: list[int], tail_ids: list[int]) -> list[int]:
     leading_ids = list(_leading(tokenizer))
     return [] if (head_ids + tail_ids)[: len(leading_ids)] == leading_ids else leading_ids
 

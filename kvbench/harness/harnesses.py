@@ -6,6 +6,4 @@ from kvbench.harness.lm_eval import LmEvalHarness
 from kvbench.harness.lmms_eval import LmmsEvalHarness
 from kvbench.harness.protocol import Harness
 
-HARNESSES: dict[str, Harness] = {
-    harness.name: harness for harness in (LmEvalHarness(), LmmsEvalHarness())
-}
+HARNESSES: dict[str, Harness] = {harness.name: harness for harness in (LmEvalHarness(), LmmsEvalHarness())}

@@ -51,9 +51,7 @@ class LmEvalHarness:
 
     name = "lm_eval"
 
-    def load(
-        self, task: str, settings: TaskSettings, benchmark: Benchmark | None = None
-    ) -> LmEvalTask:
+    def load(self, task: str, settings: TaskSettings, benchmark: Benchmark | None = None) -> LmEvalTask:
         """Load a leaf task; see `Harness.load`."""
         task_name, resolved = loading.find(task, benchmark)
         settings = loading.settle(task_name, resolved, settings)
@@ -63,9 +61,7 @@ class LmEvalHarness:
         documents, positions = dialogue.flat(rows, render is not None)
         with _quiet():
             harness_task = _build(resolved, task_name, documents, settings)
-            prepared = requests(
-                harness_task, task_name, documents, positions, render, settings.reporter
-            )
+            prepared = requests(harness_task, task_name, documents, positions, render, settings.reporter)
         return _loaded(resolved, task_name, settings, data_hash, harness_task, rows, prepared)
 
 
@@ -125,11 +121,7 @@ class LmEvalTask(LoadedTask):
             aggregate = self.built.aggregation()[self.metric]
             mean_score = float(aggregate(list(metric_values.values())))
             scores = {
-                key: float(
-                    metric_value
-                    if isinstance(metric_value, int | float)
-                    else aggregate([metric_value])
-                )
+                key: float(metric_value if isinstance(metric_value, int | float) else aggregate([metric_value]))
                 for key, metric_value in metric_values.items()
             }
         return scores, mean_score
@@ -140,9 +132,7 @@ class LmEvalTask(LoadedTask):
         A filter sees `_PART` of them at a time: with their rows, all may not fit into memory.
         """
         request_indices, doc_ids = self.places, self._doc_ids
-        ordered_keys = sorted(
-            responses, key=lambda key: (doc_ids[request_indices[key[:2]]], key[2])
-        )
+        ordered_keys = sorted(responses, key=lambda key: (doc_ids[request_indices[key[:2]]], key[2]))
         for batch_start in range(0, len(ordered_keys), _PART):
             batch_keys = ordered_keys[batch_start : batch_start + _PART]
             instances = [self._instance(key, responses[key]) for key in batch_keys]
@@ -229,27 +219,19 @@ def _rows(
         if isinstance(documents, Path):
             doc_rows = Spool(row for _, row in data.read_rows(documents))
         rows = islice(doc_rows, settings.samples)
-        data_hash = data.digest_rows(
-            version, media.identity(doc_rows) if benchmark.media else doc_rows
-        )
+        data_hash = data.digest_rows(version, media.identity(doc_rows) if benchmark.media else doc_rows)
     completed: list[Doc] | Spool[Doc] = [] if benchmark.media else Spool()
     for row_index, row in enumerate(rows):
         complete_row = dialogue.complete if dialogue.is_dialogue(row) else data.complete
         completed.append(complete_row(row, f"{task_name}, row {row_index}"))
         if data.has_media(row) and not benchmark.media:
-            raise UserError(
-                f"{task_name}: its rows have media, so benchmark {benchmark.name} must set media"
-            )
+            raise UserError(f"{task_name}: its rows have media, so benchmark {benchmark.name} must set media")
     return completed, data_hash
 
 
 def _function(docs_function: Any) -> Any:
     """The function behind a hook that may have arguments bound to it."""
-    return (
-        _function(docs_function.func)
-        if isinstance(docs_function, functools.partial)
-        else docs_function
-    )
+    return _function(docs_function.func) if isinstance(docs_function, functools.partial) else docs_function
 
 
 @dataclass(frozen=True)
@@ -299,9 +281,7 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _build(
-    benchmark: Benchmark, task_name: str, rows: Sequence[Doc], settings: TaskSettings
-) -> Any:
+def _build(benchmark: Benchmark, task_name: str, rows: Sequence[Doc], settings: TaskSettings) -> Any:
     """Build the lm-eval task from the benchmark's YAML and our rows."""
     yaml_path, config = loading.yaml_of(benchmark, task_name)
     # The YAML needs none of these. The fields of `extra` differ from row to row; Arrow would add
@@ -310,11 +290,7 @@ def _build(
     split_name = config.get("test_split") or "test"
     dataset = _table(rows, hidden_columns)
     doc_template = config.get("doc_to_text")
-    if (
-        isinstance(doc_template, str)
-        and doc_template not in dataset.column_names
-        and "doc_to_choice" not in config
-    ):
+    if isinstance(doc_template, str) and doc_template not in dataset.column_names and "doc_to_choice" not in config:
         config["doc_to_text"] = _template(doc_template)
     config |= {
         "task": task_name,
@@ -324,9 +300,7 @@ def _build(
     }
     harness_task = TaskManager(include_defaults=False).load([config])["tasks"][task_name]
     if harness_task.OUTPUT_TYPE != "generate_until":
-        raise UserError(
-            f"{yaml_path}: output_type must be generate_until, not {harness_task.OUTPUT_TYPE}"
-        )
+        raise UserError(f"{yaml_path}: output_type must be generate_until, not {harness_task.OUTPUT_TYPE}")
     harness_task.set_fewshot_seed(settings.seed)
     return harness_task
 
@@ -336,9 +310,7 @@ def _table(rows: Iterable[Doc], hidden_columns: Collection[str]) -> datasets.Dat
 
     Many are converted in parts, unless these would get columns of different types.
     """
-    visible_rows = (
-        {key: value for key, value in row.items() if key not in hidden_columns} for row in rows
-    )
+    visible_rows = ({key: value for key, value in row.items() if key not in hidden_columns} for row in rows)
     chunk_datasets = []
     while chunk := [*islice(visible_rows, _ROWS)]:
         chunk_datasets.append(datasets.Dataset.from_list(chunk))
@@ -367,9 +339,7 @@ def _loaded(
     metric, _, filter_name = benchmark.metric.partition(",")
     metric_names = list(harness_task.aggregation())
     if metric not in metric_names:
-        raise UserError(
-            f"{benchmark.name}: its YAML has no metric {metric!r}; it has {metric_names}"
-        )
+        raise UserError(f"{benchmark.name}: its YAML has no metric {metric!r}; it has {metric_names}")
     filter_names = [named_filter.name for named_filter in harness_task._filters]
     return LmEvalTask(
         **loading.facts(benchmark, task_name, settings, rows[0].get("variant", "")),

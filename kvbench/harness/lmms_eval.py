@@ -33,7 +33,7 @@ from kvbench.harness import chat, loading
 from kvbench.harness import rows as data
 from kvbench.harness.optional import provide_latex2sympy2
 from kvbench.harness.protocol import Key, LoadedTask, Request, TaskSettings
-from kvbench.harness.requests import Asked, arranged
+from kvbench.harness.requests import AnswerSettings, arranged
 
 _OWN = ("definition", "metric", "percent")
 """What our YAML says to kvbench; the rest replaces what the definition says."""
@@ -47,9 +47,7 @@ class LmmsEvalHarness:
 
     name = "lmms_eval"
 
-    def load(
-        self, task: str, settings: TaskSettings, benchmark: Benchmark | None = None
-    ) -> LmmsEvalTask:
+    def load(self, task: str, settings: TaskSettings, benchmark: Benchmark | None = None) -> LmmsEvalTask:
         """Load a leaf task; see `Harness.load`.
 
         Raises:
@@ -75,18 +73,14 @@ class LmmsEvalHarness:
         assert isinstance(documents, list)  # documents in lmms-eval's schema; no JSONL has images
         rows = documents[: settings.samples]
         with _quiet():
-            doc_table = Table(rows)
+            doc_table = MediaRows(rows)
             harness_task, overrides = _build(resolved, task_name, doc_table)
-            prepared = _requests(
-                harness_task, task_name, doc_table, [row.get("extra", {}) for row in rows], render
-            )
+            prepared = _requests(harness_task, task_name, doc_table, [row.get("extra", {}) for row in rows], render)
         if not harness_task.config.process_results_use_image:
             doc_table.forget_media()
         metric = overrides.get("metric", resolved.metric)
         if metric not in (metric_names := list(harness_task.aggregation())):
-            raise UserError(
-                f"{resolved.name}: {task_name} has no metric {metric!r}; it has {metric_names}"
-            )
+            raise UserError(f"{resolved.name}: {task_name} has no metric {metric!r}; it has {metric_names}")
         return LmmsEvalTask(
             **loading.facts(resolved, task_name, settings),
             data_hash=_data_hash(resolved, task_name, settings),
@@ -151,9 +145,7 @@ class LmmsEvalTask(LoadedTask):
 
 def _data_hash(benchmark: Benchmark, task_name: str, settings: TaskSettings) -> str:
     """Hash of version and data, by the records of the tables: few of their rows are read."""
-    stored_records = [
-        records.head(source, settings.cache_dir) for source in benchmark.sources.get(task_name, ())
-    ]
+    stored_records = [records.head(source, settings.cache_dir) for source in benchmark.sources.get(task_name, ())]
     hashes = [record.sha256 for record in stored_records if record is not None]
     return data.digest([task_name, benchmark.version_of(task_name, settings.lexicon), *hashes])
 
@@ -164,7 +156,7 @@ def _data_hash(benchmark: Benchmark, task_name: str, settings: TaskSettings) -> 
 def _requests(
     harness_task: Any,
     task_name: str,
-    doc_table: Table,
+    doc_table: MediaRows,
     extra_fields: Sequence[Doc],
     render: chat.Render,
 ) -> Sequence[Request]:
@@ -189,15 +181,11 @@ def _requests(
         prompt_parts.append((context, question))
         prompt_media.append(tuple(distinct_media.setdefault(entry, entry) for entry in doc_media))
     positions = [None] * len(prompt_rows)
-    question_settings = Asked(generation_kwargs, int(harness_task.config.repeats or 1))
-    return arranged(
-        task_name, prompt_rows, positions, prompt_parts, prompt_media, render, question_settings
-    )
+    question_settings = AnswerSettings(generation_kwargs, int(harness_task.config.repeats or 1))
+    return arranged(task_name, prompt_rows, positions, prompt_parts, prompt_media, render, question_settings)
 
 
-def _messages(
-    harness_task: Any, task_name: str, document: Doc
-) -> tuple[list[chat.Message], list[Medium]]:
+def _messages(harness_task: Any, task_name: str, document: Doc) -> tuple[list[chat.Message], list[Medium]]:
     """The messages of a prompt, with the sentinel after the last medium, and the media.
 
     Raises:
@@ -223,43 +211,33 @@ def _messages(
                 continue
             picture = content_part["url"]
             if content_part["type"] == "video" and isinstance(picture, str):
-                picture = Picture(video(picture))
-            if not isinstance(picture, Picture):
+                picture = MediaValue(video(picture))
+            if not isinstance(picture, MediaValue):
                 raise UserError(f"{task_name}: kvbench cannot pass on its {content_part['type']}")
             message_media.append(picture.medium)
             message_text += VIDEO if picture.medium.kind == "video" else IMAGE
         chat_messages.append({"role": message["role"], "content": message_text})
     last_media = max(
-        (
-            message_index
-            for message_index, chat_message in enumerate(chat_messages)
-            if _end(chat_message["content"])
-        ),
+        (message_index for message_index, chat_message in enumerate(chat_messages) if _end(chat_message["content"])),
         default=None,
     )
     if last_media is None:
         raise UserError(f"{task_name}: a prompt of lmms-eval has neither images nor videos")
     last_content = chat_messages[last_media]["content"]
     split_offset = _end(last_content)
-    chat_messages[last_media]["content"] = (
-        last_content[:split_offset] + data.SENTINEL + last_content[split_offset:]
-    )
+    chat_messages[last_media]["content"] = last_content[:split_offset] + data.SENTINEL + last_content[split_offset:]
     return chat_messages, message_media
 
 
 def _end(content: str) -> int:
     """Where the last medium of a text ends; 0 if it has none."""
     return max(
-        (
-            content.rfind(media_marker) + len(media_marker)
-            for media_marker in (IMAGE, VIDEO)
-            if media_marker in content
-        ),
+        (content.rfind(media_marker) + len(media_marker) for media_marker in (IMAGE, VIDEO) if media_marker in content),
         default=0,
     )
 
 
-class Picture:
+class MediaValue:
     """A medium of a row, as lmms-eval's functions take it: an image that converts to itself.
 
     lmms-eval's definitions call `convert("RGB")` on every image. It is not decoded for that.
@@ -273,24 +251,21 @@ class Picture:
         """The medium for a request."""
         return medium(self._value)
 
-    def convert(self, mode: str) -> Picture:
+    def convert(self, mode: str) -> MediaValue:
         """The image itself: its pixels are RGB when they are loaded."""
         if mode != "RGB":
             raise UserError(f"kvbench gives RGB images, not {mode}")
         return self
 
-    def __deepcopy__(self, memo: Any) -> Picture:
+    def __deepcopy__(self, memo: Any) -> MediaValue:
         return self
 
 
-class Table:
-    """Rows as lmms-eval reads them: a new mapping each time, in which media are `Picture`s."""
+class MediaRows:
+    """Rows as lmms-eval reads them: a new mapping each time, in which media are `MediaValue`s."""
 
     def __init__(self, rows: Sequence[Doc]) -> None:
-        self._rows = [
-            {column: _seen(value) for column, value in row.items() if column != "extra"}
-            for row in rows
-        ]
+        self._rows = [{column: _seen(value) for column, value in row.items() if column != "extra"} for row in rows]
         self.features = dict.fromkeys(self._rows[0])
 
     def __len__(self) -> int:
@@ -305,20 +280,20 @@ class Table:
     def forget_media(self) -> None:
         """Drop the columns of media; lmms-eval does not see them either when it scores."""
         for row in self._rows:
-            for column in [column for column, value in row.items() if isinstance(value, Picture)]:
+            for column in [column for column, value in row.items() if isinstance(value, MediaValue)]:
                 del row[column]
 
 
 def _seen(value: Any) -> Any:
     if is_medium(value):
-        return Picture(value)
+        return MediaValue(value)
     return [_seen(item) for item in value] if isinstance(value, list) else value
 
 
 # --- lmms-eval's task -----------------------------------------------------------------------------
 
 
-def _build(benchmark: Benchmark, task_name: str, doc_table: Table) -> tuple[Any, dict[str, Any]]:
+def _build(benchmark: Benchmark, task_name: str, doc_table: MediaRows) -> tuple[Any, dict[str, Any]]:
     """Build the task object of lmms-eval from its definition and our rows.
 
     Returns:
@@ -342,7 +317,7 @@ def _build(benchmark: Benchmark, task_name: str, doc_table: Table) -> tuple[Any,
 
         @classmethod
         def _visual_to_content(cls, visual: Any) -> dict[str, Any]:
-            if isinstance(visual, Picture):
+            if isinstance(visual, MediaValue):
                 return {"type": visual.medium.kind, "url": visual}
             content: dict[str, Any] = super()._visual_to_content(visual)
             return content

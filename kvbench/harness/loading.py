@@ -39,11 +39,7 @@ def settle(task_name: str, benchmark: Benchmark, settings: TaskSettings) -> Task
     """
     if benchmark.media and settings.processor is None:
         media_kinds = " and ".join(f"{media_kind}s" for media_kind in benchmark.media)
-        raise LeftOut(
-            f"model {settings.tokenizer_id} takes no {media_kinds}; use --model with a "
-            "vision-language "
-            "model"
-        )
+        raise LeftOut(f"model {settings.tokenizer_id} takes no {media_kinds}; use --model with a vision-language model")
     if requirement := lacking(benchmark):
         raise LeftOut(f"it {requirement}")
     if settings.lexicon not in benchmark.lexicons:
@@ -81,25 +77,17 @@ def yaml_of(benchmark: Benchmark, task_name: str) -> tuple[Path, dict[str, Any]]
     Raises:
         UserError: There is none.
     """
-    candidates = [
-        Path(benchmark.yaml) / f"{yaml_name}.yaml" for yaml_name in (task_name, benchmark.name)
-    ]
+    candidates = [Path(benchmark.yaml) / f"{yaml_name}.yaml" for yaml_name in (task_name, benchmark.name)]
     yaml_path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if yaml_path is None:
         raise UserError(f"{benchmark.name} has neither {candidates[0]} nor {candidates[1].name}")
     return yaml_path, load_yaml(yaml_path, resolve_func=True)
 
 
-def facts(
-    benchmark: Benchmark, task_name: str, settings: TaskSettings, variant: str = ""
-) -> dict[str, Any]:
+def facts(benchmark: Benchmark, task_name: str, settings: TaskSettings, variant: str = "") -> dict[str, Any]:
     """The fields of a `LoadedTask` that its benchmark decides; `variant` joins the version."""
     version = benchmark.version_of(task_name, settings.lexicon)
-    chance = (
-        benchmark.chance.get(task_name, 0.0)
-        if isinstance(benchmark.chance, Mapping)
-        else benchmark.chance
-    )
+    chance = benchmark.chance.get(task_name, 0.0) if isinstance(benchmark.chance, Mapping) else benchmark.chance
     return {
         "name": task_name,
         "group": benchmark.name,

@@ -83,9 +83,7 @@ def _row(row: Any, location: str) -> Doc:
             raise UserError(f"{location}: {key!r} must be a text that is not empty")
     answers = [row["answers"]] if isinstance(row["answers"], str) else row["answers"]
     if not isinstance(answers, list) or not answers or not all(map(_filled, answers)):
-        raise UserError(
-            f"{location}: 'answers' must be a text or a list of texts that are not empty"
-        )
+        raise UserError(f"{location}: 'answers' must be a text or a list of texts that are not empty")
     metric = row.get("metric", _METRIC)
     if not isinstance(metric, str) or metric not in METRICS:
         raise UserError(f"{location}: {unknown('metric', metric, METRICS)}")
@@ -113,9 +111,7 @@ def _filled(value: object) -> bool:
 
 
 def _spelt(required_key: str, row: dict[str, Any]) -> str:
-    misspelt = next(
-        (used_key for used_key in _OTHERWISE.get(required_key, ()) if used_key in row), ""
-    )
+    misspelt = next((used_key for used_key in _OTHERWISE.get(required_key, ()) if used_key in row), "")
     if not misspelt:
         nearest_hint = nearest(required_key, map(str, row), max_matches=1)
         misspelt = nearest_hint.removeprefix("; did you mean ").removesuffix("?")
@@ -145,9 +141,7 @@ def exact(response: str, answers: Sequence[str]) -> float:
 def f1(response: str, answers: Sequence[str]) -> float:
     """F1 of the words shared with the best answer, as SQuAD defines it (arXiv:1606.05250)."""
     response_words = _words(response)
-    return max(
-        metrics.f1_words(response_words, _words(answer), both_empty=1.0) for answer in answers
-    )
+    return max(metrics.f1_words(response_words, _words(answer), both_empty=1.0) for answer in answers)
 
 
 def rouge_l(response: str, answers: Sequence[str]) -> float:

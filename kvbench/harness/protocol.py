@@ -214,9 +214,7 @@ class Harness(Protocol):
 
     name: str
 
-    def load(
-        self, task: str, settings: TaskSettings, benchmark: Benchmark | None = None
-    ) -> LoadedTask:
+    def load(self, task: str, settings: TaskSettings, benchmark: Benchmark | None = None) -> LoadedTask:
         """Load a leaf task.
 
         Args:

@@ -21,7 +21,7 @@ def requests(
     harness_task: Any,
     task_name: str,
     rows: Sequence[Doc],
-    positions: Sequence[dialogue.Place | None],
+    positions: Sequence[dialogue.PromptPosition | None],
     render: chat.Render | None,
     reporter: Reporter | None = None,
 ) -> Sequence[Request]:
@@ -70,14 +70,12 @@ def requests(
     if len({bool(row.get("given")) for row in rows}) > 1:
         raise UserError(f"{task_name}: either all rows or no row can have 'given'")
     row_media = [_media(task_name, row_index, row) for row_index, row in enumerate(rows)]
-    question_settings = Asked(
-        harness_task.config.generation_kwargs, int(harness_task.config.repeats or 1)
-    )
+    question_settings = AnswerSettings(harness_task.config.generation_kwargs, int(harness_task.config.repeats or 1))
     return arranged(task_name, rows, positions, prompt_parts, row_media, render, question_settings)
 
 
 @dataclass(frozen=True)
-class Asked:
+class AnswerSettings:
     """What a task's YAML says about its answers.
 
     Attributes:
@@ -92,11 +90,11 @@ class Asked:
 def arranged(
     task_name: str,
     rows: Sequence[Doc],
-    positions: Sequence[dialogue.Place | None],
+    positions: Sequence[dialogue.PromptPosition | None],
     prompt_parts: Sequence[tuple[str, str]],
     media: Sequence[tuple[Medium, ...]],
     render: chat.Render | None,
-    question_settings: Asked,
+    question_settings: AnswerSettings,
 ) -> Sequence[Request]:
     """Make requests of prompts: those of one context, or of one dialogue, become adjacent.
 
@@ -110,36 +108,26 @@ def arranged(
         question_settings: What the YAML says about the answers.
     """
     groups: dict[str, list[int]] = {}
-    for request_index, (position, (context, _)) in enumerate(
-        zip(positions, prompt_parts, strict=True)
-    ):
-        group_key = (
-            f"dialogue {position.row}" if position else _context_id(context, media[request_index])
-        )
+    for request_index, (position, (context, _)) in enumerate(zip(positions, prompt_parts, strict=True)):
+        group_key = f"dialogue {position.row}" if position else _context_id(context, media[request_index])
         groups.setdefault(group_key, []).append(request_index)
-    return kept(
-        _arranged(
-            task_name, rows, positions, prompt_parts, media, render, question_settings, groups
-        )
-    )
+    return kept(_arranged(task_name, rows, positions, prompt_parts, media, render, question_settings, groups))
 
 
 def _arranged(
     task_name: str,
     rows: Sequence[Doc],
-    positions: Sequence[dialogue.Place | None],
+    positions: Sequence[dialogue.PromptPosition | None],
     prompt_parts: Sequence[tuple[str, str]],
     media: Sequence[tuple[Medium, ...]],
     render: chat.Render | None,
-    question_settings: Asked,
+    question_settings: AnswerSettings,
     groups: Mapping[str, Sequence[int]],
 ) -> Iterator[Request]:
     """The requests in the order of their contexts; `groups` has the rows of each."""
     for sample_index, (group_key, member_indices) in enumerate(groups.items()):
         joints: list[dialogue.Joint] = []
-        dialogue_turns = [
-            position for request_index in member_indices if (position := positions[request_index])
-        ]
+        dialogue_turns = [position for request_index in member_indices if (position := positions[request_index])]
         if dialogue_turns:
             joints = dialogue.joints(
                 dialogue_turns,
@@ -149,11 +137,7 @@ def _arranged(
             )
             group_key = _context_id(
                 [*prompt_parts[member_indices[-1]]],
-                [
-                    turn_medium
-                    for request_index in member_indices
-                    for turn_medium in media[request_index]
-                ],
+                [turn_medium for request_index in member_indices for turn_medium in media[request_index]],
             )
         seen_media: tuple[Medium, ...] = ()
         for question_id, request_index in enumerate(member_indices):
@@ -208,7 +192,7 @@ def _request(
     question_id: int,
     context_id: str,
     prompt_parts: tuple[str, str],
-    question_settings: Asked,
+    question_settings: AnswerSettings,
 ) -> Request:
     generation_kwargs = question_settings.kwargs
     stop_texts = row.get("until")

@@ -34,9 +34,7 @@ def digest_rows(version: str, rows: Sequence[Any]) -> str:
     content_hash = hashlib.sha256()
     separator = f"[{json.dumps(version, ensure_ascii=False)}, ["
     for row in rows:
-        content_hash.update(
-            f"{separator}{json.dumps(row, sort_keys=True, ensure_ascii=False)}".encode()
-        )
+        content_hash.update(f"{separator}{json.dumps(row, sort_keys=True, ensure_ascii=False)}".encode())
         separator = ", "
     content_hash.update(b"]]" if rows else f"{separator}]]".encode())
     return content_hash.hexdigest()[:16]
@@ -62,9 +60,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
         raise
     except (OSError, ValueError) as error:
         is_binary = isinstance(error, UnicodeDecodeError)
-        reason = getattr(error, "strerror", None) or (
-            "it is not UTF-8 text" if is_binary else error
-        )
+        reason = getattr(error, "strerror", None) or ("it is not UTF-8 text" if is_binary else error)
         raise UserError(f"cannot read {path}: {reason}") from None
 
 
@@ -84,9 +80,7 @@ def _parsed(line: str, location: str) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             surrogate = f"\\u{ord(error.object[error.start]):04x}"
-            raise UserError(
-                f"{location}: {surrogate} is a lone surrogate, not a character"
-            ) from None
+            raise UserError(f"{location}: {surrogate} is a lone surrogate, not a character") from None
     return value
 
 
@@ -119,14 +113,10 @@ def complete(document: Mapping[str, Any], location: str) -> Doc:
         raise UserError(f"{location}: 'shots' must be a list of objects with {_SHOT_FIELDS}")
     completed: Doc = {"gen_prefix": "", "extra": {}, **document}
     _check_media(completed, location)
-    if not completed["outputs"] or not all(
-        isinstance(output, str) for output in completed["outputs"]
-    ):
+    if not completed["outputs"] or not all(isinstance(output, str) for output in completed["outputs"]):
         raise UserError(f"{location}: 'outputs' must be a list of at least one string")
     if any(SENTINEL in content for content in _strings(completed)):
-        raise UserError(
-            f"{location}: the data must not contain {SENTINEL}, which kvbench uses itself"
-        )
+        raise UserError(f"{location}: the data must not contain {SENTINEL}, which kvbench uses itself")
     return completed
 
 
@@ -139,21 +129,15 @@ def _check_media(document: Mapping[str, Any], location: str) -> None:
     media = document.get("media", [])
     if not isinstance(media, list) or not all(map(is_medium, media)):
         raise UserError(f"{location}: 'media' must be a list of images and videos")
-    if (marker_count := document["context"].count(IMAGE) + document["context"].count(VIDEO)) != len(
-        media
-    ):
-        raise UserError(
-            f"{location}: {len(media)} media need as many markers in 'context', not {marker_count}"
-        )
+    if (marker_count := document["context"].count(IMAGE) + document["context"].count(VIDEO)) != len(media):
+        raise UserError(f"{location}: {len(media)} media need as many markers in 'context', not {marker_count}")
     if IMAGE in document["question"] or VIDEO in document["question"]:
         raise UserError(f"{location}: images and videos belong in 'context', not in 'question'")
 
 
 def _are_shots(shots: object) -> bool:
     return isinstance(shots, list) and all(
-        isinstance(shot, Mapping)
-        and set(shot) == set(_SHOT)
-        and all(isinstance(text, str) for text in shot.values())
+        isinstance(shot, Mapping) and set(shot) == set(_SHOT) and all(isinstance(text, str) for text in shot.values())
         for shot in shots
     )
 
@@ -170,9 +154,7 @@ def _strings(value: object) -> Iterator[str]:
             yield from _strings(item)
 
 
-def cached(
-    cache_path: Path, samples: int, generate: Callable[[int], list[Doc]], code_hash: str = ""
-) -> list[Doc]:
+def cached(cache_path: Path, samples: int, generate: Callable[[int], list[Doc]], code_hash: str = "") -> list[Doc]:
     """Return the first `samples` rows, from the file if it has them, otherwise generated and saved.
 
     The file is used only if its first line has the digest of its name, the generator's code and all
@@ -204,14 +186,8 @@ def code_digest(module_name: str) -> str:
     module_file = Path(getattr(top_module, "__file__", None) or "")
     if not module_file.is_file():
         return ""
-    code_files = (
-        [module_file]
-        if module_file.name != "__init__.py"
-        else sorted(module_file.parent.rglob("*"))
-    )
-    code_files = [
-        code_file for code_file in code_files if code_file.is_file() and code_file.suffix != ".pyc"
-    ]
+    code_files = [module_file] if module_file.name != "__init__.py" else sorted(module_file.parent.rglob("*"))
+    code_files = [code_file for code_file in code_files if code_file.is_file() and code_file.suffix != ".pyc"]
     try:
         return digest(dict(zip(map(str, code_files), file_digests(code_files), strict=True)))
     except OSError:

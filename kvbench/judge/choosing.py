@@ -40,7 +40,6 @@ def choose(choice: str = "auto", notify: Callable[[str], None] = lambda text: No
         return LocalJudge()
     if not os.environ.get(URL, "").strip():
         raise LeftOut(
-            f"no judge is configured; set {URL} and {MODEL} (see docs/judge.md), "
-            "or use --judge local for a trial"
+            f"no judge is configured; set {URL} and {MODEL} (see docs/judge.md), or use --judge local for a trial"
         )
     return EndpointJudge(read(), cache_dir() / "judge", notify)

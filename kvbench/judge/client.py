@@ -17,7 +17,7 @@ from kvbench.errors import UserError
 from kvbench.files import Journal, digest_of, locked_journal
 from kvbench.judge.base import JudgeError, Verdict
 from kvbench.judge.rubrics import Rubric, rubric
-from kvbench.judge.settings import KEY, MODEL, TOKENS, URL, Settings
+from kvbench.judge.settings import KEY, MODEL, TOKENS, URL, JudgeSettings
 
 RETRIES = 5
 _MOST_FAILURES = 3
@@ -51,9 +51,7 @@ class EndpointJudge:
         UserError: The `openai` package is not installed.
     """
 
-    def __init__(
-        self, settings: Settings, cache_folder: Path, notify: Callable[[str], None]
-    ) -> None:
+    def __init__(self, settings: JudgeSettings, cache_folder: Path, notify: Callable[[str], None]) -> None:
         try:
             import openai  # an optional package, and slow to import
         except ImportError:
@@ -63,9 +61,7 @@ class EndpointJudge:
         host = urlsplit(settings.url).netloc
         self.mark = f"judge {settings.model}"
         self.origin = f"{settings.model} at {host}"
-        self.notice = (
-            f"judged by {self.origin}: questions, reference answers and responses are sent there"
-        )
+        self.notice = f"judged by {self.origin}: questions, reference answers and responses are sent there"
         self._openai, self._settings, self._say = openai, settings, notify
         self._model, self._who = settings.model, f"the judge at {host}"
         self._answers: dict[str, str] = {}
@@ -100,9 +96,7 @@ class EndpointJudge:
         questions = [self._question(ask) for ask in asks]
         failures: dict[str, JudgeError] = {}
         if self._open(questions):
-            notify_waiting = partial(
-                self._say, f"another run is asking {self.origin}: waiting for it"
-            )
+            notify_waiting = partial(self._say, f"another run is asking {self.origin}: waiting for it")
             with self._connect() as client, locked_journal(self._file, notify_waiting) as journal:
                 self._answers |= {entry["key"]: entry["answer"] for entry in journal.entries()}
                 if open_questions := self._open(questions):
@@ -123,11 +117,7 @@ class EndpointJudge:
 
     def _open(self, questions: Sequence[_Question]) -> list[_Question]:
         """The questions without a readable answer, each once."""
-        return list(
-            {
-                question.key: question for question in questions if self._marks(question) is None
-            }.values()
-        )
+        return list({question.key: question for question in questions if self._marks(question) is None}.values())
 
     def _keep(self, journal: Journal, question: _Question, answer: str) -> None:
         journal.append([{"key": question.key, "answer": answer}])
@@ -208,9 +198,7 @@ class EndpointJudge:
             raise self._down
         request_options = {"max_tokens": self._settings.tokens or question.rubric.max_tokens}
         if "max_tokens" in self._refused:  # by models whose limit includes their thinking
-            request_options = {
-                "max_completion_tokens": max(*request_options.values(), _THINKING_TOKENS)
-            }
+            request_options = {"max_completion_tokens": max(*request_options.values(), _THINKING_TOKENS)}
         if "temperature" not in self._refused:
             request_options["temperature"] = 0
         user_message = {"role": "user", "content": question.prompt}
@@ -302,9 +290,7 @@ class EndpointJudge:
 
     def _line(self, full_text: str, max_length: int = 160) -> str:
         """A text of the server as one short line without the key."""
-        printable = (
-            character if character.isprintable() else " " for character in self._hidden(full_text)
-        )
+        printable = (character if character.isprintable() else " " for character in self._hidden(full_text))
         single_line = " ".join("".join(printable).split())
         return single_line if len(single_line) <= max_length else f"{single_line[:max_length]}..."
 
@@ -319,9 +305,7 @@ def _bound(response: Any, seconds: float) -> None:
     stream, deadline = response.stream, time.monotonic() + seconds
     # Of httpx or of its successor httpx2, whichever this version of openai uses.
     stream_class: Any = next(
-        parent_class
-        for parent_class in type(stream).__mro__
-        if parent_class.__name__ == "SyncByteStream"
+        parent_class for parent_class in type(stream).__mro__ if parent_class.__name__ == "SyncByteStream"
     )
 
     class Bounded(stream_class):  # type: ignore[misc]

@@ -82,10 +82,7 @@ def rubric(name: str) -> Rubric:
         raise unknown(
             "rubric",
             name,
-            [
-                f"{file_stem}:{variant_name}" if variant_name else file_stem
-                for variant_name in templates
-            ],
+            [f"{file_stem}:{variant_name}" if variant_name else file_stem for variant_name in templates],
         )
     rating_names = tuple(rubric_data.get("ratings", ()))
     settings = (
@@ -114,26 +111,16 @@ def _file(file_stem: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The content of a rubric's file, and its templates by variant."""
     rubric_path = Path(file_stem) if file_stem.endswith(".json") else _FOLDER / f"{file_stem}.json"
     if not rubric_path.is_file():
-        raise unknown(
-            "rubric", file_stem, sorted(shipped.stem for shipped in _FOLDER.glob("*.json"))
-        )
+        raise unknown("rubric", file_stem, sorted(shipped.stem for shipped in _FOLDER.glob("*.json")))
     try:
         rubric_data = json.loads(rubric_path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"cannot read the rubric {rubric_path}: {str(error).splitlines()[0]}"
-        ) from None
+        raise UserError(f"cannot read the rubric {rubric_path}: {str(error).splitlines()[0]}") from None
     rubric_data = rubric_data if isinstance(rubric_data, dict) else {}
-    templates = (
-        {"": rubric_data["template"]} if "template" in rubric_data else rubric_data.get("templates")
-    )
-    is_valid = all(
-        isinstance(rubric_data.get(key), value_type) for key, value_type in _KEYS.items()
-    )
+    templates = {"": rubric_data["template"]} if "template" in rubric_data else rubric_data.get("templates")
+    is_valid = all(isinstance(rubric_data.get(key), value_type) for key, value_type in _KEYS.items())
     if not is_valid or not isinstance(templates, dict) or not _are_texts(templates.values()):
-        raise UserError(
-            f"{rubric_path}: a rubric needs {', '.join(_KEYS)}, and template or templates"
-        )
+        raise UserError(f"{rubric_path}: a rubric needs {', '.join(_KEYS)}, and template or templates")
     rating_names = rubric_data.get("ratings", [])
     if not isinstance(rating_names, list) or not _are_texts(rating_names):
         raise UserError(f"{rubric_path}: ratings must be a list of names")
@@ -189,9 +176,7 @@ def ratings(answer: str, criteria: Sequence[str]) -> Marks | None:
         raw_ratings = {criterion: parsed[criterion] for criterion in criteria}
     except (ValueError, KeyError, RecursionError):
         return None
-    if not raw_ratings or not all(
-        type(rating) is int and 1 <= rating <= 10 for rating in raw_ratings.values()
-    ):
+    if not raw_ratings or not all(type(rating) is int and 1 <= rating <= 10 for rating in raw_ratings.values()):
         return None
     marks = {criterion: rating_value / 10 for criterion, rating_value in raw_ratings.items()}
     return {"score": marks.pop(criteria[-1]), **marks}

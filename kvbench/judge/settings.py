@@ -15,7 +15,7 @@ TIMEOUT, TOKENS = "KVBENCH_JUDGE_TIMEOUT", "KVBENCH_JUDGE_TOKENS"
 
 
 @dataclass(frozen=True)
-class Settings:
+class JudgeSettings:
     """An endpoint.
 
     Attributes:
@@ -37,7 +37,7 @@ class Settings:
     tokens: int = 0
 
 
-def read(environment: Mapping[str, str] = os.environ) -> Settings:
+def read(environment: Mapping[str, str] = os.environ) -> JudgeSettings:
     """Read the settings.
 
     Raises:
@@ -51,16 +51,14 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
     url, query = _url(environment.get(URL, "").strip())
     jobs = _whole(environment, JOBS, 8, 1, 256)
     timeout = _whole(environment, TIMEOUT, 120, 1, 3600)
-    return Settings(url, model, key, query, jobs, timeout, _whole(environment, TOKENS, 0, 0, 65536))
+    return JudgeSettings(url, model, key, query, jobs, timeout, _whole(environment, TOKENS, 0, 0, 65536))
 
 
 def _url(address: str) -> tuple[str, str]:
     """The base URL of the API, and the query."""
     try:
         url_parts = urlsplit(address)
-        is_valid = (
-            url_parts.scheme in ("http", "https") and url_parts.hostname and url_parts.port != 0
-        )
+        is_valid = url_parts.scheme in ("http", "https") and url_parts.hostname and url_parts.port != 0
     except ValueError:
         is_valid = False
     if not is_valid:
@@ -71,12 +69,8 @@ def _url(address: str) -> tuple[str, str]:
     return urlunsplit((url_parts.scheme, url_parts.netloc, path, "", "")), url_parts.query
 
 
-def _whole(
-    environment: Mapping[str, str], variable: str, default: int, minimum: int, maximum: int
-) -> int:
+def _whole(environment: Mapping[str, str], variable: str, default: int, minimum: int, maximum: int) -> int:
     setting = environment.get(variable, "").strip() or str(default)
     if not setting.isdecimal() or len(setting) > 9 or not minimum <= int(setting) <= maximum:
-        raise UserError(
-            f"{variable} is {quoted(setting)}; set it to a whole number from {minimum} to {maximum}"
-        )
+        raise UserError(f"{variable} is {quoted(setting)}; set it to a whole number from {minimum} to {maximum}")
     return int(setting)

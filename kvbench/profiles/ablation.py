@@ -23,7 +23,7 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.driver import engine, forward
 from kvbench.engine.models import model_info
 from kvbench.engine.prefix import Prefix
-from kvbench.profiles.measure import Answer
+from kvbench.profiles.needle_attention import NeedleAnswer
 from kvbench.progress import Reporter
 from kvbench.stats import T, Z
 
@@ -65,9 +65,7 @@ class Mean:
 
 
 @torch.no_grad()
-def head_losses(
-    model: nn.Module, answers: Sequence[Answer], seed: int, reporter: Reporter
-) -> Tensor:
+def head_losses(model: nn.Module, answers: Sequence[NeedleAnswer], seed: int, reporter: Reporter) -> Tensor:
     """Share of every KV head in what the answers lose when all heads are ablated.
 
     The heads are ablated one after the other, in a random order and in its reverse, and each step's
@@ -90,13 +88,9 @@ def head_losses(
     with engine(model):
         for answer_index, answer in enumerate(answers):
             head_orders = orders(heads, seed, answer_index)
-            ablations = [
-                order[: head_index + 1] for order in head_orders for head_index in range(len(heads))
-            ]
+            ablations = [order[: head_index + 1] for order in head_orders for head_index in range(len(heads))]
             answer_losses = losses(model, answer, ablations).view(2, -1)
-            loss_gains = answer_losses.diff(
-                dim=-1, prepend=torch.zeros(2, 1, dtype=answer_losses.dtype)
-            )
+            loss_gains = answer_losses.diff(dim=-1, prepend=torch.zeros(2, 1, dtype=answer_losses.dtype))
             for order, order_gains in zip(head_orders, loss_gains, strict=True):
                 for (layer, kv_head), gain in zip(order, order_gains.tolist(), strict=True):
                     shares[answer_index, layer, kv_head] += gain / 2
@@ -132,7 +126,7 @@ class Evidence:
 
 @torch.no_grad()
 def verify(
-    model: nn.Module, answers: Sequence[Answer], scores: Tensor, seed: int, reporter: Reporter
+    model: nn.Module, answers: Sequence[NeedleAnswer], scores: Tensor, seed: int, reporter: Reporter
 ) -> Evidence:
     """Ablate the heads that hold half of a profile, and as many others.
 
@@ -144,9 +138,7 @@ def verify(
         reporter: Told of every answer.
     """
     best_heads = top_heads(scores)
-    other_heads = [
-        (layer, kv_head) for layer in range(len(scores)) for kv_head in range(scores.shape[1])
-    ]
+    other_heads = [(layer, kv_head) for layer in range(len(scores)) for kv_head in range(scores.shape[1])]
     other_heads = [head for head in other_heads if head not in best_heads]
     answer_losses = []
     with engine(model):
@@ -159,9 +151,7 @@ def verify(
     loss_pairs = torch.stack(answer_losses)
     means = loss_pairs.mean(0).tolist()
     advantage = Mean.of(loss_pairs[:, 0] - loss_pairs[:, 1])
-    return Evidence(
-        len(best_heads), scores.numel(), means[0], means[1], holds=float(advantage.lower) > 0
-    )
+    return Evidence(len(best_heads), scores.numel(), means[0], means[1], holds=float(advantage.lower) > 0)
 
 
 def top_heads(scores: Tensor) -> list[Head]:
@@ -173,7 +163,7 @@ def top_heads(scores: Tensor) -> list[Head]:
     return [divmod(flat_index, scores.shape[1]) for flat_index in ranking[:head_count].tolist()]
 
 
-def losses(model: nn.Module, answer: Answer, ablated: Iterable[Sequence[Head]]) -> Tensor:
+def losses(model: nn.Module, answer: NeedleAnswer, ablated: Iterable[Sequence[Head]]) -> Tensor:
     """What an answer loses when heads are ablated.
 
     Args:
@@ -201,9 +191,7 @@ def losses(model: nn.Module, answer: Answer, ablated: Iterable[Sequence[Head]]) 
             for heads in head_sets[batch_start : batch_start + batch_size]
         ]
         stacked_cache = RaggedCache.stack(caches)
-        logits = forward(
-            model, stacked_cache, remaining_ids.expand(len(caches), -1), logit_count=len(answer_ids)
-        )
+        logits = forward(model, stacked_cache, remaining_ids.expand(len(caches), -1), logit_count=len(answer_ids))
         gather_index = answer_ids[None, :, None].expand(len(caches), -1, 1)
         token_likelihood = logits.float().log_softmax(-1).gather(-1, gather_index)[..., 0]
         # Below the probability of a random guess there is nothing left to lose, only noise.
@@ -232,9 +220,7 @@ def everything(cache: RaggedCache) -> list[Tensor]:
     return [torch.ones(key.shape[:3], dtype=torch.bool, device=key.device) for key in keys]
 
 
-def keep_only(
-    cache: RaggedCache, keep_masks: Sequence[Tensor], reserved_tokens: int
-) -> RaggedCache:
+def keep_only(cache: RaggedCache, keep_masks: Sequence[Tensor], reserved_tokens: int) -> RaggedCache:
     """Give a packed copy of a dense cache that holds some of its entries.
 
     Args:
@@ -243,14 +229,8 @@ def keep_only(
         reserved_tokens: Number of tokens that will follow.
     """
     packed_cache = cache.fork()
-    for dense_layer, packed_layer, kept_mask in zip(
-        cache.ragged, packed_cache.ragged, keep_masks, strict=True
-    ):
+    for dense_layer, packed_layer, kept_mask in zip(cache.ragged, packed_cache.ragged, keep_masks, strict=True):
         assert dense_layer.key is not None and dense_layer.value is not None
-        columns = torch.arange(kept_mask.shape[-1], device=kept_mask.device).expand(
-            dense_layer.key.shape[:3]
-        )
-        packed_layer.pack(
-            dense_layer.key, dense_layer.value, kept_mask, columns, {}, reserved_tokens
-        )
+        columns = torch.arange(kept_mask.shape[-1], device=kept_mask.device).expand(dense_layer.key.shape[:3])
+        packed_layer.pack(dense_layer.key, dense_layer.value, kept_mask, columns, {}, reserved_tokens)
     return packed_cache

@@ -48,13 +48,7 @@ class Profiled(Allocator):
         profile_path = folder / f"{layers}x{kv_heads}.json"
         if not profile_path.is_file():
             head_count = layers * kv_heads
-            scores = [
-                2 * (index + 1) / (head_count * (head_count + 1)) for index in range(head_count)
-            ]
-            score_rows = tuple(
-                tuple(scores[index * kv_heads : (index + 1) * kv_heads]) for index in range(layers)
-            )
-            HeadProfile("stand-in", "", KINDS[0], layers, kv_heads, kv_heads, score_rows).save(
-                profile_path
-            )
+            scores = [2 * (index + 1) / (head_count * (head_count + 1)) for index in range(head_count)]
+            score_rows = tuple(tuple(scores[index * kv_heads : (index + 1) * kv_heads]) for index in range(layers))
+            HeadProfile("stand-in", "", KINDS[0], layers, kv_heads, kv_heads, score_rows).save(profile_path)
         return self.replace(profile=str(profile_path))

@@ -19,7 +19,7 @@ from kvbench.errors import UserError, nearest
 from kvbench.files import cannot
 from kvbench.profiles.ablation import LEAST_ANSWERS, Evidence, Mean, head_losses, verify
 from kvbench.profiles.files import KINDS, PROFILES, HeadProfile
-from kvbench.profiles.measure import Measured, measure
+from kvbench.profiles.needle_attention import NeedleAttention, measure
 from kvbench.profiles.needles import find_needles
 from kvbench.profiles.queries import filters_of, query_moments, sample_queries
 from kvbench.profiles.summaries import (
@@ -77,9 +77,7 @@ def profile_heads(
     if output_path is not None:
         messages.append(f"policies read it with profile={profile_path}")
     elif any(PROFILES.shipped_path(model, known_kind) for known_kind in KINDS):
-        messages.append(
-            f"policies prefer the shipped profile; they read this one with profile={profile_path}"
-        )
+        messages.append(f"policies prefer the shipped profile; they read this one with profile={profile_path}")
     return messages
 
 
@@ -136,9 +134,7 @@ def profile_queries(
     if output_path is not None:
         messages.append(f"policies read them with {summary.option}={folder}")
     elif summary.artifacts.shipped_path(model, KIND):
-        messages.append(
-            f"policies prefer the shipped ones; they read these with {summary.option}={folder}"
-        )
+        messages.append(f"policies prefer the shipped ones; they read these with {summary.option}={folder}")
     return messages
 
 
@@ -147,19 +143,13 @@ def measure_queries(
 ) -> tuple[Tensors, SummaryNotes]:
     """Summarise the queries of a model; arguments as in `profile_queries`."""
     grid, stage, network = _load_stage(model, {"samples": PROMPTS, **options}, reporter)
-    prompts = [
-        (*prompt.context_ids, *prompt.question_ids) for job in stage.jobs for prompt in job.prompts
-    ]
+    prompts = [(*prompt.context_ids, *prompt.question_ids) for job in stage.jobs for prompt in job.prompts]
     try:
         reporter.start(len(prompts), f"{model} reads")
         if summary is FILTERS:
             queries = sample_queries(network, prompts, grid.seed, reporter)
             kv_heads, query_count = model_info(network).kv_heads, queries[0].shape[1]
-            tensors = {
-                "q_filters": torch.stack(
-                    [filters_of(layer_queries, kv_heads) for layer_queries in queries]
-                )
-            }
+            tensors = {"q_filters": torch.stack([filters_of(layer_queries, kv_heads) for layer_queries in queries])}
         else:
             query_mean, covariance, query_count = query_moments(network, prompts, reporter)
             tensors = {"query_mean": query_mean, "query_cov": covariance}
@@ -177,9 +167,7 @@ def measure_queries(
     )
 
 
-def _load_stage(
-    model: str, options: Mapping[str, Any], reporter: Reporter
-) -> tuple[Grid, Stage, nn.Module]:
+def _load_stage(model: str, options: Mapping[str, Any], reporter: Reporter) -> tuple[Grid, Stage, nn.Module]:
     """Plan the prompts of a model, and load it."""
     grid = Grid.from_dict({"task": TASK, **options, "model": model, "policy": "full"})
     (stage,) = plan(grid, reporter.message).stages
@@ -194,9 +182,7 @@ def _load_stage(
     return grid, stage, network
 
 
-def measure_profile(
-    model: str, kind: str, options: Mapping[str, Any], reporter: Reporter
-) -> HeadProfile:
+def measure_profile(model: str, kind: str, options: Mapping[str, Any], reporter: Reporter) -> HeadProfile:
     """Measure a profile of a model; arguments as in `profile_heads`."""
     grid, stage, network = _load_stage(model, {"samples": SAMPLES, **options}, reporter)
     check_single(network, "a head profile")
@@ -213,9 +199,7 @@ def measure_profile(
         layers=model_shape.layers,
         kv_heads=model_shape.kv_heads,
         query_heads=model_shape.query_heads,
-        scores=tuple(
-            tuple(layer_scores) for layer_scores in (measurement.scores / score_sum).tolist()
-        ),
+        scores=tuple(tuple(layer_scores) for layer_scores in (measurement.scores / score_sum).tolist()),
         task=",".join(dict.fromkeys(job.task.name for job in stage.jobs)),
         lengths=tuple(dict.fromkeys(job.task.length for job in stage.jobs)),
         samples=grid.samples,
@@ -236,12 +220,8 @@ class _Measurement:
     evidence: Evidence
 
 
-def _measure(
-    network: nn.Module, stage: Stage, model: str, kind: str, grid: Grid, reporter: Reporter
-) -> _Measurement:
-    needles = [
-        needle for job in stage.jobs for needle in find_needles(stage.tokenizer, job.prompts)
-    ]
+def _measure(network: nn.Module, stage: Stage, model: str, kind: str, grid: Grid, reporter: Reporter) -> _Measurement:
+    needles = [needle for job in stage.jobs for needle in find_needles(stage.tokenizer, job.prompts)]
     reporter.start(len(needles), f"{model} answers")
     measurement = measure(network, stage.tokenizer, needles, reporter)
     answers = [answer for answer in measurement.answers if answer.correct]
@@ -281,7 +261,7 @@ def significant(losses: Tensor, model: str) -> Tensor:
     return scores
 
 
-def per_kv_head(measurement: Measured, kind: str, kv_heads: int, model: str) -> Tensor:
+def per_kv_head(measurement: NeedleAttention, kind: str, kv_heads: int, model: str) -> Tensor:
     """Attention scores of the KV heads, `[L, H]`: the sum over the query heads of each.
 
     Raises:
@@ -289,10 +269,7 @@ def per_kv_head(measurement: Measured, kind: str, kv_heads: int, model: str) -> 
     """
     scores: Tensor = measurement.scores[kind].unflatten(1, (kv_heads, -1)).sum(-1)
     if not bool(scores.any()):
-        raise UserError(
-            f"no head of {model} attends to a needle as the {kind} profile counts it; use --kind "
-            "ablation"
-        )
+        raise UserError(f"no head of {model} attends to a needle as the {kind} profile counts it; use --kind ablation")
     return scores
 
 
@@ -315,20 +292,12 @@ def check(evidence: Evidence, kind: str, model: str) -> None:
 def describe(profile: HeadProfile) -> str:
     """Summarise a profile in one line."""
     ranked = sorted(
-        (
-            (score, layer, kv_head)
-            for layer, row in enumerate(profile.scores)
-            for kv_head, score in enumerate(row)
-        ),
+        ((score, layer, kv_head) for layer, row in enumerate(profile.scores) for kv_head, score in enumerate(row)),
         key=lambda entry: (-entry[0], entry[1:]),
     )
-    best_heads = ", ".join(
-        f"layer {layer} head {kv_head} {score:.1%}" for score, layer, kv_head in ranked[:4]
-    )
+    best_heads = ", ".join(f"layer {layer} head {kv_head} {score:.1%}" for score, layer, kv_head in ranked[:4])
     cumulative = itertools.accumulate(score for score, *_ in ranked)
-    half_count = next(
-        head_count for head_count, sum_so_far in enumerate(cumulative, 1) if sum_so_far >= 0.499999
-    )
+    half_count = next(head_count for head_count, sum_so_far in enumerate(cumulative, 1) if sum_so_far >= 0.499999)
     description = (
         f"{profile.kind} profile of {profile.model}: {profile.layers} layers by "
         f"{profile.kv_heads} KV heads; "

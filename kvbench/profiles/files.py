@@ -70,12 +70,9 @@ class HeadProfile:
             UserError: The file cannot be written.
         """
         content = asdict(self)
-        content["scores"] = [
-            [round(score, _DIGITS) for score in layer_scores] for layer_scores in self.scores
-        ]
+        content["scores"] = [[round(score, _DIGITS) for score in layer_scores] for layer_scores in self.scores]
         field_lines = [
-            f"  {json.dumps(field_name)}: {_to_json(field_value)}"
-            for field_name, field_value in content.items()
+            f"  {json.dumps(field_name)}: {_to_json(field_value)}" for field_name, field_value in content.items()
         ]
         temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -140,9 +137,7 @@ def _find_problem(content: Any) -> str:
         field_value = content.get(field_name)
         if not isinstance(field_value, int) or isinstance(field_value, bool) or field_value < 1:
             return f"{field_name} is {quoted(field_value)} instead of a whole number, 1 or more"
-    layers, kv_heads, query_heads = (
-        content[shape_name] for shape_name in ("layers", "kv_heads", "query_heads")
-    )
+    layers, kv_heads, query_heads = (content[shape_name] for shape_name in ("layers", "kv_heads", "query_heads"))
     if query_heads % kv_heads:
         return f"{query_heads} query heads do not divide among {kv_heads} KV heads"
     scores = content.get("scores")
@@ -198,9 +193,7 @@ def find(model: str, kind: str | None, profile: str | None = None) -> Path:
     return PROFILES.find(model, _kinds(kind), profile)
 
 
-def load(
-    model: str, kind: str | None, profile: str | None, layers: int, kv_heads: int
-) -> HeadProfile:
+def load(model: str, kind: str | None, profile: str | None, layers: int, kv_heads: int) -> HeadProfile:
     """Find, read and check the profile of a model; an unchanged file is read once.
 
     Args:

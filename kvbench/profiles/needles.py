@@ -51,24 +51,13 @@ def find_needles(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Needle]:
             context; or the tokenizer does not tell where the needle is.
     """
     spans = [_span(prompt.request) for prompt in prompts]
-    statements = [
-        source.request.context[begin:end]
-        for source, (begin, end) in zip(prompts, spans, strict=True)
-    ]
-    usual_start = Counter(statement.split(maxsplit=1)[0] for statement in statements).most_common(
-        1
-    )[0][0]
+    statements = [source.request.context[begin:end] for source, (begin, end) in zip(prompts, spans, strict=True)]
+    usual_start = Counter(statement.split(maxsplit=1)[0] for statement in statements).most_common(1)[0][0]
     needles = []
     for prompt, (span_start, span_end), statement in zip(prompts, spans, statements, strict=True):
-        answer_offset = (
-            prompt.request.context.rindex(prompt.request.target[0], span_start, span_end)
-            - span_start
-        )
+        answer_offset = prompt.request.context.rindex(prompt.request.target[0], span_start, span_end) - span_start
         match_starts = [
-            match.start()
-            for match in re.finditer(
-                rf"(?<!\S){re.escape(usual_start)}(?!\S)", statement[:answer_offset]
-            )
+            match.start() for match in re.finditer(rf"(?<!\S){re.escape(usual_start)}(?!\S)", statement[:answer_offset])
         ]
         if match_starts and "needle" not in prompt.request.extra:
             span_start += match_starts[-1]
@@ -82,8 +71,7 @@ def _span(request: Request) -> tuple[int, int]:
     context, answer = request.context, request.target[0]
     if len(request.target) != 1:
         raise UserError(
-            f"{label}: {len(request.target)} answers; use a --task with one needle and one answer, "
-            "such as niah_depth"
+            f"{label}: {len(request.target)} answers; use a --task with one needle and one answer, such as niah_depth"
         )
     stated_needle = request.extra.get("needle")
     if stated_needle is not None:
@@ -91,9 +79,7 @@ def _span(request: Request) -> tuple[int, int]:
         if position < 0 or answer not in str(stated_needle):
             raise UserError(f"{label}: its needle is not in the context, or lacks the answer")
         return position, position + len(str(stated_needle))
-    positions = (
-        [match.start() for match in re.finditer(re.escape(answer), context)] if answer else []
-    )
+    positions = [match.start() for match in re.finditer(re.escape(answer), context)] if answer else []
     if not positions:
         raise UserError(
             f"{label}: the answer {quoted(answer)} is not in the context; use a --task whose "
@@ -101,10 +87,7 @@ def _span(request: Request) -> tuple[int, int]:
         )
     question_words = set(re.findall(r"\w+", request.question))
     sentences = [_sentence(context, position, position + len(answer)) for position in positions]
-    shared_counts = [
-        len(question_words & set(re.findall(r"\w+", context[begin:end])))
-        for begin, end in sentences
-    ]
+    shared_counts = [len(question_words & set(re.findall(r"\w+", context[begin:end]))) for begin, end in sentences]
     return sentences[shared_counts.index(max(shared_counts))]
 
 
@@ -131,20 +114,14 @@ def token_span(tokenizer: Any, prompt: Prompt, span_start: int, span_end: int) -
     prompt_ids = [*prompt.context_ids, *prompt.question_ids]
     if tokenizer.is_fast:
         prompt_text = context + prompt.request.question
-        encoding = tokenizer(
-            prompt_text, add_special_tokens=False, verbose=False, return_offsets_mapping=True
-        )
+        encoding = tokenizer(prompt_text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
         first_column = len(prompt_ids) - len(encoding["input_ids"])  # BOS
         span_tokens = [
             token_index
             for token_index, (begin, end) in enumerate(encoding["offset_mapping"])
             if begin < span_end and end > span_start
         ]
-        token_columns = (
-            (first_column + span_tokens[0], first_column + span_tokens[-1] + 1)
-            if span_tokens
-            else (0, 0)
-        )
+        token_columns = (first_column + span_tokens[0], first_column + span_tokens[-1] + 1) if span_tokens else (0, 0)
     else:
         context_ids = tokenizer(context, add_special_tokens=False, verbose=False)["input_ids"]
         first_column = len(prompt.context_ids) - len(context_ids)
@@ -168,9 +145,7 @@ def _common(tokenizer: Any, text: str, all_ids: Sequence[int]) -> tuple[int, int
     encoded_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     common_length = min(len(encoded_ids), len(all_ids))
     differences = (
-        index
-        for index, (token, reference) in enumerate(zip(encoded_ids, all_ids, strict=False))
-        if token != reference
+        index for index, (token, reference) in enumerate(zip(encoded_ids, all_ids, strict=False)) if token != reference
     )
     return next(differences, common_length), len(encoded_ids)
 

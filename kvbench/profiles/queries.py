@@ -30,9 +30,7 @@ FIRST = 4
 
 
 @torch.no_grad()
-def sample_queries(
-    model: nn.Module, prompts: Sequence[Sequence[int]], seed: int, reporter: Reporter
-) -> list[Tensor]:
+def sample_queries(model: nn.Module, prompts: Sequence[Sequence[int]], seed: int, reporter: Reporter) -> list[Tensor]:
     """Read prompts and keep queries after RoPE, drawn at random, the same tokens in all heads.
 
     Args:
@@ -50,9 +48,7 @@ def sample_queries(
     per_prompt = -(-QUERIES // max(1, len(prompts)))
 
     def record_queries(forward_pass: Forward, layer: RaggedLayer, step: Step) -> None:
-        layer_samples[step.index].append(
-            step.query[0][:, columns.to(step.query.device)].float().cpu()
-        )
+        layer_samples[step.index].append(step.query[0][:, columns.to(step.query.device)].float().cpu())
 
     with engine(model, record_queries):
         for prompt_index, prompt_ids in enumerate(prompts):
@@ -88,9 +84,7 @@ def filters_of(queries: Tensor, kv_heads: int) -> Tensor:
 
 
 @torch.no_grad()
-def query_moments(
-    model: nn.Module, prompts: Sequence[Sequence[int]], reporter: Reporter
-) -> tuple[Tensor, Tensor, int]:
+def query_moments(model: nn.Module, prompts: Sequence[Sequence[int]], reporter: Reporter) -> tuple[Tensor, Tensor, int]:
     """Mean and covariance of the queries before RoPE, over all tokens behind the first four.
 
     Args:
@@ -121,22 +115,14 @@ def query_moments(
     query_count = sum(max(0, len(prompt_ids) - FIRST) for prompt_ids in prompts)
     if query_count < 2:
         raise UserError(
-            f"mean and covariance need two queries behind the first {FIRST} tokens of a prompt; "
-            "use longer prompts"
+            f"mean and covariance need two queries behind the first {FIRST} tokens of a prompt; use longer prompts"
         )
     with engine(model, record_moments):
         for prompt_ids in prompts:
             prefix = Prefix(model, ())
             prefix.extend(torch.tensor([prompt_ids], device=prefix.device))
             reporter.advance()
-    query_mean = (
-        torch.stack([layer_total for layer_total in query_sums if layer_total is not None])
-        / query_count
-    )
-    product_sums = torch.stack(
-        [layer_total for layer_total in outer_products if layer_total is not None]
-    )
-    covariance = (
-        product_sums - query_count * query_mean[..., :, None] * query_mean[..., None, :]
-    ) / (query_count - 1)
+    query_mean = torch.stack([layer_total for layer_total in query_sums if layer_total is not None]) / query_count
+    product_sums = torch.stack([layer_total for layer_total in outer_products if layer_total is not None])
+    covariance = (product_sums - query_count * query_mean[..., :, None] * query_mean[..., None, :]) / (query_count - 1)
     return query_mean.float(), covariance.float(), query_count

@@ -39,9 +39,7 @@ def main() -> None:
     for model in parsed_args.models or SHIPPED:
         options = {**QUERY_SETTINGS[model], "seed": 0, "device": "cpu"}
         for summary in (FILTERS, STATISTICS):
-            tensors, notes = measure_queries(
-                summary, model, options, reporter(Console(stderr=True))
-            )
+            tensors, notes = measure_queries(summary, model, options, reporter(Console(stderr=True)))
             artifacts = summary.artifacts
             folder = artifacts.shipped / artifacts.pattern.format(model=shipped_name(model))
             if summary is STATISTICS:  # a matrix for every head
@@ -53,9 +51,7 @@ def main() -> None:
         kind, settings = SHIPPED[model]
         options = {**settings, "seed": 0, "device": "cpu"}
         profile = measure_profile(model, kind, options, reporter(Console(stderr=True)))
-        profile_path = PROFILES.shipped / PROFILES.pattern.format(
-            model=shipped_name(model), kind=kind
-        )
+        profile_path = PROFILES.shipped / PROFILES.pattern.format(model=shipped_name(model), kind=kind)
         profile.save(profile_path)
         print(f"wrote {profile_path}\n{describe(profile)}")
 

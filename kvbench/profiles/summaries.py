@@ -90,9 +90,7 @@ class QuerySummary:
             UserError: The file cannot be written.
         """
         metadata = {"format": "pt", "kvbench": json.dumps(asdict(notes))}
-        serialised = save(
-            {tensor_name: tensors[tensor_name].contiguous() for tensor_name in self.axes}, metadata
-        )
+        serialised = save({tensor_name: tensors[tensor_name].contiguous() for tensor_name in self.axes}, metadata)
         write_whole(folder / WEIGHTS, serialised)
 
     def read(self, folder: Path) -> tuple[Tensors, SummaryNotes]:
@@ -106,19 +104,14 @@ class QuerySummary:
             with safe_open(path, "pt") as handle:
                 metadata = handle.metadata() or {}
                 stored_names = set(handle.keys()) & set(self.axes)
-                tensors = {
-                    tensor_name: handle.get_tensor(tensor_name).float()
-                    for tensor_name in stored_names
-                }
+                tensors = {tensor_name: handle.get_tensor(tensor_name).float() for tensor_name in stored_names}
         except OSError as error:
             raise cannot("read", path, error) from None
         except SafetensorError as error:
             raise UserError(f"{path} is damaged: {error}") from None
         for tensor_name, axis_count in self.axes.items():
             if tensor_name not in tensors or tensors[tensor_name].dim() != axis_count:
-                raise UserError(
-                    f"{path} holds no {self.noun}: no tensor {tensor_name} of {axis_count} axes"
-                )
+                raise UserError(f"{path} holds no {self.noun}: no tensor {tensor_name} of {axis_count} axes")
             if not bool(tensors[tensor_name].isfinite().all()):
                 raise UserError(f"{path} holds no {self.noun}: a number is not finite")
         try:
@@ -178,9 +171,7 @@ class QuerySummary:
 FILTERS = QuerySummary("Q-filters", "filters", "qfilters", {"q_filters": 3})
 """`q_filters`, `[L, H, d]`: one direction for every KV head (arXiv 2503.02812)."""
 
-STATISTICS = QuerySummary(
-    "query statistics", "statistics", "queries", {"query_mean": 3, "query_cov": 4}
-)
+STATISTICS = QuerySummary("query statistics", "statistics", "queries", {"query_mean": 3, "query_cov": 4})
 """Queries before RoPE: `query_mean`, `[L, H_q, d]`, and `query_cov`, `[L, H_q, d, d]`.
 
 The names are those of kvpress, which computes them for ExpectedAttention (arXiv 2510.00636).

@@ -25,8 +25,7 @@ STOP = "."
 COMMA = ","
 
 _NAMED = (
-    f"{PAD} {BOS} {EOS} {UNK} {QUESTION} {STOP} {COMMA} : note let each follow item list copy "
-    "common top user begin end"
+    f"{PAD} {BOS} {EOS} {UNK} {QUESTION} {STOP} {COMMA} : note let each follow item list copy common top user begin end"
 ).split()
 _SIZE = 1024
 _FIRST_NUMERAL = 64

@@ -20,9 +20,7 @@ class WordPool:
     def __init__(self, rng: np.random.Generator, noise: float = 0.12) -> None:
         self.rng = rng
         self._noise = noise
-        self._unused = [
-            grammar.WORDS[word_index] for word_index in rng.permutation(len(grammar.WORDS))
-        ]
+        self._unused = [grammar.WORDS[word_index] for word_index in rng.permutation(len(grammar.WORDS))]
 
     def reserve(self, word_count: int) -> list[str]:
         """Return `word_count` words that no later draw returns.
@@ -64,9 +62,7 @@ class WordPool:
         lengths = self.rng.integers(*_SENTENCE, size=word_count // _SENTENCE[0] + 1).tolist()
         while position < word_count:
             sentence_words = (
-                repeated_words
-                if is_noise
-                else grammar.sentence(random_words[position : position + lengths.pop()])
+                repeated_words if is_noise else grammar.sentence(random_words[position : position + lengths.pop()])
             )
             sentence_words = sentence_words[: word_count - position]
             sentences.append(sentence_words)
@@ -89,9 +85,7 @@ def interleave(word_pool: WordPool, statements: list[Statement], word_limit: int
         raise ValueError("the statements do not fit")
     sentences = word_pool.filler(filler_count)
     ordered = sorted(statements, key=lambda statement: statement[0])
-    insert_points = np.sort(
-        word_pool.rng.integers(0, len(sentences) + 1, size=len(ordered))
-    ).tolist()
+    insert_points = np.sort(word_pool.rng.integers(0, len(sentences) + 1, size=len(ordered))).tolist()
     context: list[str] = []
     for slice_start, slice_end, (_, statement_words) in zip(
         [0, *insert_points], [*insert_points, len(sentences)], [*ordered, (0.0, [])], strict=True

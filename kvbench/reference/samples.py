@@ -54,7 +54,7 @@ class Knobs:
 
 
 @dataclasses.dataclass
-class Question:
+class NeedleQuestion:
     """A question and its answer.
 
     Attributes:
@@ -81,10 +81,10 @@ class Sample:
         parts: Questions, and the words of the context before them, in order.
     """
 
-    parts: list[list[str] | Question]
+    parts: list[list[str] | NeedleQuestion]
 
 
-Content = tuple[list[Statement], list[Question]]
+Content = tuple[list[Statement], list[NeedleQuestion]]
 """Statements of a context, and questions about them."""
 
 
@@ -97,7 +97,7 @@ def facts(word_pool: WordPool, keys: Sequence[list[str]], value_size: int) -> Co
     for fact_key in keys:
         fact_value = word_pool.free(value_size)
         statements.append((generator.random(), grammar.needle(fact_key, fact_value)))
-        questions.append(Question(task_name, grammar.ask(fact_key), grammar.answer([fact_value])))
+        questions.append(NeedleQuestion(task_name, grammar.ask(fact_key), grammar.answer([fact_value])))
     return statements, questions
 
 
@@ -108,11 +108,7 @@ def _single(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
 def _multikey(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
     # From RULER's four needles in an essay to a haystack of nothing but needles.
     max_count = min(400, word_limit // 6)
-    needle_count = (
-        max_count
-        if word_pool.rng.random() < difficulty.full
-        else word_pool.log_between(3, max_count)
-    )
+    needle_count = max_count if word_pool.rng.random() < difficulty.full else word_pool.log_between(3, max_count)
     return facts(word_pool, [[needle_key] for needle_key in word_pool.reserve(needle_count)], 2)
 
 
@@ -123,9 +119,7 @@ def _uuid(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
         if word_pool.rng.random() < difficulty.full + 0.05
         else word_pool.log_between(difficulty.fewest, max_count)
     )
-    key_words = word_pool.reserve(
-        min(300, word_pool.between(int(pair_count**0.5) + 2, 2 * pair_count + 2))
-    )
+    key_words = word_pool.reserve(min(300, word_pool.between(int(pair_count**0.5) + 2, 2 * pair_count + 2)))
     key_pairs = {
         tuple(key_words[word_index] for word_index in key_pair)
         for key_pair in word_pool.rng.integers(0, len(key_words), size=(pair_count, 2)).tolist()
@@ -139,9 +133,7 @@ def _multivalue(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Cont
     single_count = word_pool.between(0, min(8, word_limit // 64))
     plural_count = word_pool.log_between(1, max_plural)
     needle_keys = word_pool.reserve(single_count + plural_count)
-    statements, questions = facts(
-        word_pool, [[needle_key] for needle_key in needle_keys[:single_count]], 2
-    )
+    statements, questions = facts(word_pool, [[needle_key] for needle_key in needle_keys[:single_count]], 2)
     for question in questions:
         question.task = "multikey"
     for needle_key in needle_keys[single_count:]:
@@ -152,9 +144,7 @@ def _multivalue(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Cont
             for statement_time, key_value in zip(statement_times, key_values, strict=True)
         ]
         # Question them first, because the last questions may not fit.
-        questions.insert(
-            0, Question("multivalue", grammar.ask([needle_key]), grammar.answer(key_values))
-        )
+        questions.insert(0, NeedleQuestion("multivalue", grammar.ask([needle_key]), grammar.answer(key_values)))
     return statements, questions
 
 
@@ -167,10 +157,8 @@ def _multiquery(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Cont
     for _ in range(word_pool.between(1, 6)):
         key_indices = word_pool.rng.permutation(needle_count)[: word_pool.between(2, 6)].tolist()
         asked_keys = [needle_keys[index] for index in key_indices]
-        answer_words = grammar.answer_each(
-            asked_keys, [needle_values[index] for index in key_indices]
-        )
-        questions.append(Question("multiquery", grammar.ask_each(asked_keys), answer_words))
+        answer_words = grammar.answer_each(asked_keys, [needle_values[index] for index in key_indices])
+        questions.append(NeedleQuestion("multiquery", grammar.ask_each(asked_keys), answer_words))
     return statements, questions
 
 
@@ -178,29 +166,21 @@ def _chain(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
     generator = word_pool.rng
     statements: list[Statement] = []
     questions = []
-    is_long = (
-        difficulty.long_hops > difficulty.hops[1]
-        and word_limit >= 250
-        and generator.random() < 0.15
-    )
+    is_long = difficulty.long_hops > difficulty.hops[1] and word_limit >= 250 and generator.random() < 0.15
     chain_count = 1 if is_long else word_pool.between(1, min(4, word_limit // 30))
     for _ in range(chain_count):
-        min_hops, max_hops = (
-            (8, min(difficulty.long_hops, word_limit // 8)) if is_long else difficulty.hops
-        )
+        min_hops, max_hops = (8, min(difficulty.long_hops, word_limit // 8)) if is_long else difficulty.hops
         hop_count = word_pool.between(min_hops, min(max_hops, word_limit // (5 * chain_count) - 1))
         variables = word_pool.reserve(hop_count + 2)
         statement_times = np.sort(generator.random(hop_count + 1)).tolist()
         statements += [
             (statement_time, grammar.assign(source, variable))
-            for statement_time, source, variable in zip(
-                statement_times, variables[:-1], variables[1:], strict=True
-            )
+            for statement_time, source, variable in zip(statement_times, variables[:-1], variables[1:], strict=True)
         ]
         # A question about a variable midway asks for the variables after it.
         question_starts = sorted({0, *(word_pool.between(0, hop_count) for _ in range(3))})
         questions += [
-            Question(
+            NeedleQuestion(
                 "vt",
                 grammar.ask_chain(variables[start]),
                 grammar.answer_words(variables[start + 1 :]),
@@ -217,7 +197,7 @@ def _list(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
         (word_pool.rng.random(), grammar.item(number, entry_value))
         for number, entry_value in enumerate(entry_values, 1)
     ]
-    return statements, [Question("list", grammar.ask_list(), grammar.answer_list(entry_values))]
+    return statements, [NeedleQuestion("list", grammar.ask_list(), grammar.answer_list(entry_values))]
 
 
 def _copy(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
@@ -226,7 +206,7 @@ def _copy(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
     passage_words = word_pool.reserve(word_count)
     if word_pool.rng.random() < 0.5:
         word_pool.release(passage_words)  # they may also occur in the filler
-    question = Question("copy", grammar.ask_copy(), grammar.answer_words(passage_words))
+    question = NeedleQuestion("copy", grammar.ask_copy(), grammar.answer_words(passage_words))
     return [(word_pool.rng.random(), grammar.passage(passage_words))], [question]
 
 
@@ -234,11 +214,9 @@ def _mixed(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
     task_builders = (_multikey, _multivalue, _multiquery, _chain, _uuid)
     task_indices = word_pool.rng.permutation(len(task_builders))[: word_pool.between(2, 3)]
     statements: list[Statement] = []
-    questions: list[Question] = []
+    questions: list[NeedleQuestion] = []
     for task_index in task_indices:
-        task_content = task_builders[task_index](
-            word_pool, word_limit // (len(task_indices) + 1), difficulty
-        )
+        task_content = task_builders[task_index](word_pool, word_limit // (len(task_indices) + 1), difficulty)
         statements += task_content[0]
         questions += task_content[1]
     return statements, questions
@@ -254,19 +232,15 @@ def _from_content(make_content: Callable[[WordPool, int, Knobs], Content]) -> Ca
         if make_content is not _multivalue:
             questions = [questions[index] for index in generator.permutation(len(questions))]
         word_limit = length - 1 - sum(len(statement_words) for _, statement_words in statements)
-        fitting_questions: list[list[str] | Question] = []
+        fitting_questions: list[list[str] | NeedleQuestion] = []
         for question in questions[: difficulty.questions]:
             if len(question) <= word_limit:
                 fitting_questions.append(question)
                 word_limit -= len(question)
         if not fitting_questions:
             raise ValueError("no question fits")
-        context_size = (
-            length - 1 - sum(len(fitting_question) for fitting_question in fitting_questions)
-        )
-        return Sample(
-            [[grammar.BOS, *interleave(word_pool, statements, context_size)], *fitting_questions]
-        )
+        context_size = length - 1 - sum(len(fitting_question) for fitting_question in fitting_questions)
+        return Sample([[grammar.BOS, *interleave(word_pool, statements, context_size)], *fitting_questions])
 
     return make_sample
 
@@ -279,8 +253,8 @@ def _dialogue(generator: np.random.Generator, length: int, difficulty: Knobs) ->
     turn_keys = [word_pool.reserve(facts_per_turn) for _ in range(turn_count)]
     filler_shares = generator.dirichlet(np.full(turn_count, 3.0))
     word_limit = length - 1 - turn_count * (1 + 5 + 5 * facts_per_turn)
-    sample_parts: list[list[str] | Question] = [[grammar.BOS]]
-    open_questions: list[Question] = []
+    sample_parts: list[list[str] | NeedleQuestion] = [[grammar.BOS]]
+    open_questions: list[NeedleQuestion] = []
     for new_keys, filler_share in zip(turn_keys, filler_shares, strict=True):
         statements, questions = facts(word_pool, [[fact_key] for fact_key in new_keys], 2)
         open_questions += questions
@@ -294,13 +268,13 @@ def _dialogue(generator: np.random.Generator, length: int, difficulty: Knobs) ->
 def _repeat(generator: np.random.Generator, length: int, difficulty: Knobs) -> Sample:
     """Return a repeated sequence of random words, from which induction heads form."""
     period = int(generator.integers(4, max(5, length // 2)))
-    period_words = [
-        grammar.WORDS[word_index]
-        for word_index in generator.integers(0, len(grammar.WORDS), size=period)
-    ]
+    period_words = [grammar.WORDS[word_index] for word_index in generator.integers(0, len(grammar.WORDS), size=period)]
     repeated_words = (period_words * (length // period + 1))[: length - 3 - period]
     return Sample(
-        [[grammar.BOS, *period_words], Question("repeat", repeated_words[:1], repeated_words[1:])]
+        [
+            [grammar.BOS, *period_words],
+            NeedleQuestion("repeat", repeated_words[:1], repeated_words[1:]),
+        ]
     )
 
 
@@ -315,13 +289,9 @@ def _common(generator: np.random.Generator, length: int, difficulty: Knobs) -> S
     rare_words = word_pool.reserve(min(440, -(-rare_size // rare_repeats)))
     if len(rare_words) * (repeats - 1) < rare_size:
         raise ValueError("too little room for ten common words")
-    word_bag = (rare_words * (rare_size // len(rare_words) + 1))[
-        :rare_size
-    ] + common_words * repeats
+    word_bag = (rare_words * (rare_size // len(rare_words) + 1))[:rare_size] + common_words * repeats
     shuffled_words = [word_bag[word_index] for word_index in generator.permutation(len(word_bag))]
-    question = Question(
-        "cwe", grammar.ask_common(), grammar.answer_words(common_words), any_order=True
-    )
+    question = NeedleQuestion("cwe", grammar.ask_common(), grammar.answer_words(common_words), any_order=True)
     return Sample([[grammar.BOS, *shuffled_words], question])
 
 
@@ -340,12 +310,10 @@ def _frequent(generator: np.random.Generator, length: int, difficulty: Knobs) ->
         raise ValueError("no clear order in so little room")
     ranked_words = word_pool.reserve(len(word_counts))
     word_bag = [
-        ranked_word
-        for ranked_word, count in zip(ranked_words, word_counts.tolist(), strict=True)
-        for _ in range(count)
+        ranked_word for ranked_word, count in zip(ranked_words, word_counts.tolist(), strict=True) for _ in range(count)
     ]
     shuffled_words = [word_bag[word_index] for word_index in generator.permutation(len(word_bag))]
-    question = Question("fwe", grammar.ask_top(), grammar.answer_words(ranked_words[:_TOP]))
+    question = NeedleQuestion("fwe", grammar.ask_top(), grammar.answer_words(ranked_words[:_TOP]))
     return Sample([[grammar.BOS, *shuffled_words], question])
 
 

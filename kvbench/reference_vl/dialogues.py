@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.reference_vl.pictures import EMPTY, Picture
-from kvbench.reference_vl.questions import KINDS, Question, Scene, cell_word, image_words
+from kvbench.reference_vl.questions import KINDS, PictureQuestion, Scene, cell_word, image_words
 from kvbench.reference_vl.words import COLOURS, FILLER, NAMES, SHAPES, TAGS
 
 _ATTEMPTS = 20
@@ -29,7 +29,7 @@ Part = str | Picture
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class DialogueSettings:
     """What samples look like; pairs are inclusive ranges.
 
     Attributes:
@@ -64,15 +64,15 @@ class Turn:
     """What the user shows and says, and the questions about all that was shown so far."""
 
     parts: tuple[Part, ...]
-    questions: tuple[Question, ...]
+    questions: tuple[PictureQuestion, ...]
 
 
-Exchange = tuple[tuple[Part, ...], Question]
+Exchange = tuple[tuple[Part, ...], PictureQuestion]
 """One message of the user (parts, then the question) and the answer to it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class DialogueSample:
     """The turns of a dialogue; `vqa` has one."""
 
     turns: tuple[Turn, ...]
@@ -87,7 +87,7 @@ class Sample:
 
     def asked(self, turn: int, question: int = 0) -> list[Exchange]:
         """Return the dialogue up to one question, without the other questions of its turn."""
-        earlier_exchanges = Sample(self.turns[:turn]).exchanges()
+        earlier_exchanges = DialogueSample(self.turns[:turn]).exchanges()
         return [*earlier_exchanges, (self.turns[turn].parts, self.turns[turn].questions[question])]
 
 
@@ -110,9 +110,7 @@ def messages(exchanges: list[Exchange]) -> list[dict[str, Any]]:
     chat_messages: list[dict[str, Any]] = []
     for message_parts, question in exchanges:
         content = [
-            {"type": "image"}
-            if isinstance(message_part, Picture)
-            else {"type": "text", "text": message_part}
+            {"type": "image"} if isinstance(message_part, Picture) else {"type": "text", "text": message_part}
             for message_part in message_parts
         ]
         content.append({"type": "text", "text": " ".join(question.words)})
@@ -121,14 +119,14 @@ def messages(exchanges: list[Exchange]) -> list[dict[str, Any]]:
     return chat_messages[:-1]
 
 
-def vqa(settings: Settings, seed: int, index: int) -> Sample:
+def vqa(settings: DialogueSettings, seed: int, index: int) -> DialogueSample:
     """Return sample `index` of `shapes_vqa`: all pictures, then questions that are asked apart."""
     generator = np.random.default_rng([seed, index, 0])
     turn_maker = _Maker(settings, generator, (seed, index, 0))
-    return Sample((turn_maker.turn(turn_maker.count, 1.0),))
+    return DialogueSample((turn_maker.turn(turn_maker.count, 1.0),))
 
 
-def dialogue(settings: Settings, seed: int, index: int) -> Sample:
+def dialogue(settings: DialogueSettings, seed: int, index: int) -> DialogueSample:
     """Return sample `index` of `shapes_dialogue`: several turns with pictures in the first ones."""
     generator = np.random.default_rng([seed, index, 1])
     turn_maker = _Maker(settings, generator, (seed, index, 1))
@@ -138,7 +136,7 @@ def dialogue(settings: Settings, seed: int, index: int) -> Sample:
     for _ in range(turn_maker.count - first_count):
         arrivals[int(generator.integers(1, turn_count)) if turn_count > 1 else 0] += 1
     filler_shares = generator.dirichlet([2.0] + [0.7] * (turn_count - 1))
-    return Sample(
+    return DialogueSample(
         tuple(
             turn_maker.turn(picture_count, float(filler_share))
             for picture_count, filler_share in zip(arrivals, filler_shares, strict=True)
@@ -149,17 +147,13 @@ def dialogue(settings: Settings, seed: int, index: int) -> Sample:
 class _Maker:
     """Makes the turns of one sample in order."""
 
-    def __init__(
-        self, settings: Settings, generator: np.random.Generator, seed: tuple[int, ...]
-    ) -> None:
+    def __init__(self, settings: DialogueSettings, generator: np.random.Generator, seed: tuple[int, ...]) -> None:
         self.settings = settings
         self.rng = generator
         self.seed = seed
         self.count = int(generator.integers(settings.images[0], settings.images[1] + 1))
         picture_names = list(range(1, len(NAMES) + 1))
-        self.names = (
-            generator.permutation(picture_names).tolist() if settings.shuffled else picture_names
-        )
+        self.names = generator.permutation(picture_names).tolist() if settings.shuffled else picture_names
         self.words = int(generator.integers(settings.filler[0], settings.filler[1] + 1))
         self.tags = [TAGS[tag_index] for tag_index in generator.permutation(len(TAGS))]
         self.asked: set[tuple[str, ...]] = set()
@@ -172,22 +166,14 @@ class _Maker:
         for _ in range(new_pictures):
             statements.append(self._show())
         # Notes and hints can also come later than their picture, as in a real dialogue.
-        late_hints = (
-            [self._late_hint() for _ in range(int(generator.random() < 0.4))]
-            if scene.pictures
-            else []
-        )
+        late_hints = [self._late_hint() for _ in range(int(generator.random() < 0.4))] if scene.pictures else []
         statements += [[hint_text] for hint_text in late_hints if hint_text]
         filler_count = round(self.words * filler_share)
         insert_points = np.sort(generator.integers(0, filler_count + 1, len(statements))).tolist()
-        filler_words = [
-            FILLER[word_index] for word_index in generator.integers(0, len(FILLER), filler_count)
-        ]
+        filler_words = [FILLER[word_index] for word_index in generator.integers(0, len(FILLER), filler_count)]
         turn_parts: list[Part] = []
         slice_start = 0
-        for insert_point, statement in zip(
-            [*insert_points, filler_count], [*statements, []], strict=True
-        ):
+        for insert_point, statement in zip([*insert_points, filler_count], [*statements, []], strict=True):
             _add(turn_parts, " ".join(filler_words[slice_start:insert_point]))
             slice_start = insert_point
             for statement_part in statement:
@@ -217,9 +203,7 @@ class _Maker:
             for picture_index, picture in enumerate(self.scene.pictures)
             for cell in picture.full()
         ]
-        return (
-            self._hint(*full_cells[int(self.rng.integers(len(full_cells)))]) if full_cells else ""
-        )
+        return self._hint(*full_cells[int(self.rng.integers(len(full_cells)))]) if full_cells else ""
 
     def _hint(self, picture_index: int, cell: int) -> str:
         picture = self.scene.pictures[picture_index]
@@ -242,8 +226,7 @@ class _Maker:
             kept_mask = generator.random(cell_count) < fill_rate
             kept_mask[int(generator.integers(cell_count))] = True
             objects = [
-                object_code if is_kept else EMPTY
-                for object_code, is_kept in zip(objects, kept_mask, strict=True)
+                object_code if is_kept else EMPTY for object_code, is_kept in zip(objects, kept_mask, strict=True)
             ]
             if earlier_pictures and generator.random() < 0.4:
                 self._copy(
@@ -257,8 +240,7 @@ class _Maker:
             side_length,
             tuple(objects),
             tuple(
-                is_large and object_code != EMPTY
-                for is_large, object_code in zip(large_flags, objects, strict=True)
+                is_large and object_code != EMPTY for is_large, object_code in zip(large_flags, objects, strict=True)
             ),
             (*self.seed, picture_index),
         )
@@ -278,7 +260,7 @@ class _Maker:
                 shape = source.shape(cell)
             objects[position] = colour * len(SHAPES) + shape
 
-    def _ask(self) -> Question:
+    def _ask(self) -> PictureQuestion:
         kind_weights = np.array(self.settings.kinds, dtype=np.float64)
         question_kinds = list(KINDS)
         for attempt in itertools.count():

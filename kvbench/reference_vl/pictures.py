@@ -77,17 +77,13 @@ class Picture:
 
 def draw(pictures: list[Picture], generator: np.random.Generator) -> Pixels:
     """Draw all cells of some pictures, one after the other: uint8 `[cells, CELL, CELL, 3]`."""
-    object_codes = np.array(
-        [object_code for picture in pictures for object_code in picture.objects]
-    )
+    object_codes = np.array([object_code for picture in pictures for object_code in picture.objects])
     large_flags = np.array([is_large for picture in pictures for is_large in picture.large])
-    cell_positions = np.concatenate(
-        [np.stack(np.divmod(np.arange(p.side**2), p.side), 1) for p in pictures]
-    ).astype(np.float32)
-    cell_count = len(object_codes)
-    background = np.repeat(
-        (230 + generator.uniform(-4, 4, (cell_count, 1))).astype(np.float32), 3, axis=1
+    cell_positions = np.concatenate([np.stack(np.divmod(np.arange(p.side**2), p.side), 1) for p in pictures]).astype(
+        np.float32
     )
+    cell_count = len(object_codes)
+    background = np.repeat((230 + generator.uniform(-4, 4, (cell_count, 1))).astype(np.float32), 3, axis=1)
     background[:, 0] -= _SHADE * cell_positions[:, 1]
     background[:, 2] -= _SHADE * cell_positions[:, 0]
     cell_pixels = np.broadcast_to(background[:, None, None], (cell_count, CELL, CELL, 3)).copy()
@@ -95,19 +91,13 @@ def draw(pictures: list[Picture], generator: np.random.Generator) -> Pixels:
     radii = generator.uniform(6.5, 9.5, cell_count).astype(np.float32)
     centres[large_flags] = CELL / 2
     radii[large_flags] += 4
-    object_colours = (
-        _RGB[object_codes // len(SHAPES)] + generator.normal(0, 10, (cell_count, 3))
-    ).astype(np.float32)
+    object_colours = (_RGB[object_codes // len(SHAPES)] + generator.normal(0, 10, (cell_count, 3))).astype(np.float32)
     pixel_offsets = np.arange(CELL, dtype=np.float32) + 0.5
     for shape_index in range(len(SHAPES)):
-        cell_indices = np.flatnonzero(
-            (object_codes != EMPTY) & (object_codes % len(SHAPES) == shape_index)
-        )
+        cell_indices = np.flatnonzero((object_codes != EMPTY) & (object_codes % len(SHAPES) == shape_index))
         x_offsets = pixel_offsets[None, None, :] - centres[cell_indices, 0, None, None]
         y_offsets = pixel_offsets[None, :, None] - centres[cell_indices, 1, None, None]
-        inside_mask = _inside(
-            SHAPES[shape_index], x_offsets, y_offsets, radii[cell_indices, None, None]
-        )
+        inside_mask = _inside(SHAPES[shape_index], x_offsets, y_offsets, radii[cell_indices, None, None])
         cell_pixels[cell_indices] = np.where(
             inside_mask[..., None],
             object_colours[cell_indices, None, None],
@@ -131,9 +121,7 @@ def _inside(
         return x_distance + y_distance < 1.15 * radius
     if shape == "cross":
         return (
-            ((x_distance < 0.3 * radius) | (y_distance < 0.3 * radius))
-            & (x_distance < radius)
-            & (y_distance < radius)
+            ((x_distance < 0.3 * radius) | (y_distance < 0.3 * radius)) & (x_distance < radius) & (y_distance < radius)
         )
     if shape == "triangle":
         return (dy < 0.8 * radius) & (x_distance < (dy + radius) * 0.55)

@@ -27,7 +27,7 @@ _HINTED, _LARGE = 0.5, 0.4
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
+class PictureQuestion:
     """A question and its answer.
 
     Attributes:
@@ -70,9 +70,7 @@ def cell_word(shape_picture: Picture, cell: int) -> str:
     return CELLS[4 * row + column]
 
 
-def image_words(
-    number: int, generator: np.random.Generator, ordinals: float = 0.0
-) -> tuple[str, str]:
+def image_words(number: int, generator: np.random.Generator, ordinals: float = 0.0) -> tuple[str, str]:
     """Return what the text calls a picture: "image 2", or "second image" at times."""
     if ordinals and generator.random() < ordinals:
         return ORDINALS[number - 1], "image"
@@ -88,22 +86,18 @@ def _salient(scene: Scene, generator: np.random.Generator) -> tuple[int, int] | 
     if scene.hints and generator.random() < _HINTED:
         return _pick(generator, scene.hints)
     full_cells = [
-        (picture_index, cell)
-        for picture_index, picture in enumerate(scene.pictures)
-        for cell in picture.full()
+        (picture_index, cell) for picture_index, picture in enumerate(scene.pictures) for cell in picture.full()
     ]
     large_cells = [
-        (picture_index, cell)
-        for picture_index, cell in full_cells
-        if scene.pictures[picture_index].large[cell]
+        (picture_index, cell) for picture_index, cell in full_cells if scene.pictures[picture_index].large[cell]
     ]
     if large_cells and generator.random() < _LARGE:
         return _pick(generator, large_cells)
     return _pick(generator, full_cells) if full_cells else None
 
 
-def _cell(attribute: str) -> Callable[[Scene, np.random.Generator], Question | None]:
-    def make_question(scene: Scene, generator: np.random.Generator) -> Question | None:
+def _cell(attribute: str) -> Callable[[Scene, np.random.Generator], PictureQuestion | None]:
+    def make_question(scene: Scene, generator: np.random.Generator) -> PictureQuestion | None:
         position = _salient(scene, generator)
         if position is None:
             return None
@@ -111,7 +105,7 @@ def _cell(attribute: str) -> Callable[[Scene, np.random.Generator], Question | N
         image_phrase = image_words(picture.name, generator, scene.ordinals)
         question_words = (attribute, *image_phrase, cell_word(picture, cell))
         answer_word = _attribute(picture, cell, attribute)
-        return Question(attribute, question_words, answer_word, (position,), picture.name)
+        return PictureQuestion(attribute, question_words, answer_word, (position,), picture.name)
 
     return make_question
 
@@ -120,23 +114,19 @@ def _attribute(picture: Picture, cell: int, attribute: str) -> str:
     return COLOURS[picture.colour(cell)] if attribute == "colour" else SHAPES[picture.shape(cell)]
 
 
-def _only(scene: Scene, generator: np.random.Generator) -> Question | None:
+def _only(scene: Scene, generator: np.random.Generator) -> PictureQuestion | None:
     """Ask for the colour of a shape that a picture has only once."""
     positions = []
     for picture_index, picture in enumerate(scene.pictures):
         shape_counts = Counter(picture.shape(cell) for cell in picture.full())
-        positions += [
-            (picture_index, cell)
-            for cell in picture.full()
-            if shape_counts[picture.shape(cell)] == 1
-        ]
+        positions += [(picture_index, cell) for cell in picture.full() if shape_counts[picture.shape(cell)] == 1]
     if not positions:
         return None
     picture_index, cell = _pick(generator, positions)
     picture = scene.pictures[picture_index]
     image_phrase = image_words(picture.name, generator, scene.ordinals)
     question_words = ("colour", *image_phrase, SHAPES[picture.shape(cell)])
-    return Question(
+    return PictureQuestion(
         "only",
         question_words,
         COLOURS[picture.colour(cell)],
@@ -145,7 +135,7 @@ def _only(scene: Scene, generator: np.random.Generator) -> Question | None:
     )
 
 
-def _which(scene: Scene, generator: np.random.Generator) -> Question | None:
+def _which(scene: Scene, generator: np.random.Generator) -> PictureQuestion | None:
     """Ask for the picture of an object that no other picture has."""
     object_pictures: dict[int, set[int]] = {}
     for picture_index, picture in enumerate(scene.pictures):
@@ -162,10 +152,8 @@ def _which(scene: Scene, generator: np.random.Generator) -> Question | None:
     picture = scene.pictures[picture_index]
     colour, shape = divmod(object_code, len(SHAPES))
     question_words = ("which", "image", COLOURS[colour], SHAPES[shape])
-    object_cells = tuple(
-        (picture_index, cell) for cell in picture.full() if picture.objects[cell] == object_code
-    )
-    return Question("which", question_words, NAMES[picture.name - 1], object_cells)
+    object_cells = tuple((picture_index, cell) for cell in picture.full() if picture.objects[cell] == object_code)
+    return PictureQuestion("which", question_words, NAMES[picture.name - 1], object_cells)
 
 
 def _matching(picture: Picture, attribute_word: str) -> list[int]:
@@ -175,14 +163,12 @@ def _matching(picture: Picture, attribute_word: str) -> list[int]:
     return [cell for cell in picture.full() if SHAPES[picture.shape(cell)] == attribute_word]
 
 
-def _count(scene: Scene, generator: np.random.Generator) -> Question | None:
+def _count(scene: Scene, generator: np.random.Generator) -> PictureQuestion | None:
     """Ask how often a picture has a colour or shape; rare counts are drawn as often as others."""
     by_count: dict[int, list[tuple[int, str]]] = {}
     for picture_index, picture in enumerate(scene.pictures):
         picture_objects = [object_code for object_code in picture.objects if object_code != EMPTY]
-        colour_counts = Counter(
-            COLOURS[object_code // len(SHAPES)] for object_code in picture_objects
-        )
+        colour_counts = Counter(COLOURS[object_code // len(SHAPES)] for object_code in picture_objects)
         shape_counts = Counter(SHAPES[object_code % len(SHAPES)] for object_code in picture_objects)
         for word in (*COLOURS, *SHAPES):
             count = colour_counts[word] + shape_counts[word]
@@ -196,10 +182,10 @@ def _count(scene: Scene, generator: np.random.Generator) -> Question | None:
     image_phrase = image_words(picture.name, generator, scene.ordinals)
     counted_cells = tuple((picture_index, cell) for cell in _matching(picture, word))
     question_words = ("count", *image_phrase, word)
-    return Question("count", question_words, COUNTS[count], counted_cells, picture.name)
+    return PictureQuestion("count", question_words, COUNTS[count], counted_cells, picture.name)
 
 
-def _more(scene: Scene, generator: np.random.Generator) -> Question | None:
+def _more(scene: Scene, generator: np.random.Generator) -> PictureQuestion | None:
     """Ask which of two pictures has more of a colour or shape."""
     if len(scene.pictures) < 2:
         return None
@@ -207,26 +193,21 @@ def _more(scene: Scene, generator: np.random.Generator) -> Question | None:
         attribute_word = _pick(generator, (*COLOURS, *SHAPES))
         first_index, second_index = generator.permutation(len(scene.pictures))[:2].tolist()
         first_cells, second_cells = (
-            _matching(scene.pictures[picture_index], attribute_word)
-            for picture_index in (first_index, second_index)
+            _matching(scene.pictures[picture_index], attribute_word) for picture_index in (first_index, second_index)
         )
         # Most pairs would have none of it in one picture; look for a real comparison first.
-        is_comparable = (
-            first_cells and second_cells if attempt < 12 else first_cells or second_cells
-        )
+        is_comparable = first_cells and second_cells if attempt < 12 else first_cells or second_cells
         if len(first_cells) == len(second_cells) or not is_comparable:
             continue
         compared = scene.pictures[first_index], scene.pictures[second_index]
-        image_phrases = [
-            image_words(picture.name, generator, scene.ordinals) for picture in compared
-        ]
+        image_phrases = [image_words(picture.name, generator, scene.ordinals) for picture in compared]
         question_words = ("more", *image_phrases[0], *image_phrases[1], attribute_word)
         answer_word = NAMES[compared[len(second_cells) > len(first_cells)].name - 1]
         relevant_cells = (
             *((first_index, cell) for cell in first_cells),
             *((second_index, cell) for cell in second_cells),
         )
-        return Question(
+        return PictureQuestion(
             "more",
             question_words,
             answer_word,
@@ -236,7 +217,7 @@ def _more(scene: Scene, generator: np.random.Generator) -> Question | None:
     return None
 
 
-def _same(scene: Scene, generator: np.random.Generator) -> Question | None:
+def _same(scene: Scene, generator: np.random.Generator) -> PictureQuestion | None:
     """Ask whether two pictures have the same colour, or the same shape, in one cell."""
     attribute = _pick(generator, ("colour", "shape"))
     expects_same = bool(generator.random() < 0.5)
@@ -244,9 +225,7 @@ def _same(scene: Scene, generator: np.random.Generator) -> Question | None:
     for index, picture in enumerate(scene.pictures):
         for cell in picture.full():
             cell_name = cell_word(picture, cell)
-            cells_by_word.setdefault(cell_name, []).append(
-                (index, cell, _attribute(picture, cell, attribute))
-            )
+            cells_by_word.setdefault(cell_name, []).append((index, cell, _attribute(picture, cell, attribute)))
     cell_pairs = [
         (cell_name, left_cell, right_cell)
         for cell_name, positions in cells_by_word.items()
@@ -259,13 +238,12 @@ def _same(scene: Scene, generator: np.random.Generator) -> Question | None:
     cell_name, *positions = _pick(generator, cell_pairs)
     first_cell, second_cell = (positions[int(index)] for index in generator.permutation(2))
     image_phrases = [
-        image_words(scene.pictures[index].name, generator, scene.ordinals)
-        for index in (first_cell[0], second_cell[0])
+        image_words(scene.pictures[index].name, generator, scene.ordinals) for index in (first_cell[0], second_cell[0])
     ]
     question_words = ("same", attribute, *image_phrases[0], *image_phrases[1], cell_name)
     answer_word = YES if expects_same else NO
     picture_indices = (first_cell[0], second_cell[0])
-    return Question(
+    return PictureQuestion(
         "same",
         question_words,
         answer_word,
@@ -274,17 +252,17 @@ def _same(scene: Scene, generator: np.random.Generator) -> Question | None:
     )
 
 
-def _note(scene: Scene, generator: np.random.Generator) -> Question | None:
+def _note(scene: Scene, generator: np.random.Generator) -> PictureQuestion | None:
     """Ask for the word that the text noted for a picture."""
     if not scene.notes:
         return None
     picture_index = _pick(generator, sorted(scene.notes))
     picture = scene.pictures[picture_index]
     question_words = ("note", *image_words(picture.name, generator, scene.ordinals))
-    return Question("note", question_words, scene.notes[picture_index], (), picture.name)
+    return PictureQuestion("note", question_words, scene.notes[picture_index], (), picture.name)
 
 
-KINDS: dict[str, Callable[[Scene, np.random.Generator], Question | None]] = {
+KINDS: dict[str, Callable[[Scene, np.random.Generator], PictureQuestion | None]] = {
     "colour": _cell("colour"),
     "shape": _cell("shape"),
     "only": _only,

@@ -12,7 +12,7 @@ import numpy as np
 from kvbench import stats
 from kvbench.errors import UserError
 from kvbench.regression import significance
-from kvbench.regression.pairs import Frames, Pair, made_differently, pair_cells
+from kvbench.regression.pairs import CellPair, Frames, made_differently, pair_cells
 
 POINT = 0.01
 LEAST_ALPHA = 1e-4
@@ -61,7 +61,7 @@ class Comparison:
         unit: Whether the task is scored in [0, 1].
     """
 
-    pair: Pair
+    pair: CellPair
     outcome: Outcome
     reason: str = ""
     before: float = math.nan
@@ -119,9 +119,7 @@ class Regression:
         return bool(self.compared) and not self.of(Outcome.NOT_COMPARED)
 
 
-def compare(
-    baseline: Frames, run: Frames, *, max_drop: float = 1.0, alpha: float = 0.05
-) -> Regression:
+def compare(baseline: Frames, run: Frames, *, max_drop: float = 1.0, alpha: float = 0.05) -> Regression:
     """Compare the cells of a run with those of a baseline that measure the same.
 
     Cells are paired by `match`, responses by sample, question and repeat, on those that both runs
@@ -147,13 +145,10 @@ def compare(
     differing_pairs = [pair for pair in shared_pairs if pair.differs]
     draw_count = max(significance.DRAWS, math.ceil(_RESOLUTION * len(differing_pairs) / alpha))
     p_values = [
-        significance.sign_p(pair.gaps[0], draws=min(draw_count, significance.MOST_DRAWS))
-        for pair in differing_pairs
+        significance.sign_p(pair.gaps[0], draws=min(draw_count, significance.MOST_DRAWS)) for pair in differing_pairs
     ]
     test_places = [pair.place for pair in differing_pairs]
-    tests_by_place = dict(
-        zip(test_places, zip(p_values, significance.holm(p_values), strict=True), strict=True)
-    )
+    tests_by_place = dict(zip(test_places, zip(p_values, significance.holm(p_values), strict=True), strict=True))
     unit_by_task = unit_tasks(shared_pairs)
     comparisons = []
     for pair in cell_pairs:
@@ -169,9 +164,7 @@ def compare(
         )
         comparisons.append(_compared(pair, test_result, max_drop, alpha, test_level, unit_scaled))
     extra_count = len(set(run[0]["match"]) - set(baseline[0]["match"]))
-    return Regression(
-        tuple(comparisons), extra_count, made_differently(baseline[0], run[0]), max_drop, alpha
-    )
+    return Regression(tuple(comparisons), extra_count, made_differently(baseline[0], run[0]), max_drop, alpha)
 
 
 def check_share(option: str, value: float, minimum: float = 0.0) -> None:
@@ -181,12 +174,10 @@ def check_share(option: str, value: float, minimum: float = 0.0) -> None:
         UserError: It is not between 0 and 1, or below the least; the message names the option.
     """
     if not (0 < value < 1 and value >= minimum):
-        raise UserError(
-            f"{option} {value:g} is out of range; use a number between {minimum:g} and 1"
-        )
+        raise UserError(f"{option} {value:g} is out of range; use a number between {minimum:g} and 1")
 
 
-def smallest_visible(pair: Pair, alpha: float, *, unit_scaled: bool) -> float:
+def smallest_visible(pair: CellPair, alpha: float, *, unit_scaled: bool) -> float:
     """The smallest drop that a pair's samples show as significant, wherever it strikes.
 
     A drop is hardest to see where it strikes few contexts: a test needs a number of contexts that
@@ -206,11 +197,7 @@ def smallest_visible(pair: Pair, alpha: float, *, unit_scaled: bool) -> float:
     context_totals, context_sizes = pair.gaps
     least_contexts = significance.least_contexts(alpha)
     z_score = stats.normal_quantile(1 - alpha / 2)
-    noise_drop = (
-        z_score * stats.clustered_se(context_totals, context_sizes)
-        if len(context_sizes) > 1
-        else math.nan
-    )
+    noise_drop = z_score * stats.clustered_se(context_totals, context_sizes) if len(context_sizes) > 1 else math.nan
     if not unit_scaled:
         return math.inf if len(context_sizes) < least_contexts else noise_drop or math.nan
     baseline_scores = pair.shared.before
@@ -224,7 +211,7 @@ def smallest_visible(pair: Pair, alpha: float, *, unit_scaled: bool) -> float:
     return float(np.fmax(min(full_loss, losable_totals.sum() / context_sizes.sum()), noise_drop))
 
 
-def unit_tasks(cell_pairs: Sequence[Pair]) -> dict[str, bool]:
+def unit_tasks(cell_pairs: Sequence[CellPair]) -> dict[str, bool]:
     """Whether all scores of a task lie in [0, 1], by task."""
     unit_by_task: dict[str, bool] = {}
     for pair in cell_pairs:
@@ -233,7 +220,7 @@ def unit_tasks(cell_pairs: Sequence[Pair]) -> dict[str, bool]:
 
 
 def _compared(
-    pair: Pair,
+    pair: CellPair,
     test_result: tuple[float, float],
     max_drop: float,
     alpha: float,

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 from kvbench.regression.compare import Comparison, Outcome, Regression
 from kvbench.regression.show import allowance, change_text, place_text
-from kvbench.report.text import plain
+from kvbench.tables.text import plain
 
 _CHILD = {
     Outcome.FAILED: "failure",

@@ -16,7 +16,7 @@ import pandas as pd
 from kvbench import stats
 from kvbench.errors import UserError
 from kvbench.report.frames import answers, recorded, records
-from kvbench.report.samples import Samples
+from kvbench.report.sorted_samples import Samples
 
 Key: TypeAlias = tuple[str, int, int]
 """Sample, question and repeat: what two cells are paired by."""
@@ -34,7 +34,7 @@ _COMPUTED = ("model_revision", "task_version", "dtype", "device", "attention")
 
 
 @dataclass(frozen=True)
-class Place:
+class CellLabel:
     """What a cell measures, apart from the task's data."""
 
     model: str
@@ -46,7 +46,7 @@ class Place:
     seed: int
 
     @classmethod
-    def of(cls, cell_row: Mapping[str, Any]) -> Place:
+    def of(cls, cell_row: Mapping[str, Any]) -> CellLabel:
         """The place of a row of `cells.parquet`."""
         return cls(
             model=str(cell_row["model"]),
@@ -60,7 +60,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedResponses:
     """The scored responses that two cells share, in the order of the first one.
 
     Attributes:
@@ -85,7 +85,7 @@ class Shared:
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
+class CellPair:
     """A cell of the baseline and the cell of the run with the same `match`.
 
     Attributes:
@@ -97,12 +97,12 @@ class Pair:
         shared: The responses that both have.
     """
 
-    place: Place
+    place: CellLabel
     metric: str
     higher_is_better: bool
     problem: str = ""
     settled: bool = False
-    shared: Shared = Shared()
+    shared: SharedResponses = SharedResponses()
 
     @property
     def responses(self) -> int:
@@ -120,7 +120,7 @@ class Pair:
         return bool(np.any(self.gaps[0]))
 
 
-def pair_cells(baseline: Frames, run: Frames) -> list[Pair]:
+def pair_cells(baseline: Frames, run: Frames) -> list[CellPair]:
     """Pair every cell of a baseline with the cell of a run that measures the same.
 
     Cells the run has and the baseline lacks are not looked at.
@@ -142,30 +142,28 @@ def pair_cells(baseline: Frames, run: Frames) -> list[Pair]:
     for match_id, baseline_row in baseline_rows.items():
         run_row = run_rows.get(match_id)
         place, metric_facts = (
-            Place.of(baseline_row),
+            CellLabel.of(baseline_row),
             (str(baseline_row["metric"]), bool(baseline_row["higher_is_better"])),
         )
         problem = _problem(baseline_row, run_row, run_rows.values())
         if run_row is None or problem:
-            cell_pairs.append(
-                Pair(place, *metric_facts, problem, settled=baseline_row["status"] != "ok")
-            )
+            cell_pairs.append(CellPair(place, *metric_facts, problem, settled=baseline_row["status"] != "ok"))
             continue
         cell_scores = [
             _scores(cell_samples, cell_row["cell"])
             for cell_samples, cell_row in zip(sample_sets, (baseline_row, run_row), strict=True)
         ]
-        pair = Pair(place, *metric_facts, shared=_shared(*cell_scores))
+        pair = CellPair(place, *metric_facts, shared=_shared(*cell_scores))
         if changed := _changed_sample(*cell_scores):
             problem = f"the task's data differ: sample {changed} has another context"
-            pair = Pair(place, *metric_facts, problem)
+            pair = CellPair(place, *metric_facts, problem)
         elif not pair.responses:
-            pair = Pair(place, *metric_facts, "the two runs have no sample in common")
+            pair = CellPair(place, *metric_facts, "the two runs have no sample in common")
         cell_pairs.append(pair)
     return cell_pairs
 
 
-def pair_with_full(run: Frames) -> list[Pair]:
+def pair_with_full(run: Frames) -> list[CellPair]:
     """Pair every cell of a run with the full cache's cell of the same task; the full is "baseline".
 
     Args:
@@ -182,8 +180,8 @@ def pair_with_full(run: Frames) -> list[Pair]:
         if cell_row["policy"] == "full"
     }
     return [
-        Pair(
-            Place.of(cell_row),
+        CellPair(
+            CellLabel.of(cell_row),
             str(cell_row["metric"]),
             bool(cell_row["higher_is_better"]),
             shared=_shared(full_scores[_beside(cell_row)], _scores(run_samples, cell_row["cell"])),
@@ -237,23 +235,21 @@ def _made_with(cell_row: Mapping[str, Any]) -> dict[str, str]:
     settings = {setting_name: str(cell_row[setting_name]) for setting_name in _COMPUTED}
     for setting_name, setting_value in recorded(str(cell_row["versions"])).items():
         settings[setting_name] = (
-            setting_value
-            if isinstance(setting_value, str)
-            else json.dumps(setting_value, sort_keys=True)
+            setting_value if isinstance(setting_value, str) else json.dumps(setting_value, sort_keys=True)
         )
     return settings
 
 
 def _by_match(cells: pd.DataFrame, label: str) -> dict[str, dict[str, Any]]:
     row_by_match: dict[str, dict[str, Any]] = {}
-    places: set[Place] = set()
+    places: set[CellLabel] = set()
     for cell in records(cells):
-        if Place.of(cell) in places:
+        if CellLabel.of(cell) in places:
             raise UserError(
                 f"the {label} measures {cell['task']}, {cell['policy']} at {cell['budget']} twice; "
                 "compare two runs of one grid each"
             )
-        places.add(Place.of(cell))
+        places.add(CellLabel.of(cell))
         row_by_match[str(cell["match"])] = cell
     return row_by_match
 
@@ -264,9 +260,7 @@ def _scores(samples: Samples, cell_id: object) -> _Scores:
     sample_columns = [cell_samples[column_name].tolist() for column_name in COLUMNS[1:]]
     return {
         (str(sample_id), int(question_id), int(repeat)): (float(score), str(response), str(context))
-        for sample_id, question_id, repeat, score, response, context in zip(
-            *sample_columns, strict=True
-        )
+        for sample_id, question_id, repeat, score, response, context in zip(*sample_columns, strict=True)
         if math.isfinite(score)
     }
 
@@ -274,27 +268,21 @@ def _scores(samples: Samples, cell_id: object) -> _Scores:
 def _changed_sample(baseline_scores: _Scores, run_scores: _Scores) -> str:
     """A sample whose context is not the same in both cells, or an empty string."""
     changed_samples = (
-        key[0]
-        for key in baseline_scores
-        if key in run_scores and baseline_scores[key][2] != run_scores[key][2]
+        key[0] for key in baseline_scores if key in run_scores and baseline_scores[key][2] != run_scores[key][2]
     )
     return next(changed_samples, "")
 
 
-def _shared(baseline_scores: _Scores, run_scores: _Scores) -> Shared:
+def _shared(baseline_scores: _Scores, run_scores: _Scores) -> SharedResponses:
     shared_keys = [key for key in baseline_scores if key in run_scores]
     if not shared_keys:
-        return Shared()
+        return SharedResponses()
     baseline_answers, run_answers = (
         [baseline_scores[key] for key in shared_keys],
         [run_scores[key] for key in shared_keys],
     )
-    all_scores = [
-        score
-        for cell_scores in (baseline_scores, run_scores)
-        for score, _, _ in cell_scores.values()
-    ]
-    return Shared(
+    all_scores = [score for cell_scores in (baseline_scores, run_scores) for score, _, _ in cell_scores.values()]
+    return SharedResponses(
         np.array([score for score, _, _ in baseline_answers]),
         np.array([score for score, _, _ in run_answers]),
         np.unique([context for _, _, context in baseline_answers], return_inverse=True)[1],
@@ -324,15 +312,13 @@ def _problem(
     if run_row["status"] != "ok":
         return f"the run has no score: {run_row['error']}"
     if run_row["metric"] != base_row["metric"]:
-        return (
-            f"scored by {base_row['metric']} in the baseline and by {run_row['metric']} in the run"
-        )
+        return f"scored by {base_row['metric']} in the baseline and by {run_row['metric']} in the run"
     return ""
 
 
 def _why_missing(row: Mapping[str, Any], run_rows: list[Mapping[str, Any]]) -> str:
     """Why no cell of the run has the row's `match`, from the cells that are nearest to it."""
-    same_place = [other for other in run_rows if Place.of(other) == Place.of(row)]
+    same_place = [other for other in run_rows if CellLabel.of(other) == CellLabel.of(row)]
     for other in same_place:
         if other["data_hash"] != row["data_hash"]:
             return f"the task's data differ: {row['data_hash']} and {other['data_hash']}"
@@ -348,8 +334,6 @@ def _why_missing(row: Mapping[str, Any], run_rows: list[Mapping[str, Any]]) -> s
             if all(near_row[other_field] == row[other_field] for other_field in other_fields)
         ]
         if near_rows:
-            value_list = ", ".join(
-                dict.fromkeys(str(near_row[field_name]) for near_row in near_rows)
-            )
+            value_list = ", ".join(dict.fromkeys(str(near_row[field_name]) for near_row in near_rows))
             return f"not in the run, which has {field_name} {value_list} instead"
     return "not in the run"

@@ -18,7 +18,7 @@ import numpy as np
 from kvbench import stats
 from kvbench.errors import UserError, quoted
 from kvbench.regression.compare import POINT, check_share, unit_tasks
-from kvbench.regression.pairs import Frames, Pair, Place, pair_cells, pair_with_full
+from kvbench.regression.pairs import CellLabel, CellPair, Frames, pair_cells, pair_with_full
 from kvbench.regression.significance import least_contexts
 
 MOST = 10**9
@@ -47,9 +47,7 @@ class Goal:
         check_share("--power", self.power)
         check_share("--alpha", self.alpha)
         if not 1 <= self.cells <= MOST:
-            raise UserError(
-                f"--cells {quoted(self.cells)} is out of range; use a number from 1 to {MOST}"
-            )
+            raise UserError(f"--cells {quoted(self.cells)} is out of range; use a number from 1 to {MOST}")
         if not self.level / 2:
             raise UserError(f"--alpha {self.alpha:g} is too small; use a number such as 0.05")
 
@@ -60,7 +58,7 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Need:
+class SampleNeed:
     """What a cell needs, judged by the differences that it shows.
 
     Attributes:
@@ -75,7 +73,7 @@ class Need:
         seen: The smallest drop that the contexts compared see, in the task's own unit.
     """
 
-    place: Place
+    place: CellLabel
     unit: bool
     contexts: int
     samples: int
@@ -91,7 +89,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PowerPlan:
     """What assumptions need.
 
     Attributes:
@@ -111,7 +109,7 @@ class Plan:
 
 def needs(
     run: Frames, goal: Goal, baseline: Frames | None = None, cell_count: int | None = None
-) -> tuple[Goal, list[Need]]:
+) -> tuple[Goal, list[SampleNeed]]:
     """What each cell of a run needs.
 
     Args:
@@ -137,9 +135,7 @@ def needs(
     differing_count = max(1, sum(pair.differs for pair in cell_pairs))
     goal = replace(goal, cells=differing_count if cell_count is None else cell_count)
     unit_by_task = unit_tasks(cell_pairs)
-    return goal, [
-        _need(pair, goal, unit_scaled=unit_by_task[pair.place.task]) for pair in cell_pairs
-    ]
+    return goal, [_need(pair, goal, unit_scaled=unit_by_task[pair.place.task]) for pair in cell_pairs]
 
 
 def assume(
@@ -148,7 +144,7 @@ def assume(
     discordance: float | None = None,
     questions: int = 1,
     icc: float = 1.0,
-) -> Plan:
+) -> PowerPlan:
     """What a comparison of right and wrong answers needs, from assumptions.
 
     Args:
@@ -165,10 +161,7 @@ def assume(
     """
     check_share("--rate", rate)
     if not 1 <= questions <= MOST:
-        raise UserError(
-            f"--questions-per-context {quoted(questions)} is out of range; use a number from 1 to "
-            f"{MOST}"
-        )
+        raise UserError(f"--questions-per-context {quoted(questions)} is out of range; use a number from 1 to {MOST}")
     if not 0 <= icc <= 1:
         raise UserError(f"--icc {icc:g} is out of range; use a number from 0 to 1")
     score_drop = goal.drop * POINT
@@ -188,7 +181,7 @@ def assume(
     design_effect = 1 + (questions - 1) * icc
     sd = math.sqrt(max(0.0, discordance - score_drop * score_drop) * design_effect / questions)
     context_count = contexts_needed(sd, score_drop, goal, unit_scaled=True)
-    return Plan(context_count, questions, discordance, design_effect, sd)
+    return PowerPlan(context_count, questions, discordance, design_effect, sd)
 
 
 def contexts_needed(sd: float, score_drop: float, goal: Goal, *, unit_scaled: bool) -> int:
@@ -206,9 +199,9 @@ def contexts_needed(sd: float, score_drop: float, goal: Goal, *, unit_scaled: bo
     normal_bound = -stats.normal_quantile(goal.level / 2) * math.hypot(sd, score_drop)
     normal_bound += stats.normal_quantile(goal.power) * sd
     # n * score_drop >= normal_bound * sqrt(n) + step, solved for sqrt(n).
-    root_count = (
-        normal_bound + math.sqrt(normal_bound * normal_bound + 4 * score_drop * unit_scaled)
-    ) / (2 * score_drop)
+    root_count = (normal_bound + math.sqrt(normal_bound * normal_bound + 4 * score_drop * unit_scaled)) / (
+        2 * score_drop
+    )
     context_count = math.ceil(min(float(MOST), root_count * root_count))
     min_contexts = least_contexts(goal.level)
     if not unit_scaled:
@@ -220,14 +213,10 @@ def contexts_needed(sd: float, score_drop: float, goal: Goal, *, unit_scaled: bo
     return max(context_count, min_contexts)
 
 
-def _need(pair: Pair, goal: Goal, *, unit_scaled: bool) -> Need:
+def _need(pair: CellPair, goal: Goal, *, unit_scaled: bool) -> SampleNeed:
     context_totals, context_sizes = pair.gaps
     context_count = len(context_sizes)
-    sd = (
-        stats.clustered_se(context_totals, context_sizes) * math.sqrt(context_count)
-        if context_count > 1
-        else math.nan
-    )
+    sd = stats.clustered_se(context_totals, context_sizes) * math.sqrt(context_count) if context_count > 1 else math.nan
     if math.isnan(sd):
         raise UserError(
             f"{pair.place.task}, {pair.place.policy} at {pair.place.budget} has one context, which "
@@ -235,12 +224,10 @@ def _need(pair: Pair, goal: Goal, *, unit_scaled: bool) -> Need:
         )
     differences = pair.shared.after - pair.shared.before
     independent_se = float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
-    design_effect = (
-        (sd / math.sqrt(context_count) / independent_se) ** 2 if independent_se > 0 else math.nan
-    )
+    design_effect = (sd / math.sqrt(context_count) / independent_se) ** 2 if independent_se > 0 else math.nan
     score_scale = 1.0 if unit_scaled else abs(pair.shared.level)
     score_drop = goal.drop * POINT * score_scale
-    return Need(
+    return SampleNeed(
         pair.place,
         unit_scaled,
         context_count,

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from kvbench.regression.compare import POINT, Comparison, Outcome, Regression
-from kvbench.regression.pairs import Place
-from kvbench.report.numbers import Kind, number, score_kind
-from kvbench.report.outputs import markdown, markdown_text
-from kvbench.report.table import Cell, Column, Interval, Name, Phrase, Table, beside
-from kvbench.report.text import counted, tokens
+from kvbench.regression.pairs import CellLabel
+from kvbench.tables.numbers import NumberFormat, number, score_kind
+from kvbench.tables.outputs import markdown, markdown_text
+from kvbench.tables.table import Cell, Column, Interval, Name, Phrase, Table, beside
+from kvbench.tables.text import counted, tokens
 
 _MOST = 6
 """Cells that a sentence names."""
@@ -64,9 +64,7 @@ def tables(result: Regression, outcomes: Sequence[Outcome] = _CHANGED) -> list[T
     for comparison in selected_cells:
         table_key = (comparison.pair.place.model, comparison.unit, comparison.pair.higher_is_better)
         cells_by_table.setdefault(table_key, []).append(comparison)
-    return [
-        _table(result, *table_key, table_cells) for table_key, table_cells in cells_by_table.items()
-    ]
+    return [_table(result, *table_key, table_cells) for table_key, table_cells in cells_by_table.items()]
 
 
 def sentences(result: Regression) -> Iterator[Phrase]:
@@ -74,9 +72,7 @@ def sentences(result: Regression) -> Iterator[Phrase]:
     compared = result.compared
     outcome_counts = {outcome: len(result.of(outcome)) for outcome in _SAID}
     outcome_text = "; ".join(
-        f"{cell_count} {_SAID[outcome]}"
-        for outcome, cell_count in outcome_counts.items()
-        if cell_count
+        f"{cell_count} {_SAID[outcome]}" for outcome, cell_count in outcome_counts.items() if cell_count
     )
     shared_count = sum(comparison.pair.responses for comparison in compared)
     baseline_count = sum(comparison.pair.shared.known for comparison in compared)
@@ -161,12 +157,10 @@ def as_json(result: Regression, exit_code: int) -> dict[str, Any]:
     }
 
 
-def place_text(place: Place) -> str:
+def place_text(place: CellLabel) -> str:
     """A cell's policy, budget, moment, length and seed in one line."""
     moment_text = f", {place.moment}" if place.moment else ""
-    return (
-        f"{place.policy} at {place.budget}{moment_text}, {tokens(place.length)}, seed {place.seed}"
-    )
+    return f"{place.policy} at {place.budget}{moment_text}, {tokens(place.length)}, seed {place.seed}"
 
 
 def change_text(cell: Comparison) -> str:
@@ -175,7 +169,7 @@ def change_text(cell: Comparison) -> str:
     baseline, run_score = (number(score, kind) for score in (cell.before, cell.after))
     return (
         f"{baseline} -> {run_score} ({number(cell.change.mean, kind, signed=True)}, corrected p "
-        f"{number(cell.p_corrected, Kind.NUMBER)}) on {counted(cell.contexts, 'context')}"
+        f"{number(cell.p_corrected, NumberFormat.NUMBER)}) on {counted(cell.contexts, 'context')}"
     )
 
 
@@ -195,9 +189,7 @@ def _table(
     ]
     change_cells: list[Cell] = [_interval(comparison) for comparison in comparisons]
     visible_cells: list[Cell] = [
-        comparison.visible
-        if math.isfinite(comparison.visible)
-        else _NO_DROP * math.isinf(comparison.visible) or None
+        comparison.visible if math.isfinite(comparison.visible) else _NO_DROP * math.isinf(comparison.visible) or None
         for comparison in comparisons
     ]
     table_columns += [
@@ -205,23 +197,24 @@ def _table(
         (Column("run", number_kind), [comparison.after for comparison in comparisons]),
         (Column("change", number_kind, better=better_direction, signed=True), change_cells),
         (
-            Column("corrected p", Kind.NUMBER),
+            Column("corrected p", NumberFormat.NUMBER),
             [comparison.p_corrected for comparison in comparisons],
         ),
-        (Column("contexts", Kind.COUNT), [comparison.contexts for comparison in comparisons]),
+        (
+            Column("contexts", NumberFormat.COUNT),
+            [comparison.contexts for comparison in comparisons],
+        ),
         (Column("sees drops from", number_kind), visible_cells),
     ]
     table_title = (Name(model_name), "" if higher_is_better else ", lower is better")
-    return beside(
-        table_title, table_columns, groups=[comparison.outcome.value for comparison in comparisons]
-    )
+    return beside(table_title, table_columns, groups=[comparison.outcome.value for comparison in comparisons])
 
 
 _NO_DROP = "none"
 
 
 def place_columns(
-    table_places: Sequence[Place], all_places: Sequence[Place]
+    table_places: Sequence[CellLabel], all_places: Sequence[CellLabel]
 ) -> list[tuple[Column, list[Cell]]]:
     """Columns that say what cells measure.
 
@@ -233,12 +226,8 @@ def place_columns(
     for field_name in ("task", "policy", "budget", "moment", "length", "seed"):
         field_values = {getattr(place, field_name) for place in all_places} - {""}
         if field_name in ("task", "policy", "budget") or len(field_values) > 1:
-            head_column = Column(
-                field_name, align="left" if field_name in ("task", "policy") else "right"
-            )
-            table_columns.append(
-                (head_column, [Name(str(getattr(place, field_name))) for place in table_places])
-            )
+            head_column = Column(field_name, align="left" if field_name in ("task", "policy") else "right")
+            table_columns.append((head_column, [Name(str(getattr(place, field_name))) for place in table_places]))
     return table_columns
 
 
@@ -285,11 +274,7 @@ def _visible(result: Regression) -> Iterator[Phrase]:
         ]
         if coarse_drops:
             number_kind = score_kind(unit_scaled=unit)
-            ends = list(
-                dict.fromkeys(
-                    number(drop, number_kind) for drop in (min(coarse_drops), max(coarse_drops))
-                )
-            )
+            ends = list(dict.fromkeys(number(drop, number_kind) for drop in (min(coarse_drops), max(coarse_drops))))
             by_cell = ", depending on the cell," * (len(ends) > 1)
             yield (
                 f"A drop of less than {' to '.join(ends)}{' points' * unit}{by_cell} can go unseen "
@@ -321,10 +306,7 @@ def _record(comparison: Comparison) -> dict[str, Any]:
         "reason": comparison.reason,
         "contexts": comparison.contexts,
         "responses": comparison.pair.responses,
-        **{
-            field_name: value if math.isfinite(value) else None
-            for field_name, value in numbers.items()
-        },
+        **{field_name: value if math.isfinite(value) else None for field_name, value in numbers.items()},
     }
 
 
@@ -332,4 +314,4 @@ def allowance(comparison: Comparison) -> str:
     """The drop that a cell is allowed, in one word."""
     if comparison.unit:
         return points(comparison.allowed / POINT)
-    return number(comparison.allowed, Kind.NUMBER)
+    return number(comparison.allowed, NumberFormat.NUMBER)

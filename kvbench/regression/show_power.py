@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvbench.regression.power import MOST, Goal, Need, Plan
+from kvbench.regression.power import MOST, Goal, PowerPlan, SampleNeed
 from kvbench.regression.show import place_columns, points
-from kvbench.report.numbers import Kind, number, score_kind
-from kvbench.report.table import Cell, Column, Name, Phrase, Table, beside
-from kvbench.report.text import counted
+from kvbench.tables.numbers import NumberFormat, number, score_kind
+from kvbench.tables.table import Cell, Column, Name, Phrase, Table, beside
+from kvbench.tables.text import counted
 
 
-def tables(needs: Sequence[Need], goal: Goal) -> list[Table]:
+def tables(needs: Sequence[SampleNeed], goal: Goal) -> list[Table]:
     """What each cell needs, a table per model and scale of scores."""
-    needs_by_table: dict[tuple[str, bool], list[Need]] = {}
+    needs_by_table: dict[tuple[str, bool], list[SampleNeed]] = {}
     for need in needs:
         needs_by_table.setdefault((need.place.model, need.unit), []).append(need)
     return [
@@ -25,7 +25,7 @@ def tables(needs: Sequence[Need], goal: Goal) -> list[Table]:
     ]
 
 
-def sentences(needs: Sequence[Need], goal: Goal) -> Iterator[Phrase]:
+def sentences(needs: Sequence[SampleNeed], goal: Goal) -> Iterator[Phrase]:
     """What a reader must know besides the tables."""
     worst = max(needs, key=lambda need: need.needed_samples)
     if worst.needed < MOST:
@@ -42,7 +42,7 @@ def sentences(needs: Sequence[Need], goal: Goal) -> Iterator[Phrase]:
     )
 
 
-def plan_sentence(plan: Plan, goal: Goal) -> Phrase:
+def plan_sentence(plan: PowerPlan, goal: Goal) -> Phrase:
     """What assumptions need, in a sentence."""
     effect = f", design effect {plan.design_effect:g}" * (plan.questions > 1)
     question_text = f" with {plan.questions} questions each" * (plan.questions > 1)
@@ -53,12 +53,12 @@ def plan_sentence(plan: Plan, goal: Goal) -> Phrase:
     )
 
 
-def plan_json(plan: Plan, goal: Goal) -> dict[str, Any]:
+def plan_json(plan: PowerPlan, goal: Goal) -> dict[str, Any]:
     """What assumptions need, as JSON."""
     return asdict(goal) | asdict(plan)
 
 
-def needs_json(needs: Sequence[Need], goal: Goal) -> dict[str, Any]:
+def needs_json(needs: Sequence[SampleNeed], goal: Goal) -> dict[str, Any]:
     """What each cell needs, as JSON; null where a number is not finite."""
     return asdict(goal) | {
         "needed_cells": [
@@ -77,26 +77,24 @@ def needs_json(needs: Sequence[Need], goal: Goal) -> dict[str, Any]:
     }
 
 
-def _table(model_name: str, unit_scaled: bool, needs: list[Need], goal: Goal) -> Table:
+def _table(model_name: str, unit_scaled: bool, needs: list[SampleNeed], goal: Goal) -> Table:
     number_kind = score_kind(unit_scaled=unit_scaled)
     drop_cells: list[Cell] = [need.seen if math.isfinite(need.seen) else "none" for need in needs]
-    context_cells: list[Cell] = [
-        cell_need.needed if cell_need.needed < MOST else "too many" for cell_need in needs
-    ]
+    context_cells: list[Cell] = [cell_need.needed if cell_need.needed < MOST else "too many" for cell_need in needs]
     sample_cells: list[Cell] = [
         cell_need.needed_samples if cell_need.needed < MOST else "too many" for cell_need in needs
     ]
     effect_cells: list[Cell] = [_finite(need.design_effect) for need in needs]
     table_columns: list[tuple[Column, Sequence[Cell]]] = [
         *place_columns([need.place for need in needs], [need.place for need in needs]),
-        (Column("contexts", Kind.COUNT), [need.contexts for need in needs]),
+        (Column("contexts", NumberFormat.COUNT), [need.contexts for need in needs]),
         (Column("sees drops from", number_kind), drop_cells),
         (Column("sd", number_kind), [need.sd for need in needs]),
-        (Column("design effect", Kind.TIMES), effect_cells),
-        (Column("contexts needed", Kind.COUNT), context_cells),
-        (Column("samples needed", Kind.COUNT), sample_cells),
+        (Column("design effect", NumberFormat.TIMES), effect_cells),
+        (Column("contexts needed", NumberFormat.COUNT), context_cells),
+        (Column("samples needed", NumberFormat.COUNT), sample_cells),
     ]
-    drop_text = points(goal.drop) if unit_scaled else f"{number(goal.drop, Kind.NUMBER)}%"
+    drop_text = points(goal.drop) if unit_scaled else f"{number(goal.drop, NumberFormat.NUMBER)}%"
     return beside((Name(model_name), f": to see a drop of {drop_text}"), table_columns)
 
 

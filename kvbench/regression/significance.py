@@ -72,9 +72,7 @@ def paired_p(
 def sign_p(context_totals: Floats, *, seed: int = 0, draws: int = DRAWS) -> float:
     """`paired_p` of the summed differences of each context, `[C]`."""
     # A context whose differences are 0 has no sign. What float sums leave over 0 is none either.
-    context_totals = context_totals[
-        np.abs(context_totals) > 1e-9 * np.abs(context_totals).max(initial=0.0)
-    ]
+    context_totals = context_totals[np.abs(context_totals) > 1e-9 * np.abs(context_totals).max(initial=0.0)]
     if not len(context_totals):
         return 1.0
     whole_totals = _whole(context_totals)
@@ -82,25 +80,16 @@ def sign_p(context_totals: Floats, *, seed: int = 0, draws: int = DRAWS) -> floa
         whole_totals = _whole(context_totals / np.abs(context_totals).min())
     if whole_totals is not None:
         return _counted(whole_totals)
-    observed_sum = abs(float(context_totals.sum())) * (
-        1 - 1e-9
-    )  # an exchange that gives the same sum counts
+    observed_sum = abs(float(context_totals.sum())) * (1 - 1e-9)  # an exchange that gives the same sum counts
     if len(context_totals) <= EXACT:
         # The first sign can stay: an exchange and its opposite are equally far from 0.
-        sign_codes = np.arange(2 ** (len(context_totals) - 1))[:, None] >> np.arange(
-            len(context_totals)
-        )
-        return float(
-            np.mean(np.abs((1.0 - 2.0 * (sign_codes & 1)) @ context_totals) >= observed_sum)
-        )
+        sign_codes = np.arange(2 ** (len(context_totals) - 1))[:, None] >> np.arange(len(context_totals))
+        return float(np.mean(np.abs((1.0 - 2.0 * (sign_codes & 1)) @ context_totals) >= observed_sum))
     generator = np.random.default_rng([seed, len(context_totals)])
     far_count = draw_count = 0
     while draw_count < draws and far_count < _FAR:
         batch_size = min(draws - draw_count, max(_LEAST, _AT_ONCE // len(context_totals)))
-        sign_matrix = (
-            generator.integers(0, 2, size=(batch_size, len(context_totals)), dtype=np.int8) * 2.0
-            - 1.0
-        )
+        sign_matrix = generator.integers(0, 2, size=(batch_size, len(context_totals)), dtype=np.int8) * 2.0 - 1.0
         far_count += int(np.count_nonzero(np.abs(sign_matrix @ context_totals) >= observed_sum))
         draw_count += batch_size
     return (far_count + 1) / (draw_count + 1)
@@ -110,23 +99,16 @@ def _whole(context_totals: Floats) -> npt.NDArray[np.int64] | None:
     """The totals as whole multiples of a common fraction; None if they have none, or very many."""
     for denominator in range(1, _PARTS + 1):
         rounded_totals = np.rint(context_totals * denominator)
-        if (
-            rounded_totals.all()
-            and np.abs(context_totals * denominator - rounded_totals).max() < 1e-7
-        ):
+        if rounded_totals.all() and np.abs(context_totals * denominator - rounded_totals).max() < 1e-7:
             whole_totals = rounded_totals.astype(np.int64)
-            return (
-                whole_totals if len(whole_totals) * np.abs(whole_totals).sum() <= _STEPS else None
-            )
+            return whole_totals if len(whole_totals) * np.abs(whole_totals).sum() <= _STEPS else None
     return None
 
 
 def _counted(whole_totals: npt.NDArray[np.int64]) -> float:
     """Share of all exchanges of signs whose sum is at least as far from 0, by adding them up."""
     largest_sum = int(np.abs(whole_totals).sum())
-    sum_shares = np.zeros(
-        2 * largest_sum + 1
-    )  # of the exchanges with each sum, from -reach to reach
+    sum_shares = np.zeros(2 * largest_sum + 1)  # of the exchanges with each sum, from -reach to reach
     sum_shares[largest_sum] = 1.0
     for step in np.abs(whole_totals):
         shifted_shares = np.zeros_like(sum_shares)
@@ -135,11 +117,7 @@ def _counted(whole_totals: npt.NDArray[np.int64]) -> float:
         sum_shares = shifted_shares
     observed_sum = abs(int(whole_totals.sum()))
     # As many sums are at or below -seen as at or above it.
-    return (
-        float(min(1.0, 2 * sum_shares[: largest_sum - observed_sum + 1].sum()))
-        if observed_sum
-        else 1.0
-    )
+    return float(min(1.0, 2 * sum_shares[: largest_sum - observed_sum + 1].sum())) if observed_sum else 1.0
 
 
 def least_contexts(alpha: float) -> int:

@@ -10,12 +10,12 @@ import pandas as pd
 from kvbench.errors import UserError, nearest
 from kvbench.files import write_whole
 from kvbench.report.frames import records
-from kvbench.report.numbers import score_kind
-from kvbench.report.outputs import markdown
 from kvbench.report.overall import SETTING, group_means
-from kvbench.report.samples import Samples
-from kvbench.report.table import Cell, Column, Interval, Name, Table, beside
-from kvbench.report.text import code, tokens
+from kvbench.report.sorted_samples import Samples
+from kvbench.tables.numbers import score_kind
+from kvbench.tables.outputs import markdown
+from kvbench.tables.table import Cell, Column, Interval, Name, Table, beside
+from kvbench.tables.text import code, tokens
 
 _PANEL = [*SETTING, "dtype", "device", "attention", "moment", "budget"]
 _OF_POLICY = ["policy", "tasks", "higher_is_better"]
@@ -57,19 +57,11 @@ def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples, base: str)
         if base not in set(panel_cells["policy"]) or panel_cells["policy"].nunique() < 2:
             continue
         # In the place of full, the base is what the others are paired with.
-        relabelled_cells = panel_cells.assign(
-            policy=panel_cells["policy"].where(panel_cells["policy"] != base, "full")
-        )
+        relabelled_cells = panel_cells.assign(policy=panel_cells["policy"].where(panel_cells["policy"] != base, "full"))
         for mean_row in records(group_means(relabelled_cells, samples)):
-            if (
-                mean_row["policy"] != "full"
-                and mean_row["status"] == "ok"
-                and pd.notna(mean_row["diff"])
-            ):
+            if mean_row["policy"] != "full" and mean_row["status"] == "ok" and pd.notna(mean_row["diff"]):
                 panel_fields = dict(zip(_PANEL, panel_values, strict=True))
-                difference_rows.append(
-                    panel_fields | mean_row | {"base_score": mean_row["full_score"]}
-                )
+                difference_rows.append(panel_fields | mean_row | {"base_score": mean_row["full_score"]})
     return pd.DataFrame(difference_rows, columns=[*_PANEL, *_OF_POLICY, *_NUMBERS])
 
 
@@ -108,12 +100,8 @@ def _columns(panel_rows: pd.DataFrame, base: str) -> list[tuple[Column, list[Cel
     row_records = records(panel_rows)
     scores = panel_rows[["base_score", "score"]]
     number_kind = score_kind(unit_scaled=bool(((scores >= 0) & (scores <= 1)).all(axis=None)))
-    gap_cells: list[Cell] = [
-        Interval(record["diff"], record["diff_lo"], record["diff_hi"]) for record in row_records
-    ]
-    better_direction: Literal["higher", "lower"] = (
-        "higher" if panel_rows["higher_is_better"].iloc[0] else "lower"
-    )
+    gap_cells: list[Cell] = [Interval(record["diff"], record["diff_lo"], record["diff_hi"]) for record in row_records]
+    better_direction: Literal["higher", "lower"] = "higher" if panel_rows["higher_is_better"].iloc[0] else "lower"
     return [
         (Column("budget", align="right"), [Name(record["budget"]) for record in row_records]),
         (Column("policy"), [Name(record["policy"]) for record in row_records]),

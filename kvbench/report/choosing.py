@@ -12,13 +12,13 @@ from rich.text import Text
 
 from kvbench.budget import Budget
 from kvbench.report.frames import Results, tasks_at_chance, unit_scale
-from kvbench.report.numbers import Kind, interval, number, percent, size
-from kvbench.report.outputs import plain_text
 from kvbench.report.panel import Panel, panels
-from kvbench.report.samples import Samples
-from kvbench.report.table import Name
-from kvbench.report.text import code, counted, listed, mean_of, plain, tokens
+from kvbench.report.sorted_samples import Samples
 from kvbench.report.verdict import POINT, Verdict, cheapest
+from kvbench.tables.numbers import NumberFormat, interval, number, percent, size
+from kvbench.tables.outputs import plain_text
+from kvbench.tables.table import Name
+from kvbench.tables.text import code, counted, listed, mean_of, plain, tokens
 
 _OF_SETTING = ("share", "kv_bytes_live", "diff", "diff_lo", "diff_hi")
 _CONTEXT_ONLY = ("", "context")
@@ -98,7 +98,7 @@ WITHIN_A_POINT = Aim()
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemorySaving:
     """Bytes of keys and values of a batch: of the full cache, and of a setting."""
 
     full: float
@@ -175,9 +175,7 @@ class PanelMemory:
         contexts of known length, and keys and values take the same bytes for every token.
         """
         panel_cells = panel.cells
-        context_cells = panel_cells[
-            (panel_cells["status"] == "ok") & panel_cells["moment"].isin(_CONTEXT_ONLY)
-        ]
+        context_cells = panel_cells[(panel_cells["status"] == "ok") & panel_cells["moment"].isin(_CONTEXT_ONLY)]
         if samples is None or not len(context_cells):
             return cls(math.nan, math.nan)
         full_bytes = context_cells.set_index("cell")["kv_bytes_full"]
@@ -189,7 +187,7 @@ class PanelMemory:
         """The context that the memory is told for."""
         return self.context if serving.context is None else float(serving.context)
 
-    def of_setting(self, setting_row: pd.Series, serving: Serving) -> Memory:
+    def of_setting(self, setting_row: pd.Series, serving: Serving) -> MemorySaving:
         """The memory of a setting.
 
         A share of the context stays the share that was measured; a number of tokens stays the bytes
@@ -207,7 +205,7 @@ class PanelMemory:
             if is_share
             else min(sequence_bytes, float(setting_row["kv_bytes_live"]))
         )
-        return Memory(serving.batch * sequence_bytes, serving.batch * held_bytes)
+        return MemorySaving(serving.batch * sequence_bytes, serving.batch * held_bytes)
 
     def note(self, panel: Panel, serving: Serving) -> str:
         """What a reader must know about the memory of a panel."""
@@ -235,16 +233,12 @@ def render_choices(results: Results, aim: Aim) -> Text:
     """
     styled_text = Text().append(f"Cheapest policy within {aim.points} of the full cache\n", "bold")
     for panel in panels(results):
-        choice_lines = "\n".join(
-            f"  {choice_line}" for choice_line in lines(panel, results.samples, aim, PLAIN)
-        )
+        choice_lines = "\n".join(f"  {choice_line}" for choice_line in lines(panel, results.samples, aim, PLAIN))
         panel_title = plain_text((Name(panel.model), " · ", *panel.title))
         memory_note = ""
         if aim.serving is not None:
             memory_note = f"\n  {PanelMemory.of(panel, results.samples).note(panel, aim.serving)}"
-        styled_text.append(
-            f"{panel_title}\n{choice_lines or '  ' + NO_VERDICT['silent']}{memory_note}\n"
-        )
+        styled_text.append(f"{panel_title}\n{choice_lines or '  ' + NO_VERDICT['silent']}{memory_note}\n")
     return styled_text
 
 
@@ -309,8 +303,8 @@ def sentence(
     setting_row = verdict.row
     if setting_row is None:
         return NO_VERDICT[verdict.kind]
-    gap = number(setting_row["diff"], Kind.POINTS, signed=True)
-    bounds = interval(setting_row["diff_lo"], setting_row["diff_hi"], Kind.POINTS, signed=True)
+    gap = number(setting_row["diff"], NumberFormat.POINTS, signed=True)
+    bounds = interval(setting_row["diff_lo"], setting_row["diff_hi"], NumberFormat.POINTS, signed=True)
     share = f"{percent(setting_row['share'])} of the bytes"
     setting = f"{_setting(setting_row, voice)} ({share}; {gap} {bounds} points from full)"
     if verdict.kind == "none":
@@ -324,23 +318,15 @@ def sentence(
     if verdict.sure:
         verdict_text = f"{setting}. The whole interval is within {aim.points}."
     else:
-        verdict_text = (
-            f"{setting}. {voice.strong('Not certain:')} the interval includes losses of more "
-        )
+        verdict_text = f"{setting}. {voice.strong('Not certain:')} the interval includes losses of more "
         verdict_text += f"than {aim.points}; {resolution(verdict, setting_row)}."
-    if (
-        panel_memory is not None
-        and aim.serving is not None
-        and not math.isnan(panel_memory.token_bytes)
-    ):
+    if panel_memory is not None and aim.serving is not None and not math.isnan(panel_memory.token_bytes):
         verdict_text += f" {_saving(panel_memory, setting_row, aim.serving)}"
     if verdict.certain is not None and not verdict.sure:
         certain_text = _settings([verdict.certain], voice, with_shares=True)
         verdict_text += f" The cheapest whose whole interval is within: {certain_text}."
     if verdict.equal:
-        verdict_text += (
-            f" Also within {aim.points} at the same bytes: {_settings(verdict.equal, voice)}."
-        )
+        verdict_text += f" Also within {aim.points} at the same bytes: {_settings(verdict.equal, voice)}."
     if verdict.cheaper:
         cheaper_text = _settings(verdict.cheaper, voice)
         verdict_text += f" Cheaper settings that this run cannot rule out: {cheaper_text}."
@@ -349,10 +335,8 @@ def sentence(
 
 def resolution(verdict: Verdict, entry: pd.Series) -> str:
     """How small a drop the samples can show: the distance from a difference to its worse end."""
-    drop = number(verdict.resolution, Kind.POINTS)
-    return (
-        f"{counted(int(entry['samples']), 'sample')} can show only drops of more than {drop} points"
-    )
+    drop = number(verdict.resolution, NumberFormat.POINTS)
+    return f"{counted(int(entry['samples']), 'sample')} can show only drops of more than {drop} points"
 
 
 def _saving(panel_memory: PanelMemory, setting_row: pd.Series, serving: Serving) -> str:

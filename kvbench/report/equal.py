@@ -10,8 +10,8 @@ import numpy as np
 from kvbench.budget import Budget
 from kvbench.errors import UserError
 from kvbench.report.frames import Results
-from kvbench.report.samples import Samples
-from kvbench.report.text import tokens
+from kvbench.report.sorted_samples import Samples
+from kvbench.tables.text import tokens
 
 _LEAST = 5
 """Fewest responses, unlike those of the full cache, that show that two policies are equal: any two
@@ -48,18 +48,14 @@ def equal_rows(results: Results) -> Places:
     full_cells = ok_cells[is_full].set_index(["model", "task", "length", "seed"])["cell"].to_dict()
     for setting, setting_cells in ok_cells[~is_full].groupby(_SETTING, sort=False):
         policies_by_answers: dict[tuple[tuple[str, bytes], ...], list[str]] = {}
-        for policy_name, policy_cells in setting_cells.sort_values("task").groupby(
-            "policy", sort=False
-        ):
+        for policy_name, policy_cells in setting_cells.sort_values("task").groupby("policy", sort=False):
             answer_arrays = (samples.answer_table(cell_id) for cell_id in policy_cells["cell"])
             answer_key = tuple(
                 (task_name, answers.tobytes())
                 for task_name, answers in zip(policy_cells["task"], answer_arrays, strict=True)
             )
             policies_by_answers.setdefault(answer_key, []).append(str(policy_name))
-        for policy_names in (
-            policy_names for policy_names in policies_by_answers.values() if len(policy_names) > 1
-        ):
+        for policy_names in (policy_names for policy_names in policies_by_answers.values() if len(policy_names) > 1):
             place, policy_rows = (
                 _place(setting),
                 setting_cells[setting_cells["policy"] == policy_names[0]],
@@ -80,9 +76,7 @@ def equal_rows(results: Results) -> Places:
 def _count_changed(samples: Samples, cell_id: str, full_id: str | None) -> int:
     """Responses of a cell that the full cache gave otherwise; 0 if there is none to compare."""
     cell_answers, full_answers = samples.answer_table(cell_id), samples.answer_table(full_id or "")
-    is_same = len(cell_answers) == len(full_answers) and np.array_equal(
-        cell_answers[:, 0], full_answers[:, 0]
-    )
+    is_same = len(cell_answers) == len(full_answers) and np.array_equal(cell_answers[:, 0], full_answers[:, 0])
     return int((cell_answers[:, 1] != full_answers[:, 1]).sum()) if is_same else 0
 
 
@@ -90,27 +84,19 @@ def without_room(results: Results) -> Places:
     """Policies whose sinks and windows of a fixed size fill the budget of most contexts."""
     compressed_cells, places_by_policies = results.cells[results.cells["status"] == "ok"], Places()
     compressed_cells = compressed_cells[
-        compressed_cells["moment"].isin(["context", "question"])
-        & (compressed_cells["policy"] != "full")
+        compressed_cells["moment"].isin(["context", "question"]) & (compressed_cells["policy"] != "full")
     ]
     if results.samples is None:
         return places_by_policies
-    for (policy_name, *setting), setting_cells in compressed_cells.groupby(
-        ["policy", *_SETTING], sort=False
-    ):
+    for (policy_name, *setting), setting_cells in compressed_cells.groupby(["policy", *_SETTING], sort=False):
         reserved_counts = _reserved(str(policy_name))
         setting_samples = results.samples.of(setting_cells["cell"])
         context_lengths = setting_samples["context_tokens"].to_numpy(np.int64)
         place = _place(setting)
         if place.moment == "question":
-            context_lengths = context_lengths + setting_samples["question_tokens"].to_numpy(
-                np.int64
-            )
+            context_lengths = context_lengths + setting_samples["question_tokens"].to_numpy(np.int64)
         budget = Budget.parse(place.budget)
-        if any(
-            budget.is_filled(reserved_count, context_lengths.tolist())
-            for reserved_count in reserved_counts
-        ):
+        if any(budget.is_filled(reserved_count, context_lengths.tolist()) for reserved_count in reserved_counts):
             places_by_policies.setdefault((str(policy_name),), []).append(place)
     return places_by_policies
 
@@ -133,9 +119,7 @@ def _reserved(policy_name: str) -> list[Callable[[int], int]]:
 def labels(results: Results, places: Iterable[Place]) -> list[str]:
     """Budgets, with what else tells the settings of the report apart."""
     compressed = results.cells[results.cells["policy"] != "full"]
-    varied_fields = [
-        field_name for field_name in _SETTING[:-1] if compressed[field_name].nunique() > 1
-    ]
+    varied_fields = [field_name for field_name in _SETTING[:-1] if compressed[field_name].nunique() > 1]
     budget_labels = []
     for place in places:
         field_texts = place._asdict() | {

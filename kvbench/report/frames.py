@@ -10,8 +10,8 @@ from typing import Any
 import pandas as pd
 
 from kvbench.report.overall import CONFIG, group_means
-from kvbench.report.samples import Samples
-from kvbench.report.text import tokens
+from kvbench.report.sorted_samples import Samples
+from kvbench.tables.text import tokens
 
 _QUESTIONS = ["model", "task", "length", "seed"]
 _PLACE = ["model", "task", "length", "seed", *CONFIG]
@@ -29,7 +29,7 @@ _COUNTS = ("repeats", "truncated", "think_end")
 
 
 @dataclass(frozen=True)
-class Variant:
+class ResultVariant:
     """A length, a moment and a seed of a model's results.
 
     Attributes:
@@ -75,39 +75,31 @@ class Results:
 
     def tasks(self, model_name: str, group_name: str) -> list[str]:
         """Leaf tasks of a group in order of appearance."""
-        group_cells = self.cells[
-            (self.cells["model"] == model_name) & (self.cells["group"] == group_name)
-        ]
+        group_cells = self.cells[(self.cells["model"] == model_name) & (self.cells["group"] == group_name)]
         return list(dict.fromkeys(group_cells["task"].astype(str)))
 
-    def variants(self, model_name: str, group_name: str | None = None) -> list[Variant]:
+    def variants(self, model_name: str, group_name: str | None = None) -> list[ResultVariant]:
         """The variants of a model's results, or of its results in one group.
 
         Full has no moment and belongs to all of them. A variant in which only full was run shows
         nothing, so it is left out unless nothing else was run at all.
         """
         model_cells = self.cells[self.cells["model"] == model_name]
-        varies = {
-            field_name: model_cells[field_name].nunique() > 1 for field_name in ("length", "seed")
-        }
+        varies = {field_name: model_cells[field_name].nunique() > 1 for field_name in ("length", "seed")}
         varies["moment"] = len(_moments(model_cells)) > 1
         if group_name is not None:
             model_cells = model_cells[model_cells["group"] == group_name]
         variants = []
         for seed in sorted(set(model_cells["seed"])):
-            for moment in _moments(model_cells) or list(
-                dict.fromkeys(model_cells["moment"].astype(str))
-            ):
+            for moment in _moments(model_cells) or list(dict.fromkeys(model_cells["moment"].astype(str))):
                 for length in sorted(set(model_cells["length"])):
                     label_parts = [tokens(length)] * varies["length"]
                     label_parts += [moment] * (varies["moment"] and bool(moment))
                     label_parts += [f"seed {seed}"] * varies["seed"]
-                    variant = Variant(int(length), moment, int(seed), ", ".join(label_parts))
+                    variant = ResultVariant(int(length), moment, int(seed), ", ".join(label_parts))
                     if len(pick(model_cells, variant)):
                         variants.append(variant)
-        return [
-            candidate for candidate in variants if _compresses(pick(model_cells, candidate))
-        ] or variants
+        return [candidate for candidate in variants if _compresses(pick(model_cells, candidate))] or variants
 
 
 def _moments(cells: pd.DataFrame) -> list[str]:
@@ -118,7 +110,7 @@ def _compresses(cells: pd.DataFrame) -> bool:
     return bool((cells["policy"] != "full").any())
 
 
-def pick(frame: pd.DataFrame, variant: Variant) -> pd.DataFrame:
+def pick(frame: pd.DataFrame, variant: ResultVariant) -> pd.DataFrame:
     """The rows of a variant, including those of full."""
     is_variant = (frame["length"] == variant.length) & (frame["seed"] == variant.seed)
     return frame[is_variant & of_moment(frame, variant.moment)]
@@ -164,10 +156,7 @@ def prepare(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None = None) 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows of a frame as dictionaries."""
-    return [
-        {str(column_name): value for column_name, value in record.items()}
-        for record in frame.to_dict("records")
-    ]
+    return [{str(column_name): value for column_name, value in record.items()} for record in frame.to_dict("records")]
 
 
 def unit_scale(frame: pd.DataFrame) -> bool:
@@ -203,9 +192,7 @@ def tasks_at_chance(cells: pd.DataFrame) -> list[str]:
     """Tasks on which full is not above chance; without a score of full that is unknown."""
     task_names = []
     ok_cells = cells[cells["status"] == "ok"]
-    for question_key, question_cells in ok_cells.groupby(
-        [*_QUESTIONS, _live(ok_cells)], sort=False
-    ):
+    for question_key, question_cells in ok_cells.groupby([*_QUESTIONS, _live(ok_cells)], sort=False):
         full_cells = question_cells[question_cells["policy"] == "full"]
         if len(full_cells) and not full_cells["discriminative"].all():
             task_names.append(str(question_key[_QUESTIONS.index("task")]))
@@ -215,9 +202,7 @@ def tasks_at_chance(cells: pd.DataFrame) -> list[str]:
 def readers(cells: pd.DataFrame) -> list[str]:
     """Policies that read less in a decode step than they hold."""
     compressed_cells = cells[(cells["status"] == "ok") & (cells["policy"] != "full")]
-    sparse_cells = compressed_cells[
-        compressed_cells["kv_bytes_read"] < compressed_cells["kv_bytes_live"]
-    ]
+    sparse_cells = compressed_cells[compressed_cells["kv_bytes_read"] < compressed_cells["kv_bytes_live"]]
     return list(dict.fromkeys(sparse_cells["policy"].astype(str)))
 
 
@@ -272,12 +257,8 @@ def _model_names(cells: pd.DataFrame) -> pd.Series[str]:
     for model_name, model_cells in cells.groupby("model", sort=False):
         if not model_cells.duplicated(_PLACE).any():
             continue
-        differing_columns = [
-            column_name for column_name in _TELL_APART if model_cells[column_name].nunique() > 1
-        ]
-        label_columns = [
-            column_name for column_name in differing_columns if column_name != "cell"
-        ] or differing_columns
+        differing_columns = [column_name for column_name in _TELL_APART if model_cells[column_name].nunique() > 1]
+        label_columns = [column_name for column_name in differing_columns if column_name != "cell"] or differing_columns
         label_suffix = model_cells[label_columns].astype(str).agg(", ".join, axis=1)
         model_names.loc[model_cells.index] = str(model_name) + " (" + label_suffix + ")"
     return model_names

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-class Memory(NamedTuple):
+class MemoryMetric(NamedTuple):
     """A count of KV bytes that scores are held against.
 
     Attributes:
@@ -24,8 +24,8 @@ class Memory(NamedTuple):
     label: str
 
 
-HELD = Memory("share", "kv_bytes_live", "held", "KV cache held, % of full")
-READ = Memory("read_share", "kv_bytes_read", "read", "KV cache read per step, % of full")
+HELD = MemoryMetric("share", "kv_bytes_live", "held", "KV cache held, % of full")
+READ = MemoryMetric("read_share", "kv_bytes_read", "read", "KV cache read per step, % of full")
 
 
 def front(cost: npt.ArrayLike, value: npt.ArrayLike) -> npt.NDArray[np.bool_]:
@@ -46,10 +46,7 @@ def front(cost: npt.ArrayLike, value: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     sorted_indices = valid_indices[np.lexsort((-values[valid_indices], costs[valid_indices]))]
     last_optimal = -1  # the last optimal point: the dearest and most valuable so far
     for point_index in sorted_indices:
-        is_tie = (
-            values[point_index] == values[last_optimal]
-            and costs[point_index] == costs[last_optimal]
-        )
+        is_tie = values[point_index] == values[last_optimal] and costs[point_index] == costs[last_optimal]
         if last_optimal < 0 or is_tie or values[point_index] > values[last_optimal]:
             is_optimal[point_index] = True
             last_optimal = point_index

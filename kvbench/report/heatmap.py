@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 
 from kvbench.report.frames import Results, budget_order, extras, of_moment
 from kvbench.report.overall import CONFIG
-from kvbench.report.style import COLUMN, PAGE, Drawn, lay_out_figure, plot_style, save
-from kvbench.report.text import counted, short, slug
 from kvbench.stats import Floats
+from kvbench.tables.plot_style import COLUMN, PAGE, SavedFigure, lay_out_figure, plot_style, save
+from kvbench.tables.text import counted, short, slug
 
 _QUESTION = ["sample_id", "question_id"]
 _MOST_MAPS = 60
@@ -39,13 +39,8 @@ def with_depth(results: Results) -> pd.DataFrame:
     ok_cells = results.cells.loc[results.cells["status"] == "ok", cell_columns]
     depth_frames = []
     for _, task_cells in ok_cells.groupby("task", sort=False):
-        task_samples = results.samples.of(task_cells["cell"])[
-            ["cell", *_QUESTION, "extra", "score"]
-        ]
-        depth_by_extra = {
-            extra_json: _depth(extra_fields)
-            for extra_json, extra_fields in extras(task_samples).items()
-        }
+        task_samples = results.samples.of(task_cells["cell"])[["cell", *_QUESTION, "extra", "score"]]
+        depth_by_extra = {extra_json: _depth(extra_fields) for extra_json, extra_fields in extras(task_samples).items()}
         if depth_by_extra and not any(map(math.isnan, depth_by_extra.values())):
             sample_depth = task_samples["extra"].map(depth_by_extra).astype(float)
             depth_frames.append(task_samples.drop(columns="extra").assign(depth=sample_depth))
@@ -61,7 +56,7 @@ def _depth(extra_fields: Mapping[str, Any]) -> float:
     return float(depth_value)
 
 
-def draw_heatmaps(results: Results, folder: Path) -> list[Drawn]:
+def draw_heatmaps(results: Results, folder: Path) -> list[SavedFigure]:
     """Draw depth by length for every task whose samples have a depth.
 
     Each figure has a panel per policy and budget.
@@ -74,25 +69,15 @@ def draw_heatmaps(results: Results, folder: Path) -> list[Drawn]:
         The figures; none if no task has depths.
     """
     depth_samples = with_depth(results)
-    drawn_figures: list[Drawn] = []
+    drawn_figures: list[SavedFigure] = []
     with plot_style():
-        for (model_name, task_name), task_samples in depth_samples.groupby(
-            ["model", "task"], sort=False
-        ):
-            moments = list(
-                dict.fromkeys(task_samples.loc[task_samples["policy"] != "full", "moment"])
-            )
+        for (model_name, task_name), task_samples in depth_samples.groupby(["model", "task"], sort=False):
+            moments = list(dict.fromkeys(task_samples.loc[task_samples["policy"] != "full", "moment"]))
             for moment in moments or [""]:
                 moment_samples = task_samples[of_moment(task_samples, moment)]
-                compressed_lengths = moment_samples.loc[
-                    moment_samples["policy"] != "full", "length"
-                ]
-                if len(
-                    compressed_lengths
-                ):  # of a length with nothing but full there is nothing to compare
-                    moment_samples = moment_samples[
-                        moment_samples["length"].isin(compressed_lengths)
-                    ]
+                compressed_lengths = moment_samples.loc[moment_samples["policy"] != "full", "length"]
+                if len(compressed_lengths):  # of a length with nothing but full there is nothing to compare
+                    moment_samples = moment_samples[moment_samples["length"].isin(compressed_lengths)]
                 base_stem = f"depth-{slug(task_name)}"
                 base_stem += f"-{slug(moment)}" if len(moments) > 1 else ""
                 base_stem += f"-{slug(model_name)}" if len(results.models) > 1 else ""
@@ -102,9 +87,7 @@ def draw_heatmaps(results: Results, folder: Path) -> list[Drawn]:
                 for budget, figure_samples in _split_by_budget(moment_samples):
                     title_suffix = f", budget {budget}" if budget else ""
                     file_stem = f"{base_stem}-{slug(budget)}" if budget else base_stem
-                    drawn_figures.append(
-                        _heatmap(figure_samples, figure_title + title_suffix, folder / file_stem)
-                    )
+                    drawn_figures.append(_heatmap(figure_samples, figure_title + title_suffix, folder / file_stem))
     return drawn_figures
 
 
@@ -142,8 +125,7 @@ def _panels(sample_rows: pd.DataFrame, max_across: int) -> list[list[tuple[str, 
     if len(policy_names) == 1:
         flat_pairs = full_pairs + [(policy_names[0], panel_budget) for panel_budget in budget_names]
         return [
-            [*flat_pairs[line_start : line_start + max_across]]
-            for line_start in range(0, len(flat_pairs), max_across)
+            [*flat_pairs[line_start : line_start + max_across]] for line_start in range(0, len(flat_pairs), max_across)
         ]
     panel_lines: list[list[tuple[str, str] | None]] = []
     block_count = math.ceil(len(policy_names) / max(1, max_across - len(full_pairs)))
@@ -151,19 +133,13 @@ def _panels(sample_rows: pd.DataFrame, max_across: int) -> list[list[tuple[str, 
     for block_start in range(0, len(policy_names), max(1, block_size)):
         block_policies = policy_names[block_start : block_start + block_size]
         for budget_index, budget in enumerate(budget_names):
-            corner_pair = (
-                [full_pairs[0] if block_start == 0 and budget_index == 0 else None]
-                if full_pairs
-                else []
-            )
+            corner_pair = [full_pairs[0] if block_start == 0 and budget_index == 0 else None] if full_pairs else []
             line_pairs = [(policy, budget) for policy in block_policies]
-            panel_lines.append(
-                [*corner_pair, *(pair if pair in present_pairs else None for pair in line_pairs)]
-            )
+            panel_lines.append([*corner_pair, *(pair if pair in present_pairs else None for pair in line_pairs)])
     return panel_lines or [[*full_pairs]]
 
 
-def _heatmap(sample_rows: pd.DataFrame, figure_title: str, figure_stem: Path) -> Drawn:
+def _heatmap(sample_rows: pd.DataFrame, figure_title: str, figure_stem: Path) -> SavedFigure:
     lengths, depths = sorted(set(sample_rows["length"])), sorted(set(sample_rows["depth"]))
     # A repeat of a question is not another question.
     unique_questions = sample_rows.drop_duplicates(["cell", *_QUESTION])
@@ -175,18 +151,10 @@ def _heatmap(sample_rows: pd.DataFrame, figure_title: str, figure_stem: Path) ->
     column_count = max(len(panel_line) for panel_line in panel_lines)
     unit_scaled = bool(sample_rows["score"].between(0, 1).all())
     score_scale = 100.0 if unit_scaled else 1.0
-    lower_limit, upper_limit = (
-        (0.0, 100.0) if unit_scaled else (float(field_means.min()), float(field_means.max()))
-    )
-    panel_titles = [
-        [pair and _name(pair, 5.9 / column_count) for pair in panel_line]
-        for panel_line in panel_lines
-    ]
+    lower_limit, upper_limit = (0.0, 100.0) if unit_scaled else (float(field_means.min()), float(field_means.max()))
+    panel_titles = [[pair and _name(pair, 5.9 / column_count) for pair in panel_line] for panel_line in panel_lines]
     title_lines = max(
-        panel_title.count("\n") + 1
-        for panel_line in panel_titles
-        for panel_title in panel_line
-        if panel_title
+        panel_title.count("\n") + 1 for panel_line in panel_titles for panel_title in panel_line if panel_title
     )
     count_text = (
         f"n = {counted(min(question_counts), 'question')} per cell"
@@ -212,11 +180,7 @@ def _heatmap(sample_rows: pd.DataFrame, figure_title: str, figure_stem: Path) ->
     image: Any = None
     for line_index, column_index in np.ndindex(len(panel_lines), column_count):
         ax = layout.axes[line_index, column_index]
-        pair = (
-            panel_lines[line_index][column_index]
-            if column_index < len(panel_lines[line_index])
-            else None
-        )
+        pair = panel_lines[line_index][column_index] if column_index < len(panel_lines[line_index]) else None
         if pair is None:
             ax.set_axis_off()
             continue
@@ -225,9 +189,7 @@ def _heatmap(sample_rows: pd.DataFrame, figure_title: str, figure_stem: Path) ->
             for field_grid in (mean_grids[pair], count_grids[pair])
         )
         scaled_scores = np.ma.masked_invalid(score_scale * mean_grid)
-        image = ax.imshow(
-            scaled_scores, cmap="cividis", vmin=lower_limit, vmax=upper_limit, aspect="auto"
-        )
+        image = ax.imshow(scaled_scores, cmap="cividis", vmin=lower_limit, vmax=upper_limit, aspect="auto")
         ax.set_title(panel_titles[line_index][column_index], loc="left", fontsize=7, y=1.0, pad=2)
         ax.spines[:].set_visible(False)
         ax.set_xticks(range(len(lengths)), [_tokens(length) for length in lengths], fontsize=7)
@@ -252,12 +214,10 @@ def _heatmap(sample_rows: pd.DataFrame, figure_title: str, figure_stem: Path) ->
             upper_limit,
         )
     layout.colour_bar(image, score_scale * field_means)
-    return Drawn(figure_title, save(layout.figure, figure_stem))
+    return SavedFigure(figure_title, save(layout.figure, figure_stem))
 
 
-def _grids(
-    sample_rows: pd.DataFrame, aggregation: Literal["mean", "count"]
-) -> dict[tuple[str, str], pd.DataFrame]:
+def _grids(sample_rows: pd.DataFrame, aggregation: Literal["mean", "count"]) -> dict[tuple[str, str], pd.DataFrame]:
     """Scores by depth and length, by policy and budget: their mean, or how many they are."""
     return {
         (str(policy), str(budget)): pair_samples.pivot_table(
@@ -280,9 +240,7 @@ def _name(pair: tuple[str, str], width: float) -> str:
     for fragment in re.split(r"(?<=[:,])", f"{short(pair[0], 60)}, {pair[1]}"):
         if title_lines[-1] and len(title_lines[-1]) + len(fragment) > max_letters:
             title_lines.append("")
-        title_lines[-1] += (
-            short(fragment, max_letters).lstrip() if not title_lines[-1] else fragment
-        )
+        title_lines[-1] += short(fragment, max_letters).lstrip() if not title_lines[-1] else fragment
     return "\n".join(title_lines)
 
 
@@ -298,9 +256,7 @@ def _annotate(
         if np.isnan(score):
             continue
         is_dark = score < lower_limit + 0.55 * (upper_limit - lower_limit)
-        count_text = (
-            f" ({int(field_counts[row_index, column_index])})" if field_counts is not None else ""
-        )
+        count_text = f" ({int(field_counts[row_index, column_index])})" if field_counts is not None else ""
         ax.text(
             column_index, row_index, f"{score:.0f}{count_text}", ha="center", va="center",
             fontsize=6.5, color="white" if is_dark else "black",

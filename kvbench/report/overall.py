@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from kvbench.report.samples import Samples
+from kvbench.report.sorted_samples import Samples
 from kvbench.runs.schema import CELL_COLUMNS
 from kvbench.stats import DRAWS, Floats, bounded_interval, few_vary, resampled, tail
 
@@ -62,58 +62,39 @@ def group_means(
     for setting_key, setting_cells in cells.groupby([*SETTING, is_live], sort=False):
         setting_values = list(setting_key) if isinstance(setting_key, tuple) else [setting_key]
         setting_fields = dict(zip(SETTING, setting_values[:-1], strict=True))
-        mean_rows += [
-            setting_fields | mean_row for mean_row in _group_rows(setting_cells, samples, seed, n)
-        ]
+        mean_rows += [setting_fields | mean_row for mean_row in _group_rows(setting_cells, samples, seed, n)]
     return pd.DataFrame(mean_rows)
 
 
-def _group_rows(
-    group_cells: pd.DataFrame, samples: Samples | None, seed: int, draw_count: int
-) -> list[dict[str, Any]]:
+def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, draw_count: int) -> list[dict[str, Any]]:
     group_cells = group_cells.drop_duplicates([*CONFIG, "task"], keep="last")
     ok_cells = group_cells[group_cells["status"] == "ok"]
     is_informative = ok_cells.groupby("task")["discriminative"].all()
     # If full comes from another run than a policy, only full's own row knows.
-    is_informative.update(
-        ok_cells[ok_cells["policy"] == "full"].groupby("task")["discriminative"].all()
-    )
+    is_informative.update(ok_cells[ok_cells["policy"] == "full"].groupby("task")["discriminative"].all())
     compared_tasks = set(ok_cells.loc[ok_cells["policy"] == "full", "task"])
-    mean_tasks = sorted(is_informative.index[is_informative]) or sorted(
-        set(is_informative.index) - compared_tasks
-    )
-    if (
-        len(is_informative) == 1
-    ):  # the task's own numbers are not a mean, so they are shown in any case
+    mean_tasks = sorted(is_informative.index[is_informative]) or sorted(set(is_informative.index) - compared_tasks)
+    if len(is_informative) == 1:  # the task's own numbers are not a mean, so they are shown in any case
         mean_tasks = sorted(is_informative.index)
     ok_cells = ok_cells[ok_cells["task"].isin(mean_tasks)]
-    unit_by_task = ok_cells.groupby("task")["score"].agg(
-        lambda task_scores: bool(task_scores.between(0, 1).all())
-    )
+    unit_by_task = ok_cells.groupby("task")["score"].agg(lambda task_scores: bool(task_scores.between(0, 1).all()))
     if not mean_tasks or ok_cells["higher_is_better"].nunique() != 1 or unit_by_task.nunique() != 1:
         return []
     configs = list(group_cells[CONFIG].drop_duplicates().itertuples(index=False, name=None))
-    full_index = next(
-        (config_index for config_index, config in enumerate(configs) if config[0] == "full"), None
-    )
+    full_index = next((config_index for config_index, config in enumerate(configs) if config[0] == "full"), None)
     score_strata, diff_strata = _Strata(len(configs), draw_count), _Strata(len(configs), draw_count)
     for task_name in mean_tasks:
         task_cells = ok_cells[ok_cells["task"] == task_name]
         if samples is None:
-            bounds_frame = task_cells.set_index(CONFIG)[_BOUNDS].reindex(
-                pd.MultiIndex.from_tuples(configs)
-            )
+            bounds_frame = task_cells.set_index(CONFIG)[_BOUNDS].reindex(pd.MultiIndex.from_tuples(configs))
             task_bounds = bounds_frame.to_numpy(dtype=np.float64)
             score_strata.add_interval(*task_bounds[:, :3].T)
             diff_strata.add_interval(*task_bounds[:, 3:].T)
             continue
         cell_by_config = {
-            tuple(cell_row[:3]): str(cell_row[3])
-            for cell_row in task_cells[[*CONFIG, "cell"]].to_numpy()
+            tuple(cell_row[:3]): str(cell_row[3]) for cell_row in task_cells[[*CONFIG, "cell"]].to_numpy()
         }
-        score_values, context_codes = samples.wide(
-            cell_by_config.get(config, "") for config in configs
-        )
+        score_values, context_codes = samples.wide(cell_by_config.get(config, "") for config in configs)
         if not len(score_values):
             score_strata.miss()
             continue
@@ -141,9 +122,7 @@ def _group_rows(
                 signed=True,
             )
     mean, lower, upper = score_strata.interval()
-    gap_mean, gap_lower, gap_upper = (
-        diff_strata.interval() if full_index is not None else (mean * np.nan,) * 3
-    )
+    gap_mean, gap_lower, gap_upper = diff_strata.interval() if full_index is not None else (mean * np.nan,) * 3
     held_means = ok_cells.groupby(CONFIG)[MEMORY].mean()
     sample_counts = ok_cells.groupby(CONFIG)["samples"].sum()
     mean_rows = []
@@ -161,9 +140,7 @@ def _group_rows(
                 "score": mean[config_index],
                 "score_lo": lower[config_index],
                 "score_hi": upper[config_index],
-                "full_score": mean[full_index]
-                if full_index is not None and is_complete
-                else np.nan,
+                "full_score": mean[full_index] if full_index is not None and is_complete else np.nan,
                 "diff": 0.0 if is_full else gap_mean[config_index],
                 "diff_lo": 0.0 if is_full else gap_lower[config_index],
                 "diff_hi": 0.0 if is_full else gap_upper[config_index],
@@ -218,32 +195,22 @@ class _Strata:
         is_present = np.isfinite(score_values)
         # Keys are sorted by context, so the sums of a context are sums of neighbouring rows.
         context_starts = np.searchsorted(context_codes, np.arange(int(context_codes.max()) + 1))
-        context_totals = np.add.reduceat(
-            np.where(is_present, score_values, 0.0), context_starts, axis=0
-        )
+        context_totals = np.add.reduceat(np.where(is_present, score_values, 0.0), context_starts, axis=0)
         context_sizes = np.add.reduceat(is_present.astype(np.float64), context_starts, axis=0)
         with np.errstate(invalid="ignore", divide="ignore"):
             task_mean = context_totals.sum(0) / context_sizes.sum(0)
-            mean_draws = resample(
-                lambda weights: (weights @ context_totals) / (weights @ context_sizes)
-            )
+            mean_draws = resample(lambda weights: (weights @ context_totals) / (weights @ context_sizes))
         for column_index in np.flatnonzero(np.isfinite(task_mean)):
             is_nonempty = context_sizes[:, column_index] > 0
-            context_means = (
-                context_totals[is_nonempty, column_index] / context_sizes[is_nonempty, column_index]
-            )
+            context_means = context_totals[is_nonempty, column_index] / context_sizes[is_nonempty, column_index]
             if is_bounded and few_vary(context_means):
-                lower, upper = bounded_interval(
-                    context_means, context_sizes[is_nonempty, column_index], signed=signed
-                )
+                lower, upper = bounded_interval(context_means, context_sizes[is_nonempty, column_index], signed=signed)
                 self.below[column_index] += (task_mean[column_index] - lower) ** 2
                 self.above[column_index] += (upper - task_mean[column_index]) ** 2
                 mean_draws[:, column_index] = task_mean[
                     column_index
                 ]  # its uncertainty is in `below` and `above` already
-            elif (
-                len(context_means) == 1
-            ):  # one context of an unbounded score says nothing about others
+            elif len(context_means) == 1:  # one context of an unbounded score says nothing about others
                 self.below[column_index] = self.above[column_index] = np.inf
             elif signed or not is_bounded:
                 self.tail[column_index] = tail(len(context_means))
@@ -266,9 +233,7 @@ class _Strata:
         for column_index in np.flatnonzero(np.isfinite(mean)):
             # Several tasks have contexts enough that their interval need not be expanded.
             tail_share = self.tail[column_index] if self.count == 1 else 0.025
-            lower_quantile, upper_quantile = np.nanquantile(
-                mean_draws[:, column_index], [tail_share, 1 - tail_share]
-            )
+            lower_quantile, upper_quantile = np.nanquantile(mean_draws[:, column_index], [tail_share, 1 - tail_share])
             lower[column_index] = mean[column_index] - math.hypot(
                 max(0.0, mean[column_index] - lower_quantile),
                 math.sqrt(self.below[column_index]) / self.count,

@@ -11,7 +11,7 @@ import pandas as pd
 
 from kvbench.report.frames import (
     Results,
-    Variant,
+    ResultVariant,
     holds_codes,
     lower_is_better_tasks,
     pick,
@@ -20,10 +20,10 @@ from kvbench.report.frames import (
     tasks_at_chance,
     unit_scale,
 )
-from kvbench.report.front import HELD, READ, Memory, front
-from kvbench.report.numbers import Kind, score_kind
+from kvbench.report.front import HELD, READ, MemoryMetric, front
 from kvbench.report.overall import CONFIG
-from kvbench.report.table import Cell, Column, Compared, Interval, Name, Phrase
+from kvbench.tables.numbers import NumberFormat, score_kind
+from kvbench.tables.table import Cell, Column, Compared, Interval, Name, Phrase
 
 DOWN = " ↓"
 """Marks a task with a metric for which less is better."""
@@ -52,7 +52,7 @@ class Panel:
 
     model: str
     group: str
-    variant: Variant
+    variant: ResultVariant
     cells: pd.DataFrame
     overall: pd.DataFrame
 
@@ -102,13 +102,13 @@ class Panel:
 
     def held(self) -> Filled:
         """Bytes held as a share of the full cache: of the mean, else over the tasks with scores."""
-        return Column("KV held", Kind.PERCENT), self._shares("share")
+        return Column("KV held", NumberFormat.PERCENT), self._shares("share")
 
     def read(self) -> list[Filled]:
         """Bytes that a decode step reads, as `held`; no column if all that is held is read."""
         if not readers(self.cells):
             return []
-        return [(Column("KV read", Kind.PERCENT), self._shares("read_share"))]
+        return [(Column("KV read", NumberFormat.PERCENT), self._shares("read_share"))]
 
     def allocated(self) -> list[Filled]:
         """Bytes allocated, as `held`; no column if no policy holds codes.
@@ -117,14 +117,12 @@ class Panel:
         """
         if not holds_codes(self.cells):
             return []
-        return [(Column("KV allocated", Kind.PERCENT), self._shares("allocated_share"))]
+        return [(Column("KV allocated", NumberFormat.PERCENT), self._shares("allocated_share"))]
 
     def _shares(self, share_column: str) -> list[Cell]:
         """A share of the full cache's bytes: of the mean, else over the tasks with scores."""
         mean_rows = _by_config(self.overall)
-        task_shares = (
-            self.cells[self.cells["status"] == "ok"].groupby(CONFIG)[share_column].mean().to_dict()
-        )
+        task_shares = self.cells[self.cells["status"] == "ok"].groupby(CONFIG)[share_column].mean().to_dict()
         return [
             mean_rows[config][share_column]
             if config in mean_rows and mean_rows[config]["status"] == "ok"
@@ -134,10 +132,8 @@ class Panel:
 
     def held_bytes(self) -> Filled:
         """Bytes held, mean over tasks."""
-        bytes_column = Column("bytes held", Kind.BYTES)
-        return self.column(
-            bytes_column, self.overall, lambda mean_row: mean_row["kv_bytes_live"], None
-        )
+        bytes_column = Column("bytes held", NumberFormat.BYTES)
+        return self.column(bytes_column, self.overall, lambda mean_row: mean_row["kv_bytes_live"], None)
 
     def column(
         self,
@@ -185,9 +181,7 @@ class Panel:
         return self.column(
             gap_column,
             frame,
-            lambda score_row: (
-                None if score_row["policy"] == "full" else _interval(score_row, "diff")
-            ),
+            lambda score_row: None if score_row["policy"] == "full" else _interval(score_row, "diff"),
             failed,
         )
 
@@ -196,11 +190,7 @@ class Panel:
 
         def cell_of(score_row: Mapping[str, Any]) -> Cell:
             is_full = score_row["policy"] == "full"
-            return (
-                score_row["score"]
-                if is_full
-                else Compared(score_row["score"], _interval(score_row, "diff"))
-            )
+            return score_row["score"] if is_full else Compared(score_row["score"], _interval(score_row, "diff"))
 
         return self.column(_score_column(frame, column_title), frame, cell_of, None)
 
@@ -213,22 +203,16 @@ class Panel:
             return [self._optimal(HELD, "Pareto-optimal")]
         return [self._optimal(memory, f"Pareto-optimal ({memory.verb})") for memory in (HELD, READ)]
 
-    def _optimal(self, memory: Memory, column_title: str) -> Filled:
+    def _optimal(self, memory: MemoryMetric, column_title: str) -> Filled:
         group_means = self.overall
         compressed_means = group_means[group_means["policy"] != "full"]
         direction_sign = 1.0 if group_means["higher_is_better"].iloc[0] else -1.0
         optimal_indices = set(
-            compressed_means.index[
-                front(compressed_means[memory.bytes], direction_sign * compressed_means["score"])
-            ]
+            compressed_means.index[front(compressed_means[memory.bytes], direction_sign * compressed_means["score"])]
         )
-        marked_means = group_means.assign(
-            best=[index in optimal_indices for index in group_means.index]
-        )
+        marked_means = group_means.assign(best=[index in optimal_indices for index in group_means.index])
         star_column = Column(column_title, align="right")
-        return self.column(
-            star_column, marked_means, lambda mean_row: "★" if mean_row["best"] else "", ""
-        )
+        return self.column(star_column, marked_means, lambda mean_row: "★" if mean_row["best"] else "", "")
 
 
 def panels(results: Results) -> Iterator[Panel]:
@@ -237,37 +221,28 @@ def panels(results: Results) -> Iterator[Panel]:
         for group_name in results.groups(model_name):
             for variant in results.variants(model_name, group_name):
                 panel_cells, panel_means = (
-                    _of_panel(frame, model_name, group_name, variant)
-                    for frame in (results.cells, results.overall)
+                    _of_panel(frame, model_name, group_name, variant) for frame in (results.cells, results.overall)
                 )
                 if len(panel_cells):
                     yield Panel(model_name, group_name, variant, panel_cells, panel_means)
 
 
-def _of_panel(
-    frame: pd.DataFrame, model_name: str, group_name: str, variant: Variant
-) -> pd.DataFrame:
+def _of_panel(frame: pd.DataFrame, model_name: str, group_name: str, variant: ResultVariant) -> pd.DataFrame:
     if not len(frame):
         return frame
     return pick(frame[(frame["model"] == model_name) & (frame["group"] == group_name)], variant)
 
 
 def _by_config(frame: pd.DataFrame) -> dict[Config, dict[str, Any]]:
-    return {
-        tuple(str(record[field_name]) for field_name in CONFIG): record for record in records(frame)
-    }
+    return {tuple(str(record[field_name]) for field_name in CONFIG): record for record in records(frame)}
 
 
 def _score_column(frame: pd.DataFrame, column_title: Phrase, *, signed: bool = False) -> Column:
     """A column for the scores of a frame, or for their differences."""
     higher_is_better = not len(frame) or bool(frame["higher_is_better"].iloc[0])
     number_kind = score_kind(unit_scaled=not len(frame) or unit_scale(frame))
-    return Column(
-        column_title, number_kind, better="higher" if higher_is_better else "lower", signed=signed
-    )
+    return Column(column_title, number_kind, better="higher" if higher_is_better else "lower", signed=signed)
 
 
 def _interval(score_row: Mapping[str, Any], column_name: str) -> Interval:
-    return Interval(
-        score_row[column_name], score_row[f"{column_name}_lo"], score_row[f"{column_name}_hi"]
-    )
+    return Interval(score_row[column_name], score_row[f"{column_name}_lo"], score_row[f"{column_name}_hi"])

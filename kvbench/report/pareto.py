@@ -18,11 +18,11 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from kvbench.report.front import HELD, Memory, front
-from kvbench.report.numbers import size
-from kvbench.report.style import FRONT, GREY, GREY_BAND, PALE, marker_options
-from kvbench.report.text import short
+from kvbench.report.front import HELD, MemoryMetric, front
 from kvbench.stats import Floats
+from kvbench.tables.numbers import size
+from kvbench.tables.plot_style import FRONT, GREY, GREY_BAND, PALE, marker_options
+from kvbench.tables.text import short
 
 _LOG_FROM = 4.0  # budgets that span more than this get a logarithmic axis
 _TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -50,26 +50,20 @@ class ByteAxis:
     log: bool
     low: float
     high: float
-    memory: Memory = HELD
+    memory: MemoryMetric = HELD
 
     @classmethod
-    def of(cls, cell_rows: pd.DataFrame, memory: Memory = HELD) -> ByteAxis:
+    def of(cls, cell_rows: pd.DataFrame, memory: MemoryMetric = HELD) -> ByteAxis:
         """The axis that shows all of these cells."""
         shares = cell_rows[memory.share].to_numpy(dtype=np.float64)
         is_log = bool(shares.min() > 0 and shares.max() / shares.min() > _LOG_FROM * 1.02)
         positions = np.log10(shares) if is_log else shares
         span = float(positions.max() - positions.min())
         padding = 0.08 * span
-        if span < (
-            0.01 if is_log else 0.02 * float(positions.max())
-        ):  # one budget, but for a policy's extras
+        if span < (0.01 if is_log else 0.02 * float(positions.max())):  # one budget, but for a policy's extras
             padding = 0.15 if is_log else 0.15 * float(positions.max())
         left_end, right_end = float(positions.min()) - padding, float(positions.max()) + padding
-        return (
-            cls(is_log, 10**left_end, 10**right_end, memory)
-            if is_log
-            else cls(is_log, left_end, right_end, memory)
-        )
+        return cls(is_log, 10**left_end, 10**right_end, memory) if is_log else cls(is_log, left_end, right_end, memory)
 
     @property
     def label(self) -> str:
@@ -115,9 +109,7 @@ def draw_panel(
     ax.set_xlim(byte_axis.low, byte_axis.high)
     if len(full_rows):
         full_row = full_rows.iloc[-1]
-        full_bounds = np.clip(
-            [score_scale * full_row["score_lo"], score_scale * full_row["score_hi"]], *score_limits
-        )
+        full_bounds = np.clip([score_scale * full_row["score_lo"], score_scale * full_row["score_hi"]], *score_limits)
         ax.axhspan(float(full_bounds[0]), float(full_bounds[1]), color=GREY_BAND, lw=0, zorder=0)
         ax.axhline(score_scale * full_row["score"], color=GREY, lw=0.9, ls=(0, (4, 2)), zorder=1)
     scores = score_scale * points["score"].to_numpy(dtype=np.float64)
@@ -130,13 +122,9 @@ def draw_panel(
         zorder=2,
         **FRONT,
     )
-    interval_ends = (
-        score_scale * points[bound].to_numpy(dtype=np.float64) for bound in ("score_lo", "score_hi")
-    )
+    interval_ends = (score_scale * points[bound].to_numpy(dtype=np.float64) for bound in ("score_lo", "score_hi"))
     lower_ends, upper_ends = (np.clip(bound, *score_limits) for bound in interval_ends)
-    _draw_policies(
-        ax, points["policy"], shares, scores, lower_ends, upper_ends, policy_styles, pale_policies
-    )
+    _draw_policies(ax, points["policy"], shares, scores, lower_ends, upper_ends, policy_styles, pale_policies)
     if labelled:
         is_coloured = ~points["policy"].isin(list(pale_policies)).to_numpy()
         _label_front(ax, points, front_indices, is_coloured, shares, scores, policy_styles)
@@ -147,7 +135,7 @@ def draw_panel(
     ax.set_axisbelow(True)
 
 
-def front_of(points: pd.DataFrame, memory: Memory = HELD) -> npt.NDArray[np.intp]:
+def front_of(points: pd.DataFrame, memory: MemoryMetric = HELD) -> npt.NDArray[np.intp]:
     """Positions of the Pareto-optimal rows of a panel, from the cheapest on."""
     scores = points["score"].to_numpy(dtype=np.float64)
     # Where a lower score is better, the front runs along the lowest points.
@@ -169,22 +157,14 @@ def _draw_policies(
 ) -> None:
     """Draw the points and error bars of all policies, in the order of the legend."""
     drawn_policies = [policy for policy in policy_styles if (policy_names == policy).any()]
-    policy_order = {
-        policy: float(index)
-        for index, policy in enumerate(drawn_policies)
-        if policy not in pale_policies
-    }
+    policy_order = {policy: float(index) for index, policy in enumerate(drawn_policies) if policy not in pale_policies}
     point_order = np.asarray(policy_names.map(policy_order), dtype=np.float64)
     point_pixels = ax.figure.dpi / 72.0  # in pixels
     pixel_positions = ax.transData.transform(np.column_stack([shares, scores]))
     marker_scales = _nested_sizes(pixel_positions / point_pixels, point_order)
-    bar_offsets = _bars_aside(
-        pixel_positions[:, 0] / point_pixels, point_order, lower_ends, upper_ends
-    )
+    bar_offsets = _bars_aside(pixel_positions[:, 0] / point_pixels, point_order, lower_ends, upper_ends)
     pixel_positions[:, 0] += bar_offsets * point_pixels
-    bar_positions = np.where(
-        bar_offsets == 0, shares, ax.transData.inverted().transform(pixel_positions)[:, 0]
-    )
+    bar_positions = np.where(bar_offsets == 0, shares, ax.transData.inverted().transform(pixel_positions)[:, 0])
     for policy in drawn_policies:
         policy_points = np.flatnonzero((policy_names == policy).to_numpy())
         policy_points = policy_points[np.argsort(shares[policy_points], kind="stable")]
@@ -228,9 +208,7 @@ def _draw_policies(
             ax.plot(shares[index], scores[index], ls="none", zorder=3, **point_style)
 
 
-def _bars_aside(
-    positions: Floats, lane_order: Floats, lower_ends: Floats, upper_ends: Floats
-) -> Floats:
+def _bars_aside(positions: Floats, lane_order: Floats, lower_ends: Floats, upper_ends: Floats) -> Floats:
     """How far error bars stand from their points, so that they do not cover each other.
 
     Bars at nearly the same bytes are packed into lanes, the middle one first: bars of one lane do
@@ -246,14 +224,9 @@ def _bars_aside(
     """
     offsets = np.zeros(len(positions))
     sorted_indices = np.argsort(positions, kind="stable")
-    index_groups = np.split(
-        sorted_indices, np.flatnonzero(np.diff(positions[sorted_indices]) > _LANE) + 1
-    )
+    index_groups = np.split(sorted_indices, np.flatnonzero(np.diff(positions[sorted_indices]) > _LANE) + 1)
     smallest_gap = min(
-        (
-            positions[right_group[0]] - positions[left_group[-1]]
-            for left_group, right_group in pairwise(index_groups)
-        ),
+        (positions[right_group[0]] - positions[left_group[-1]] for left_group, right_group in pairwise(index_groups)),
         default=math.inf,
     )
     for index_group in index_groups:
@@ -266,8 +239,7 @@ def _bars_aside(
                 lane
                 for lane in _LANES
                 if all(
-                    lower_ends[bar_index] > upper_ends[other_index]
-                    or upper_ends[bar_index] < lower_ends[other_index]
+                    lower_ends[bar_index] > upper_ends[other_index] or upper_ends[bar_index] < lower_ends[other_index]
                     for other_index in lane_members.get(lane, [])
                 )
             )
@@ -286,9 +258,7 @@ def _nested_sizes(positions: Floats, draw_order: Floats) -> Floats:
         draw_order: In which order they are drawn; NaN for those that do not count.
     """
     is_near = (np.abs(positions[:, None] - positions) < _NEAR).all(-1)
-    return np.asarray(
-        1 + _NEST * (is_near & (draw_order > draw_order[:, None])).sum(1), dtype=np.float64
-    )
+    return np.asarray(1 + _NEST * (is_near & (draw_order > draw_order[:, None])).sum(1), dtype=np.float64)
 
 
 def _label_front(
@@ -309,17 +279,14 @@ def _label_front(
     renderer = canvas.get_renderer()  # type: ignore[no-untyped-call]
     pixel_positions = ax.transData.transform(np.column_stack([shares, scores]))
     occupied_boxes = [
-        Bbox.from_bounds(x_pixel - 4, y_pixel - 4, 8, 8).padded(5)
-        for x_pixel, y_pixel in pixel_positions[is_coloured]
+        Bbox.from_bounds(x_pixel - 4, y_pixel - 4, 8, 8).padded(5) for x_pixel, y_pixel in pixel_positions[is_coloured]
     ]
     axes_box = ax.get_window_extent(renderer).padded(-1)
     cheapest_points: dict[str, int] = {}
     for index in front_indices:
         cheapest_points.setdefault(str(points["policy"][index]), int(index))
     for policy, index in cheapest_points.items():
-        text_colour = tuple(
-            0.75 * channel for channel in to_rgb(policy_styles[policy][0])
-        )  # legible as text
+        text_colour = tuple(0.75 * channel for channel in to_rgb(policy_styles[policy][0]))  # legible as text
         annotation = ax.annotate(
             short(policy, 30),
             (shares[index], scores[index]),
@@ -353,25 +320,15 @@ def _label_front(
             annotation.set_position((0, _LABEL_STEPS[0]))
 
 
-def _ticks(
-    ax: Axes, byte_axis: ByteAxis, points: pd.DataFrame, panel_width: float, bytes_axis: bool
-) -> None:
+def _ticks(ax: Axes, byte_axis: ByteAxis, points: pd.DataFrame, panel_width: float, bytes_axis: bool) -> None:
     """Percentages along the bottom and, if asked, the bytes of the same places along the top."""
     if byte_axis.log:
         tick_shares = [tick for tick in _TICKS if byte_axis.low <= tick <= byte_axis.high]
         if len(tick_shares) < 2:
-            tick_shares = [
-                float(tick) for tick in np.geomspace(byte_axis.low, byte_axis.high, 4)[1:3]
-            ]
+            tick_shares = [float(tick) for tick in np.geomspace(byte_axis.low, byte_axis.high, 4)[1:3]]
     else:
-        tick_percents = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(
-            100 * byte_axis.low, 100 * byte_axis.high
-        )
-        tick_shares = [
-            float(tick) / 100
-            for tick in tick_percents
-            if byte_axis.low <= tick / 100 <= byte_axis.high
-        ]
+        tick_percents = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(100 * byte_axis.low, 100 * byte_axis.high)
+        tick_shares = [float(tick) / 100 for tick in tick_percents if byte_axis.low <= tick / 100 <= byte_axis.high]
     ax.xaxis.set_major_locator(FixedLocator(tick_shares))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xticks(tick_shares, [f"{100 * tick:.3g}" for tick in tick_shares])
@@ -381,8 +338,6 @@ def _ticks(
     top_axis = ax.secondary_xaxis("top")
     top_axis.xaxis.set_minor_locator(NullLocator())
     tick_step = math.ceil(len(tick_shares) * 0.6 / panel_width)
-    top_axis.set_xticks(
-        tick_shares[::tick_step], [size(tick * full_bytes) for tick in tick_shares[::tick_step]]
-    )
+    top_axis.set_xticks(tick_shares[::tick_step], [size(tick * full_bytes) for tick in tick_shares[::tick_step]])
     top_axis.spines["top"].set_visible(True)
     top_axis.tick_params(labelsize=7)

@@ -8,8 +8,8 @@ from kvbench.judge.base import LocalJudge
 from kvbench.report.equal import equal_rows, labels, without_room
 from kvbench.report.frames import Results, judged, readers, tasks_at_chance, uncompared
 from kvbench.report.panel import MARK
-from kvbench.report.table import Name, Phrase
-from kvbench.report.text import REFERENCE_MODEL, REFERENCE_NOTE, listed
+from kvbench.tables.table import Name, Phrase
+from kvbench.tables.text import REFERENCE_MODEL, REFERENCE_NOTE, listed
 
 _MOST_TASKS = 40
 
@@ -23,8 +23,7 @@ def remarks(results: Results) -> Iterator[Phrase]:
         judge_phrase: Phrase = ("the judge ", Name(judge_origin))
         if judge_origin == LocalJudge.origin:
             judge_phrase = (
-                "the local judge, which only counts shared words: do not compare these scores "
-                "with those of a model"
+                "the local judge, which only counts shared words: do not compare these scores with those of a model"
             )
         yield (_names(task_names), ": scored by ", judge_phrase, ".")
     for policies, places in equal_rows(results).items():

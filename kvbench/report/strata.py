@@ -10,8 +10,8 @@ import pandas as pd
 from kvbench import stats
 from kvbench.report.frames import extras, tasks_at_chance
 from kvbench.report.panel import Filled, Panel
-from kvbench.report.samples import Samples
-from kvbench.report.table import Cell, Compared, Interval, Name, Table, beside
+from kvbench.report.sorted_samples import Samples
+from kvbench.tables.table import Cell, Compared, Interval, Name, Table, beside
 
 MOST = 12
 """A field with more values than this divides no task."""
@@ -46,9 +46,7 @@ def strata(panel: Panel, samples: Samples | None) -> Iterator[tuple[str, str, Ta
     for task_name in panel.tasks:
         task_cells = panel.of_task(task_name)
         task_samples = samples.of(task_cells.loc[task_cells["status"] == "ok", "cell"])
-        if task_name in chance_tasks or not len(
-            task_samples
-        ):  # parts of what tells nothing apart tell nothing
+        if task_name in chance_tasks or not len(task_samples):  # parts of what tells nothing apart tell nothing
             continue
         for field_name, field_values in _dividing_fields(task_samples).items():
             yield (
@@ -61,16 +59,13 @@ def strata(panel: Panel, samples: Samples | None) -> Iterator[tuple[str, str, Ta
 def _dividing_fields(samples: pd.DataFrame) -> dict[str, pd.Series[Any]]:
     """The value of every dividing field, per sample."""
     extra_by_text = extras(samples)
-    common_fields = sorted(
-        set.intersection(*(set(extra_fields) for extra_fields in extra_by_text.values()))
-    )
+    common_fields = sorted(set.intersection(*(set(extra_fields) for extra_fields in extra_by_text.values())))
     # Counted in questions: repeats and policies do not make a division any finer.
     max_values = min(MOST, len(samples.drop_duplicates(_QUESTION)) // 2)
     value_columns = {}
     for field_name in common_fields:
         value_by_text = {
-            extra_json: str(extra_fields[field_name])
-            for extra_json, extra_fields in extra_by_text.items()
+            extra_json: str(extra_fields[field_name]) for extra_json, extra_fields in extra_by_text.items()
         }
         if field_name not in _HAS_FIGURE and 2 <= len(set(value_by_text.values())) <= max_values:
             value_columns[field_name] = samples["extra"].map(value_by_text)
@@ -101,16 +96,10 @@ def _table(panel: Panel, samples: pd.DataFrame, task_name: str, field_name: str)
         return Compared(mean_score, Interval(difference.mean, difference.lo, difference.hi))
 
     def filled(field_value: str) -> Filled:
-        head_column, _ = panel.scores(
-            task_cells, (Name(field_value), f" ({value_counts[field_value]})")
-        )
-        return panel.column(
-            head_column, task_cells, lambda cell_row: cell_of(str(cell_row["cell"]), field_value)
-        )
+        head_column, _ = panel.scores(task_cells, (Name(field_value), f" ({value_counts[field_value]})"))
+        return panel.column(head_column, task_cells, lambda cell_row: cell_of(str(cell_row["cell"]), field_value))
 
-    value_columns = [
-        filled(field_value) for field_value in sorted(value_counts.index, key=_numbers_first)
-    ]
+    value_columns = [filled(field_value) for field_value in sorted(value_counts.index, key=_numbers_first)]
     table_title = (
         Name(task_name),
         " by ",

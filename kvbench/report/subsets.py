@@ -7,8 +7,8 @@ import pandas as pd
 from kvbench.harness import catalogue
 from kvbench.report.overall import group_means
 from kvbench.report.panel import Panel
-from kvbench.report.samples import Samples
-from kvbench.report.table import Name, Table, beside
+from kvbench.report.sorted_samples import Samples
+from kvbench.tables.table import Name, Table, beside
 
 
 def subset_means(panel: Panel, samples: Samples | None) -> dict[str, pd.DataFrame]:

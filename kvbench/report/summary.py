@@ -17,14 +17,14 @@ from kvbench.report.choosing import (
     lines,
 )
 from kvbench.report.frames import Results, records
-from kvbench.report.numbers import DASH
-from kvbench.report.outputs import markdown, markdown_text
 from kvbench.report.panel import Filled, Panel
 from kvbench.report.remarks import remarks
-from kvbench.report.style import Drawn
-from kvbench.report.table import Column, Name, Table, beside
-from kvbench.report.tables import PanelTables
-from kvbench.report.text import code, listed, short, span, tokens, word
+from kvbench.report.table_files import PanelTables
+from kvbench.tables.numbers import DASH
+from kvbench.tables.outputs import markdown, markdown_text
+from kvbench.tables.plot_style import SavedFigure
+from kvbench.tables.table import Column, Name, Table, beside
+from kvbench.tables.text import code, listed, short, span, tokens, word
 
 _READING = """\
 - **Scores** in [0, 1] are shown in points, 0 to 100; others as they are. Lower is better where a \
@@ -49,7 +49,7 @@ more than asked for on average but its interval includes smaller losses."""
 def summary_text(
     results: Results,
     panel_tables: Sequence[PanelTables],
-    figures: Sequence[Drawn],
+    figures: Sequence[SavedFigure],
     root_folder: Path,
     aim: Aim = WITHIN_A_POINT,
 ) -> str:
@@ -69,9 +69,7 @@ def summary_text(
     blocks = ["# KV-cache eviction: results", *_overview(results)]
     blocks.append(f"## Cheapest policy within {aim.points} of the full cache")
     for panel in (panel_entry.panel for panel_entry in panel_tables):
-        choice_lines = [
-            f"- {choice_line}" for choice_line in lines(panel, results.samples, aim, MARKDOWN)
-        ]
+        choice_lines = [f"- {choice_line}" for choice_line in lines(panel, results.samples, aim, MARKDOWN)]
         chance_text = NO_VERDICT["silent"].capitalize()
         blocks += [_heading(panel, has_several_models), "\n".join(choice_lines) or chance_text]
         if aim.serving is not None:
@@ -97,15 +95,11 @@ def summary_text(
 def _overview(results: Results) -> Iterator[str]:
     cells = results.cells
     compressed = cells[cells["policy"] != "full"]
-    sample_counts = sorted(
-        {int(sample_count) for sample_count in cells.loc[cells["status"] == "ok", "samples"]}
-    )
+    sample_counts = sorted({int(sample_count) for sample_count in cells.loc[cells["status"] == "ok", "samples"]})
     revisions = cells.drop_duplicates(["model", "model_revision"])
     model_labels = [
         code(model_name) + (f" at {code(revision)}" if revision else "")
-        for model_name, revision in zip(
-            revisions["model"], revisions["model_revision"], strict=True
-        )
+        for model_name, revision in zip(revisions["model"], revisions["model_revision"], strict=True)
     ]
     machines = dict.fromkeys(zip(cells["device"], cells["dtype"], cells["attention"], strict=True))
     lengths = sorted(set(cells["length"]))
@@ -116,27 +110,16 @@ def _overview(results: Results) -> Iterator[str]:
         "Policies": _codes(cells["policy"]),
         "Budgets": _codes(compressed["budget"]),
         "Compression moments": _codes(compressed["moment"]),
-        "Prompt length": ", ".join(
-            [f"{length_text} tokens"] * bool(length_text) + [tokens(0)] * (0 in lengths)
-        ),
-        "Samples per cell": " to ".join(
-            map(str, dict.fromkeys([*sample_counts[:1], *sample_counts[-1:]]))
-        ),
+        "Prompt length": ", ".join([f"{length_text} tokens"] * bool(length_text) + [tokens(0)] * (0 in lengths)),
+        "Samples per cell": " to ".join(map(str, dict.fromkeys([*sample_counts[:1], *sample_counts[-1:]]))),
         "Seed": listed([str(seed) for seed in sorted(set(cells["seed"]))]),
         "Run on": listed(
-            [
-                f"{word(device)}, {word(dtype)}, {word(attention)} attention"
-                for device, dtype, attention in machines
-            ]
+            [f"{word(device)}, {word(dtype)}, {word(attention)} attention" for device, dtype, attention in machines]
         ),
     }
-    yield "\n".join(
-        f"- {fact_name}: {fact_value or DASH}" for fact_name, fact_value in facts.items()
-    )
+    yield "\n".join(f"- {fact_name}: {fact_value or DASH}" for fact_name, fact_value in facts.items())
     failed_count = int((cells["status"] != "ok").sum())
-    yield f"Cells: {len(cells)}" + (
-        f"; **{failed_count} failed**, listed below." if failed_count else "."
-    )
+    yield f"Cells: {len(cells)}" + (f"; **{failed_count} failed**, listed below." if failed_count else ".")
     for remark in remarks(results):
         yield f"> **Note.** {markdown_text(remark)}"
 
@@ -160,25 +143,19 @@ def _failures(failed_cells: pd.DataFrame) -> Table:
         (Column(column_name), [Name(failed_row[column_name]) for failed_row in failed_rows])
         for column_name in column_names
     ]
-    table_columns.append(
-        (Column("length"), [tokens(failed_row["length"]) for failed_row in failed_rows])
-    )
-    table_columns.append(
-        (Column("error"), [short(failed_row["error"], 400) for failed_row in failed_rows])
-    )
+    table_columns.append((Column("length"), [tokens(failed_row["length"]) for failed_row in failed_rows]))
+    table_columns.append((Column("error"), [short(failed_row["error"], 400) for failed_row in failed_rows]))
     return beside("", table_columns)
 
 
 # --- figures --------------------------------------------------------------------------------------
 
 
-def _figures(figures: Sequence[Drawn], root_folder: Path) -> Iterator[str]:
+def _figures(figures: Sequence[SavedFigure], root_folder: Path) -> Iterator[str]:
     """Figures of several tasks and heat maps as pictures, the fronts of single tasks as links."""
     task_links = []
     for figure in figures:
-        png_path, svg_path = (
-            figure_path.relative_to(root_folder).as_posix() for figure_path in figure.paths
-        )
+        png_path, svg_path = (figure_path.relative_to(root_folder).as_posix() for figure_path in figure.paths)
         if figure.task:
             task_links.append(f"{code(figure.task)} ([PNG]({png_path}), [SVG]({svg_path}))")
         else:
@@ -208,9 +185,7 @@ def _versions(cells: pd.DataFrame) -> str:
             version_record = versions_json
         # Sorted: the same versions in another order are the same versions.
         version_items = (
-            sorted(version_record.items())
-            if isinstance(version_record, dict)
-            else [("recorded", version_record)]
+            sorted(version_record.items()) if isinstance(version_record, dict) else [("recorded", version_record)]
         )
         version_sets[
             tuple(
@@ -233,16 +208,9 @@ def _versions(cells: pd.DataFrame) -> str:
 def _says_something(version_value: object) -> bool:
     """Whether a recorded value is worth a mention; `false` is."""
     return (
-        version_value is not None
-        and version_value != {}
-        and version_value != []
-        and bool(str(version_value).strip())
+        version_value is not None and version_value != {} and version_value != [] and bool(str(version_value).strip())
     )
 
 
 def _value(version_value: object) -> str:
-    return span(
-        version_value
-        if isinstance(version_value, str)
-        else json.dumps(version_value, sort_keys=True)
-    )
+    return span(version_value if isinstance(version_value, str) else json.dumps(version_value, sort_keys=True))

@@ -10,12 +10,12 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from kvbench.report.frames import Results, lower_is_better_tasks, prepare
-from kvbench.report.numbers import size
-from kvbench.report.outputs import plain_text, terminal
 from kvbench.report.panel import DOWN, MOST_TASKS, Filled, Panel, panels
 from kvbench.report.remarks import remarks
-from kvbench.report.table import Name, Phrase, beside
-from kvbench.report.text import listed, plain, short, tokens
+from kvbench.tables.numbers import size
+from kvbench.tables.outputs import plain_text, terminal
+from kvbench.tables.table import Name, Phrase, beside
+from kvbench.tables.text import listed, plain, short, tokens
 
 _MOST_FAILED = 12
 
@@ -50,9 +50,7 @@ class RunTable:
 def _fitted(panel: Panel, console: Console, options: ConsoleOptions) -> Iterator[RichTable]:
     """One table if it fits the terminal; else the means, and then as many tasks as fit."""
     name_columns, has_several_tasks = panel.names(), len(panel.tasks) > 1
-    lead_column = panel.scores(
-        panel.overall, "mean" if has_several_tasks else ("score", panel.marks(panel.tasks[0]))
-    )
+    lead_column = panel.scores(panel.overall, "mean" if has_several_tasks else ("score", panel.marks(panel.tasks[0])))
     mean_columns = [
         panel.held(),
         *panel.read(),
@@ -61,8 +59,7 @@ def _fitted(panel: Panel, console: Console, options: ConsoleOptions) -> Iterator
         panel.gaps(panel.overall),
     ]
     task_columns = [
-        panel.scores(panel.of_task(task_name), panel.task_title(task_name))
-        for task_name in panel.tasks
+        panel.scores(panel.of_task(task_name), panel.task_title(task_name)) for task_name in panel.tasks
     ] * has_several_tasks
     table_title: tuple[Phrase, ...] = (Name(panel.model), " · ", *panel.title)
     if not has_several_tasks:
@@ -70,9 +67,7 @@ def _fitted(panel: Panel, console: Console, options: ConsoleOptions) -> Iterator
 
     def fits(chunk_columns: list[Filled]) -> bool:
         chunk_table = terminal(beside("", [*name_columns, *chunk_columns]))
-        return console.measure(chunk_table, options=options.update(width=9999)).maximum <= (
-            options.max_width
-        )
+        return console.measure(chunk_table, options=options.update(width=9999)).maximum <= (options.max_width)
 
     column_chunks = [[*mean_columns, *task_columns]]
     if len(task_columns) > MOST_TASKS or not fits(column_chunks[0]):
@@ -86,9 +81,7 @@ def _fitted(panel: Panel, console: Console, options: ConsoleOptions) -> Iterator
                 column_chunks.append([])
             column_chunks[-1].append(column)
     for chunk_index, column_chunk in enumerate(column_chunks):
-        part_label = (
-            f" ({chunk_index + 1} of {len(column_chunks)})" if len(column_chunks) > 1 else ""
-        )
+        part_label = f" ({chunk_index + 1} of {len(column_chunks)})" if len(column_chunks) > 1 else ""
         yield terminal(beside((*table_title, part_label), [*name_columns, *column_chunk]))
 
 
@@ -107,22 +100,16 @@ def _notes(results: Results) -> Iterator[Text]:
     )
     lower_tasks = lower_is_better_tasks(cells)
     if lower_tasks:
-        metric_text = listed(
-            list(dict.fromkeys(cells.loc[cells["task"].isin(lower_tasks), "metric"]))
-        )
+        metric_text = listed(list(dict.fromkeys(cells.loc[cells["task"].isin(lower_tasks), "metric"])))
         yield Text(f"{DOWN.strip()} lower is better: {plain(metric_text)}")
     for remark in remarks(results):
         yield Text(plain_text(remark))
     failed_cells = cells[cells["status"] != "ok"]
     for _, cell in failed_cells.head(_MOST_FAILED).iterrows():
-        setting = (
-            f"{short(cell['policy'])} {plain(cell['budget'])} {plain(cell['moment'])}".rstrip()
-        )
+        setting = f"{short(cell['policy'])} {plain(cell['budget'])} {plain(cell['moment'])}".rstrip()
         task_text = short(cell["task"])
         if cell["length"]:
             task_text += f" at {tokens(cell['length'])}"
         yield Text(f"failed: {setting} on {task_text}: {short(cell['error'], 300)}", "red")
     if len(failed_cells) > _MOST_FAILED:
-        yield Text(
-            f"{len(failed_cells) - _MOST_FAILED} more cells failed; the report lists them", "red"
-        )
+        yield Text(f"{len(failed_cells) - _MOST_FAILED} more cells failed; the report lists them", "red")

@@ -65,9 +65,7 @@ def cheapest(setting_rows: pd.DataFrame, *, unit_scaled: bool, within: float = P
     if not unit_scaled:
         return Verdict("scale")
     # What the report shows as 100% saves nothing.
-    compressed_rows = compressed_rows[
-        compressed_rows["kv_bytes_live"] < 0.9995 * compressed_rows["kv_bytes_full"]
-    ]
+    compressed_rows = compressed_rows[compressed_rows["kv_bytes_live"] < 0.9995 * compressed_rows["kv_bytes_full"]]
     if not len(compressed_rows):
         return Verdict("whole")
     direction_sign = 1.0 if compressed_rows["higher_is_better"].iloc[0] else -1.0
@@ -94,12 +92,9 @@ def cheapest(setting_rows: pd.DataFrame, *, unit_scaled: bool, within: float = P
     equal_rows = near_rows.iloc[1:]
     equal_rows = equal_rows[equal_rows["kv_bytes_live"] <= best_row["kv_bytes_live"] * 1.001]
     cheaper_rows = ranked_rows[
-        (ranked_rows["kv_bytes_live"] < best_row["kv_bytes_live"])
-        & (ranked_rows["_gain"] < gain_limit)
+        (ranked_rows["kv_bytes_live"] < best_row["kv_bytes_live"]) & (ranked_rows["_gain"] < gain_limit)
     ]
-    cheaper_rows = cheaper_rows[cheaper_rows["_best"] >= gain_limit].sort_values(
-        sort_columns, ascending=[True, False]
-    )
+    cheaper_rows = cheaper_rows[cheaper_rows["_best"] >= gain_limit].sort_values(sort_columns, ascending=[True, False])
     return Verdict(
         "found",
         best_row,
@@ -107,11 +102,7 @@ def cheapest(setting_rows: pd.DataFrame, *, unit_scaled: bool, within: float = P
         tuple(candidate for _, candidate in equal_rows.iterrows()),
         tuple(candidate for _, candidate in cheaper_rows.iterrows()),
         certain=next(
-            (
-                candidate
-                for _, candidate in near_rows.iterrows()
-                if candidate["_worst"] >= gain_limit
-            ),
+            (candidate for _, candidate in near_rows.iterrows() if candidate["_worst"] >= gain_limit),
             None,
         ),
         resolution=float(best_row["_gain"] - best_row["_worst"]),

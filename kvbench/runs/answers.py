@@ -11,7 +11,7 @@ from torch import Tensor
 from kvbench.benchmark import Medium
 from kvbench.decoding import THINK, Thinking
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decode import Row, Stop
+from kvbench.engine.decode import DecodeRow, Stop
 from kvbench.harness.protocol import Request
 from kvbench.runs.cell import Cell
 from kvbench.runs.index import Key
@@ -53,7 +53,7 @@ class Prompt:
 
 
 @dataclass
-class Answer:
+class PendingAnswer:
     """A row to decode, and the response that it becomes.
 
     Attributes:
@@ -67,7 +67,7 @@ class Answer:
 
     cell: Cell
     prompt: Prompt
-    row: Row
+    row: DecodeRow
     cache: RaggedCache
     response: Response
     logits: Tensor | None = None
@@ -83,7 +83,7 @@ class Lane:
     """
 
     asked: bool
-    waiting: list[Answer] = field(default_factory=list)
+    waiting: list[PendingAnswer] = field(default_factory=list)
 
 
 class _OfCell(Protocol):
@@ -93,9 +93,7 @@ class _OfCell(Protocol):
 _Row = TypeVar("_Row", bound=_OfCell)
 
 
-def stop_of(
-    request: Request, tokenizer: Any, end_tokens: Sequence[int], thinking: Thinking | None
-) -> Stop:
+def stop_of(request: Request, tokenizer: Any, end_tokens: Sequence[int], thinking: Thinking | None) -> Stop:
     """Decides when the answer to a request ends.
 
     Args:
@@ -136,9 +134,7 @@ def key_of(cell: Cell, prompt: Prompt) -> Key:
     return (cell.cell, request.sample_id, request.question_id, prompt.repeat)
 
 
-def begun(
-    cell: Cell, prompt: Prompt, cache: RaggedCache, prefill_s: float, compress_s: float
-) -> Response:
+def begun(cell: Cell, prompt: Prompt, cache: RaggedCache, prefill_s: float, compress_s: float) -> Response:
     """The response of a cell with everything that is known before decoding."""
     return replace(
         empty(cell, prompt),
@@ -152,7 +148,7 @@ def begun(
     )
 
 
-def ended(response: Response, row: Row, decode_s: float) -> Response:
+def ended(response: Response, row: DecodeRow, decode_s: float) -> Response:
     """A response with what its row has generated, in `decode_s` seconds, or why it failed."""
     if row.error:
         return replace(response, error=row.error, decode_s=decode_s)
@@ -165,7 +161,7 @@ def ended(response: Response, row: Row, decode_s: float) -> Response:
     )
 
 
-def finished(answers: Sequence[Answer], cache: RaggedCache, seconds: float) -> list[Response]:
+def finished(answers: Sequence[PendingAnswer], cache: RaggedCache, seconds: float) -> list[Response]:
     """The responses of a decoded batch.
 
     If the cache was cut while it grew (moment `decode`), entries and bytes are those of the peak,
@@ -184,9 +180,7 @@ def finished(answers: Sequence[Answer], cache: RaggedCache, seconds: float) -> l
             compress_s=answer.response.compress_s + evict_seconds / len(answers),
         )
         if cache.upkeep is not None:
-            allocated = cache.upkeep.room[answer_index : answer_index + 1] or [
-                response.kv_bytes_allocated
-            ]
+            allocated = cache.upkeep.room[answer_index : answer_index + 1] or [response.kv_bytes_allocated]
             response = replace(
                 response,
                 budget_entries=cache.upkeep.heads * cache.upkeep.budget[answer_index],

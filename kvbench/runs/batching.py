@@ -92,9 +92,7 @@ class Batching:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         for limit_file in _CGROUP_LIMITS:
             limit_text = limit_file.read_text().strip() if limit_file.exists() else ""
-            memory_bytes = (
-                min(memory_bytes, int(limit_text)) if limit_text.isdecimal() else memory_bytes
-            )
+            memory_bytes = min(memory_bytes, int(limit_text)) if limit_text.isdecimal() else memory_bytes
         return int(_CPU_SHARE * memory_bytes * min(1, torch.get_num_threads() / available_cores()))
 
     def fit(self, tokens: int, widths: Iterable[int]) -> None:
@@ -117,15 +115,9 @@ class Batching:
         if self._steady is None:
             return
         steady = self._steady
-        fed_tokens = {
-            batch_rows * width
-            for batch_rows in {*self.counts, *self.asking}
-            for width in widths
-            if width
-        }
+        fed_tokens = {batch_rows * width for batch_rows in {*self.counts, *self.asking} for width in widths if width}
         if not (
-            all(steady.at(batch_rows, with_head=True) for batch_rows in self.counts)
-            and all(map(steady.at, fed_tokens))
+            all(steady.at(batch_rows, with_head=True) for batch_rows in self.counts) and all(map(steady.at, fed_tokens))
         ):
             row_count = min(row_count, _FIXED)
             self.counts, self.asking = (row_count,), (max(1, row_count // 2),)

@@ -20,7 +20,7 @@ FULL_BUDGET = Budget.parse("full")
 
 
 @dataclass(frozen=True)
-class Variant:
+class CellVariant:
     """What varies between the cells of one task: a policy at a budget and a moment.
 
     The full cache has neither budget nor moment, except at moment `turns`, where the answers of
@@ -79,7 +79,7 @@ class Cell:
         packages: More packages whose versions can change a response.
     """
 
-    variant: Variant
+    variant: CellVariant
     model: str
     model_revision: str
     task: str
@@ -100,7 +100,7 @@ class Cell:
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", self.device.partition(":")[0])
 
-    def of(self, variant: Variant, files: str) -> Cell:
+    def of(self, variant: CellVariant, files: str) -> Cell:
         """The cell of another variant of the same task."""
         return replace(self, variant=variant, files=files)
 
@@ -174,9 +174,7 @@ class Cell:
         """16 hex digits over what is measured, not over how: the key for comparing cells."""
         label_names = ("model", "task", "length", "policy", "budget", "moment", "seed", "data_hash")
         hashed_labels = {label: self.labels[label] for label in label_names}
-        return digest_of(
-            hashed_labels | ({"generation": self.generation} if self.generation else {})
-        )
+        return digest_of(hashed_labels | ({"generation": self.generation} if self.generation else {}))
 
     def row(self, **extra_options: int) -> dict[str, str | int]:
         """The columns of `cells.parquet` that identify the cell, including its hashes.
@@ -213,9 +211,7 @@ def versions(policy: Policy, files: str = "", packages: Sequence[str] = ()) -> d
     recorded: dict[str, object] = {name: _installed(name) for name in package_names}
     recorded["policy"] = policy.origin
     for part_kind, part in exchanged_parts(policy).items():
-        if part is not None and (name := f"{part_kind}.{part.name}") in registry.names(
-            registry.PARTS
-        ):
+        if part is not None and (name := f"{part_kind}.{part.name}") in registry.names(registry.PARTS):
             recorded[part_kind] = registry.origin(registry.PARTS, name)
     if files:
         recorded["files"] = files

@@ -23,8 +23,8 @@ from kvbench.engine.upkeep import tail_of
 from kvbench.errors import PluginError
 from kvbench.moments import LATER
 from kvbench.runs.answers import (
-    Answer,
     Lane,
+    PendingAnswer,
     Prompt,
     begun,
     by_cell,
@@ -57,11 +57,7 @@ class _Context:
     @property
     def shared(self) -> Wanted:
         """The cells that one prefill of the whole context serves."""
-        return [
-            pending
-            for pending in self.wanted
-            if pending[0].moment != "chunked" and not prunes(pending[0].policy)
-        ]
+        return [pending for pending in self.wanted if pending[0].moment != "chunked" and not prunes(pending[0].policy)]
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -110,9 +106,7 @@ class _Contexts:
     def answer(self, cells: Sequence[Cell]) -> None:
         self._cells = cells
         for prefill_batch in self._waves(cells):
-            for context, prefilled in zip(
-                prefill_batch, self._prefilled(prefill_batch), strict=True
-            ):
+            for context, prefilled in zip(prefill_batch, self._prefilled(prefill_batch), strict=True):
                 self._whole(context, prefilled)
                 for cell, cell_prompts in context.wanted:
                     if prunes(cell.policy):
@@ -131,9 +125,7 @@ class _Contexts:
     def _open(self, cells: Sequence[Cell]) -> Iterator[tuple[slice, _Context]]:
         """The contexts that some cells have not answered yet, and the places of their prompts."""
         end_index = 0
-        for _, prompt_group in groupby(
-            self.prompts, key=lambda prompt: (prompt.context_ids, prompt.media)
-        ):
+        for _, prompt_group in groupby(self.prompts, key=lambda prompt: (prompt.context_ids, prompt.media)):
             same_context = list(prompt_group)
             end_index += len(same_context)
             if (context := self._opened(same_context, cells)) is not None:
@@ -157,31 +149,21 @@ class _Contexts:
         contexts: Iterable[_Context] = (context for _, context in self._open(cells))
         if max_contexts > 1:  # the order needs all contexts, and memory may not hold them
             context_keys = [
-                (bool(opened.media), len(opened.ids), prompt_range)
-                for prompt_range, opened in self._open(cells)
+                (bool(opened.media), len(opened.ids), prompt_range) for prompt_range, opened in self._open(cells)
             ]
             context_keys.sort(key=lambda context_key: context_key[:2])
-            reopened = (
-                self._opened(self.prompts[prompt_range], cells)
-                for _, _, prompt_range in context_keys
-            )
+            reopened = (self._opened(self.prompts[prompt_range], cells) for _, _, prompt_range in context_keys)
             contexts = (context for context in reopened if context is not None)
-        for runs_alone, context_group in groupby(
-            contexts, key=lambda opened: bool(opened.media) or not opened.shared
-        ):
+        for runs_alone, context_group in groupby(contexts, key=lambda opened: bool(opened.media) or not opened.shared):
             while prefill_batch := list(islice(context_group, 1 if runs_alone else max_contexts)):
                 yield prefill_batch
 
-    def _prefilled(
-        self, prefill_batch: Sequence[_Context]
-    ) -> Iterator[tuple[Prefix, Tensor] | None]:
+    def _prefilled(self, prefill_batch: Sequence[_Context]) -> Iterator[tuple[Prefix, Tensor] | None]:
         """What is there of every context of a wave once all are prefilled together."""
         batch_result = None
         if len(prefill_batch) > 1:
             needs = frozenset(need for context in prefill_batch for need in context.needs)
-            batch_result = self.worker.prefill_together(
-                [context.ids for context in prefill_batch], needs
-            )
+            batch_result = self.worker.prefill_together([context.ids for context in prefill_batch], needs)
         for row_index in range(len(prefill_batch)):
             if batch_result is None:
                 yield None
@@ -194,9 +176,7 @@ class _Contexts:
         pending = open_context.shared
         if not pending:
             return
-        prefill = partial(
-            self.worker.prefill, open_context.ids, open_context.needs, open_context.media
-        )
+        prefill = partial(self.worker.prefill, open_context.ids, open_context.needs, open_context.media)
         context = Prefilled(prefill, batch_result)
         before_question = [
             (early_cell, cell_prompts)
@@ -220,9 +200,7 @@ class _Contexts:
                 for prompt, forked in zip(repeats, forks(len(repeats), cache), strict=True):
                     self._add(queue_name, cell, prompt, forked, *timings, with_question.logits)
 
-    def _compressed(
-        self, prefilled: Prefilled, pending: Wanted
-    ) -> Iterator[tuple[Cell, list[Prompt], RaggedCache]]:
+    def _compressed(self, prefilled: Prefilled, pending: Wanted) -> Iterator[tuple[Cell, list[Prompt], RaggedCache]]:
         """Compress a prefix for cells, many of one moment together; leave out cells that fail."""
         by_moment: dict[str, Wanted] = {}
         for cell, prompts in pending:
@@ -256,27 +234,20 @@ class _Contexts:
         has_question = cell.moment == "question"
         prompt_groups = [cell_prompts]  # before the question one prefill serves all of them
         if has_question:
-            prompt_groups = [
-                repeats
-                for _, repeats in by_request((cell, cell_prompt) for cell_prompt in cell_prompts)
-            ]
+            prompt_groups = [repeats for _, repeats in by_request((cell, cell_prompt) for cell_prompt in cell_prompts)]
         for group_prompts in prompt_groups:
             prompt = group_prompts[0]
             token_ids = prompt.ids if has_question else prompt.context_ids
             try:
                 with worker.policy_call():
-                    prefix, logits = worker.prefill(
-                        token_ids, cell.policy.needs, prompt.media, pruning
-                    )
+                    prefix, logits = worker.prefill(token_ids, cell.policy.needs, prompt.media, pruning)
             except PluginError as error:
                 worker.fail(cell, prompt, str(error))
                 return
             cache = worker.compress(prefix, cell, prompt, self.reserve)
             if cache is None:
                 return
-            for group_prompt, forked in zip(
-                group_prompts, forks(len(group_prompts), cache), strict=True
-            ):
+            for group_prompt, forked in zip(group_prompts, forks(len(group_prompts), cache), strict=True):
                 timings = (prefix.seconds, cache.seconds)
                 if has_question:
                     self._add("told", cell, group_prompt, forked, *timings, logits)
@@ -287,9 +258,7 @@ class _Contexts:
 
     def _chunked(self, pending: Wanted) -> None:
         """Prefill whole prompts in chunks, each cut back to budget; cells share the first chunk."""
-        cell_pairs = by_request(
-            [(cell, prompt) for cell, cell_prompts in pending for prompt in cell_prompts]
-        )
+        cell_pairs = by_request([(cell, prompt) for cell, cell_prompts in pending for prompt in cell_prompts])
         needs = frozenset(need for cell, _ in pending for need in cell.policy.needs)
         by_first_chunk: dict[tuple[int, ...], list[tuple[Cell, list[Prompt], int]]] = {}
         for cell, repeats in cell_pairs:
@@ -348,9 +317,7 @@ class _Contexts:
         cache.detach_state()
         prefill_s = prefix.seconds + now(worker.device) - start_time - evict_seconds
         for prompt, forked in zip(repeats, forks(len(repeats), cache), strict=True):
-            self._add(
-                "told", cell, prompt, forked, prefill_s, cache.seconds + evict_seconds, logits
-            )
+            self._add("told", cell, prompt, forked, prefill_s, cache.seconds + evict_seconds, logits)
 
     def _later_chunks(
         self,
@@ -369,9 +336,7 @@ class _Contexts:
                 if upkeep.final:  # the last cut leaves room for the tail
                     upkeep.coming = trailing_tokens
                     upkeep.budget = [budget - trailing_tokens for budget in budgets]
-            chunk = worker.tensor(
-                token_ids[chunk_start : min(chunk_start + cell.chunk, body_length)]
-            )
+            chunk = worker.tensor(token_ids[chunk_start : min(chunk_start + cell.chunk, body_length)])
             logits = forward(worker.model, cache, chunk)
             restore(cache, [0])  # a chunk of one token is not cut when its forward ends
         if upkeep is not None:
@@ -408,7 +373,7 @@ class _Contexts:
             self._done(self.pool.add(Pooled(row, cache, question_ids, logits, response)))
             return
         waiting = self.lanes.setdefault(queue_name, Lane(logits is not None)).waiting
-        waiting.append(Answer(cell, prompt, row, cache, response, logits))
+        waiting.append(PendingAnswer(cell, prompt, row, cache, response, logits))
         if not self.worker.batching.has_room(len(waiting), self._waiting_caches()):
             self._flush(queue_name)
 
@@ -442,22 +407,19 @@ class _Contexts:
                 return
             for cell_group in cell_groups:  # decode each cell alone to find out which one fails
                 queue.waiting = [
-                    replace(answer, row=self.worker.row(answer.cell, answer.prompt))
-                    for answer in cell_group
+                    replace(answer, row=self.worker.row(answer.cell, answer.prompt)) for answer in cell_group
                 ]
                 self._flush(queue_name)
             return
         self.worker.done(responses, cells)
 
-    def _decode(self, answers: list[Answer], question_fed: bool) -> list[Response]:
+    def _decode(self, answers: list[PendingAnswer], question_fed: bool) -> list[Response]:
         """Decode answers in one batch."""
         worker = self.worker
         start_time = now(worker.device)
         if not question_fed and answers[0].cache.slides:
             for answer in answers:  # padding would push tokens out of the sliding windows
-                answer.logits = forward(
-                    worker.model, answer.cache, worker.tensor(answer.prompt.question_ids)
-                )
+                answer.logits = forward(worker.model, answer.cache, worker.tensor(answer.prompt.question_ids))
         caches = [answer.cache for answer in answers]
         batch = Batch(worker.model, caches, worker.batching.slots(len(answers)))
         answer_logits = [answer.logits for answer in answers if answer.logits is not None]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.clock import now
-from kvbench.engine.decode import Batch, Row
+from kvbench.engine.decode import Batch, DecodeRow
 from kvbench.engine.evict import read_few, restore
 from kvbench.engine.models import model_info
 from kvbench.errors import PluginError
@@ -53,9 +53,7 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
     """
     done_keys = worker.store.keys()
     queues: dict[str, list[Dialogue]] = {}
-    turn_width = max(
-        _longest(worker, list(same_dialogue)) for _, same_dialogue in groupby(prompts, _name)
-    )
+    turn_width = max(_longest(worker, list(same_dialogue)) for _, same_dialogue in groupby(prompts, _name))
     worker.batching.fit(max(len(prompt.ids) + prompt.limit for prompt in prompts), [turn_width])
     for _, dialogue_group in groupby(prompts, lambda prompt: prompt.request.dialogue):
         repeats = [list(same_dialogue) for _, same_dialogue in groupby(dialogue_group, _name)]
@@ -104,9 +102,7 @@ def _name(prompt: Prompt) -> tuple[str, int]:
     return prompt.request.dialogue, prompt.repeat
 
 
-def _hold(
-    worker: Worker, dialogues: list[Dialogue], turn_width: int, done_keys: Container[Key]
-) -> None:
+def _hold(worker: Worker, dialogues: list[Dialogue], turn_width: int, done_keys: Container[Key]) -> None:
     """Run dialogues of one policy to their end in one batch, and store the answers."""
     try:
         with worker.policy_call():  # the policy runs again before every turn
@@ -129,7 +125,7 @@ def _turns(worker: Worker, dialogues: list[Dialogue], turn_width: int) -> Iterat
     batch_slots = 1 if has_media else worker.batching.slots(len(dialogues))
     batch = Batch(worker.model, [dialogue.cache for dialogue in dialogues], batch_slots)
     cache, upkeep, model_facts = batch.cache, batch.cache.upkeep, model_info(worker.model)
-    last_rows: list[Row] = []
+    last_rows: list[DecodeRow] = []
     failures = [False] * len(dialogues)
     for turn in range(max(len(dialogue.turns) for dialogue in dialogues)):
         alive = [
@@ -148,27 +144,19 @@ def _turns(worker: Worker, dialogues: list[Dialogue], turn_width: int) -> Iterat
             ]
         else:
             _cut(cache, dialogues, alive, model_facts)
-            start_responses = [
-                _state(cache, row_index, dialogue, turn)
-                for row_index, dialogue in enumerate(dialogues)
-            ]
+            start_responses = [_state(cache, row_index, dialogue, turn) for row_index, dialogue in enumerate(dialogues)]
             turn_tokens = [
                 _next(worker, dialogue, turn, row) if is_alive else []
                 for dialogue, is_alive, row in zip(dialogues, alive, last_rows, strict=True)
             ]
             longest_turn = max(len(new_tokens) for new_tokens in turn_tokens)
-            pixels = (
-                worker.pixels(dialogues[0].turns[turn].request.delta_media) if has_media else None
-            )
+            pixels = worker.pixels(dialogues[0].turns[turn].request.delta_media) if has_media else None
             logits = batch.feed(
                 turn_tokens,
                 longest_turn if cache.slides or has_media else max(turn_width, longest_turn),
                 pixels,
             )
-        rows = [
-            worker.row(dialogue.cell, dialogue.turns[min(turn, len(dialogue.turns) - 1)])
-            for dialogue in dialogues
-        ]
+        rows = [worker.row(dialogue.cell, dialogue.turns[min(turn, len(dialogue.turns) - 1)]) for dialogue in dialogues]
         for row, is_alive in zip(rows, alive, strict=True):
             row.reason = "" if is_alive else "over"
         batch.answer(rows, logits, pause_ended=True)
@@ -176,18 +164,12 @@ def _turns(worker: Worker, dialogues: list[Dialogue], turn_width: int) -> Iterat
         row_seconds = (now(worker.device) - start_time - evict_seconds) / max(1, sum(alive))
         for start_response, row, is_alive in zip(start_responses, rows, alive, strict=True):
             if is_alive:
-                yield replace(
-                    ended(start_response, row, row_seconds), compress_s=evict_seconds / sum(alive)
-                )
+                yield replace(ended(start_response, row, row_seconds), compress_s=evict_seconds / sum(alive))
         last_rows = rows
-        failures = [
-            has_failed or bool(row.error) for has_failed, row in zip(failures, rows, strict=True)
-        ]
+        failures = [has_failed or bool(row.error) for has_failed, row in zip(failures, rows, strict=True)]
 
 
-def _cut(
-    cache: RaggedCache, dialogues: list[Dialogue], alive: list[bool], model_facts: ModelInfo
-) -> None:
+def _cut(cache: RaggedCache, dialogues: list[Dialogue], alive: list[bool], model_facts: ModelInfo) -> None:
     """Cut every dialogue that continues back to its share of the tokens seen so far.
 
     With a reader nothing is cut: the queries of the new turn read that share.
@@ -230,7 +212,7 @@ def _state(cache: RaggedCache, row_index: int, dialogue: Dialogue, turn: int) ->
     )
 
 
-def _next(worker: Worker, dialogue: Dialogue, turn: int, row: Row) -> list[int]:
+def _next(worker: Worker, dialogue: Dialogue, turn: int, row: DecodeRow) -> list[int]:
     """Tokens from the end of the last answer to the end of the next question."""
     last_request, next_request = dialogue.turns[turn - 1].request, dialogue.turns[turn].request
     if row.reason == "length":
@@ -251,14 +233,8 @@ def _next(worker: Worker, dialogue: Dialogue, turn: int, row: Row) -> list[int]:
 
 
 def _added(worker: Worker, answer_end: str, next_request: Request) -> list[int]:
-    turn_text = (
-        answer_end
-        + worker.expanded(next_request.delta, next_request.delta_media)
-        + next_request.question
-    )
-    token_ids: list[int] = worker.tokenizer(turn_text, add_special_tokens=False, verbose=False)[
-        "input_ids"
-    ]
+    turn_text = answer_end + worker.expanded(next_request.delta, next_request.delta_media) + next_request.question
+    token_ids: list[int] = worker.tokenizer(turn_text, add_special_tokens=False, verbose=False)["input_ids"]
     return token_ids
 
 

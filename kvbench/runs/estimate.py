@@ -48,9 +48,7 @@ class Missing(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens of the contexts that are prefilled."""
-        return sum(
-            {hash(prompt.context_ids): len(prompt.context_ids) for prompt in self.prompts}.values()
-        )
+        return sum({hash(prompt.context_ids): len(prompt.context_ids) for prompt in self.prompts}.values())
 
 
 def missing_of(stage: Stage, done_keys: Container[Key]) -> list[Missing]:
@@ -71,9 +69,7 @@ def missing_of(stage: Stage, done_keys: Container[Key]) -> list[Missing]:
                     step_count + prompt.limit * missing_count,
                 )
         if response_count:
-            pending_jobs.append(
-                Missing(job, job.prompts.part(prompt_indices), response_count, step_count)
-            )
+            pending_jobs.append(Missing(job, job.prompts.part(prompt_indices), response_count, step_count))
     return pending_jobs
 
 
@@ -153,9 +149,7 @@ def estimate(stage: Stage, grid: Grid, pending_jobs: Sequence[Missing], notify: 
         pending_jobs: What it lacks, of one job at least.
         notify: Told that the model is loaded.
     """
-    measured_jobs = [
-        pending_jobs[sample_index] for sample_index in _spread(len(pending_jobs), _JOBS)
-    ]
+    measured_jobs = [pending_jobs[sample_index] for sample_index in _spread(len(pending_jobs), _JOBS)]
     with loaded_model(stage, grid, notify) as model:
         meter = _Meter(model, stage, grid)
         first_context = next(_contexts(measured_jobs[0]))
@@ -164,12 +158,9 @@ def estimate(stage: Stage, grid: Grid, pending_jobs: Sequence[Missing], notify: 
         for pending_job in measured_jobs:
             contexts = list(_contexts(pending_job))
             full_batches = math.ceil(2 * warm_up.rows / len(pending_job.job.cells))
-            context_count = max(
-                1, min(full_batches, len(contexts) // 4, int(_SECONDS / warm_up.seconds))
-            )
+            context_count = max(1, min(full_batches, len(contexts) // 4, int(_SECONDS / warm_up.seconds)))
             sampled_contexts = [
-                pending_job.prompts[contexts[sample_index]]
-                for sample_index in _spread(len(contexts), context_count)
+                pending_job.prompts[contexts[sample_index]] for sample_index in _spread(len(contexts), context_count)
             ]
             measured += meter.measure(pending_job.job, sampled_contexts)
             if measured.seconds > _SECONDS:
@@ -178,9 +169,9 @@ def estimate(stage: Stage, grid: Grid, pending_jobs: Sequence[Missing], notify: 
         sum(pending.tokens for pending in pending_jobs),
         sum(pending.steps for pending in pending_jobs),
     )
-    return measured.prefill * token_count / max(
-        1, measured.tokens
-    ) + measured.rest * step_count / max(1, measured.steps)
+    return measured.prefill * token_count / max(1, measured.tokens) + measured.rest * step_count / max(
+        1, measured.steps
+    )
 
 
 def _contexts(pending_job: Missing) -> Iterator[slice]:
@@ -194,7 +185,4 @@ def _contexts(pending_job: Missing) -> Iterator[slice]:
 def _spread(length: int, sample_count: int) -> list[int]:
     """At most `sample_count` places among `length`, as far from each other as possible."""
     sample_count = min(length, sample_count)
-    return [
-        (2 * sample_index + 1) * length // (2 * sample_count)
-        for sample_index in range(sample_count)
-    ]
+    return [(2 * sample_index + 1) * length // (2 * sample_count) for sample_index in range(sample_count)]

@@ -11,9 +11,7 @@ from kvbench.runs.grid import Grid
 from kvbench.runs.prompts import Prompts
 
 
-def check_moments(
-    grid: Grid, task_name: str, prompts: Prompts, truncated: int, notify: Callable[[str], None]
-) -> None:
+def check_moments(grid: Grid, task_name: str, prompts: Prompts, truncated: int, notify: Callable[[str], None]) -> None:
     """Check that a task can run at all moments and budgets, and say where nothing would be cut.
 
     Args:
@@ -27,22 +25,15 @@ def check_moments(
         UserError: Moment `turns` needs dialogues that fit.
     """
     if grid.has_moment("chunked") and prompts.shows:
-        raise UserError(
-            f"{task_name} shows images, which moment chunked does not split; use another --moment"
-        )
+        raise UserError(f"{task_name} shows images, which moment chunked does not split; use another --moment")
     if any(budget.visual for budget in grid.parsed_budgets) and not prompts.shows:
-        raise UserError(
-            f"{task_name} shows no images; use a budget such as 0.2 instead of a visual one"
-        )
+        raise UserError(f"{task_name} shows no images; use a budget such as 0.2 instead of a visual one")
     if grid.has_moment("turns"):
         if not prompts.dialogues:
-            raise UserError(
-                f"{task_name} has no turns; moment turns needs dialogues such as --task dialogue"
-            )
+            raise UserError(f"{task_name} has no turns; moment turns needs dialogues such as --task dialogue")
         if truncated:
             raise UserError(
-                f"{task_name}: a live dialogue is never truncated; use another --moment, or "
-                "dialogues that fit"
+                f"{task_name}: a live dialogue is never truncated; use another --moment, or dialogues that fit"
             )
     if grid.has_moment("decode"):
         _say_idle_buffers(grid, task_name, prompts.limit, notify)
@@ -68,9 +59,7 @@ def unfit_policies(grid: Grid, task_name: str, prompts: Prompts, depth: int) -> 
         UserError: One of them is named.
     """
     problems: dict[str, str] = {}
-    late_timings = [
-        str(timing) for timing in grid.timings if timing.moment not in ("context", "question")
-    ]
+    late_timings = [str(timing) for timing in grid.timings if timing.moment not in ("context", "question")]
     for policy in grid.built_policies:
         if not prunes(policy):
             continue
@@ -78,8 +67,7 @@ def unfit_policies(grid: Grid, task_name: str, prompts: Prompts, depth: int) -> 
             problems[str(policy)] = f"it prunes images, and {task_name} shows none"
         elif late_timings:
             problems[str(policy)] = (
-                "it prunes once, in the prefill; use --moment context or question instead of "
-                f"{', '.join(late_timings)}"
+                f"it prunes once, in the prefill; use --moment context or question instead of {', '.join(late_timings)}"
             )
         elif policy.score is not None and (problem := depth_problem(policy.score, depth)):
             problems[str(policy)] = problem
@@ -115,11 +103,7 @@ def say_visual_budgets(
             )
         if budget.visual or not policy_names:
             continue
-        image_prompts = [
-            (token_count, visual_count)
-            for token_count, visual_count in token_counts
-            if visual_count
-        ]
+        image_prompts = [(token_count, visual_count) for token_count, visual_count in token_counts if visual_count]
         bare_count = sum(
             budget.per_head(token_count, visual_count) <= token_count - visual_count
             for token_count, visual_count in image_prompts
@@ -138,9 +122,7 @@ def say_visual_budgets(
             )
 
 
-def _say_no_room(
-    grid: Grid, task_name: str, prompts: Prompts, notify: Callable[[str], None]
-) -> None:
+def _say_no_room(grid: Grid, task_name: str, prompts: Prompts, notify: Callable[[str], None]) -> None:
     """Say where windows of a fixed size fill the budget, so that a score decides nothing.
 
     An allocator that reserves entries warns when it divides the budget.
@@ -157,10 +139,7 @@ def _say_no_room(
         budgets = [
             str(budget)
             for budget in grid.parsed_budgets
-            if any(
-                budget.is_filled(policy.score.reserved, lengths.get(timing.moment, ()))
-                for timing in grid.timings
-            )
+            if any(budget.is_filled(policy.score.reserved, lengths.get(timing.moment, ())) for timing in grid.timings)
         ]
         if budgets:
             filled.append(f"{policy} ({', '.join(budgets)})")
@@ -173,13 +152,9 @@ def _say_no_room(
         )
 
 
-def _say_idle_buffers(
-    grid: Grid, task_name: str, longest: int, notify: Callable[[str], None]
-) -> None:
+def _say_idle_buffers(grid: Grid, task_name: str, longest: int, notify: Callable[[str], None]) -> None:
     """Say where nothing can be cut while an answer is generated."""
-    idle_policies = [
-        policy for policy in grid.built_policies if policy.evicts and policy.buffer >= longest
-    ]
+    idle_policies = [policy for policy in grid.built_policies if policy.evicts and policy.buffer >= longest]
     if idle_policies:
         notify(
             f"{task_name}: no answer is longer than the buffer of "

@@ -32,9 +32,7 @@ _DEPTH = 4
 # --- names ----------------------------------------------------------------------------------------
 
 
-def default_folder(
-    digest: str, models: Sequence[str], tasks: Sequence[str], policies: Sequence[str]
-) -> Path:
+def default_folder(digest: str, models: Sequence[str], tasks: Sequence[str], policies: Sequence[str]) -> Path:
     """The folder of a run without `--out`, from the grid's digest, models, tasks and policies.
 
     An earlier run of the same grid keeps its folder: that of earlier versions is named after the
@@ -44,13 +42,9 @@ def default_folder(
     if (results_folder / digest).is_dir():
         return results_folder / digest
     short_digest = digest[:_HASH]
-    folder_name = "-".join(
-        [*(_names(grid_values) for grid_values in (models, tasks, policies)), short_digest]
-    )
+    folder_name = "-".join([*(_names(grid_values) for grid_values in (models, tasks, policies)), short_digest])
     if not (results_folder / folder_name).is_dir():
-        earlier_folders = sorted(
-            path for path in results_folder.glob(f"*-{short_digest}") if (path / GRID).is_file()
-        )
+        earlier_folders = sorted(path for path in results_folder.glob(f"*-{short_digest}") if (path / GRID).is_file())
         if earlier_folders:
             return earlier_folders[0]
     return results_folder / folder_name
@@ -170,9 +164,7 @@ def _tables_are_newest(folder: Path) -> bool:
     try:
         written_time = (folder / CELLS).stat().st_mtime_ns
         return all(
-            written_time >= path.stat().st_mtime_ns
-            for path in (folder / GRID, folder / RESPONSES)
-            if path.exists()
+            written_time >= path.stat().st_mtime_ns for path in (folder / GRID, folder / RESPONSES) if path.exists()
         )
     except OSError:
         return False
@@ -212,7 +204,4 @@ def _strings(value: object) -> list[str]:
 
 
 def _line(error: BaseException) -> str:
-    return (
-        " ".join(str(getattr(error, "problem", None) or error).split())[:120]
-        or type(error).__name__
-    )
+    return " ".join(str(getattr(error, "problem", None) or error).split())[:120] or type(error).__name__

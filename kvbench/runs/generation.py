@@ -37,9 +37,7 @@ class GenerationFlags:
     thinking: bool | None = None
     truncate: str | None = None
 
-    def applied(
-        self, requests: Sequence[Request], notify: Callable[[str], None]
-    ) -> Sequence[Request]:
+    def applied(self, requests: Sequence[Request], notify: Callable[[str], None]) -> Sequence[Request]:
         """Apply the flags to the requests of one task.
 
         Args:
@@ -98,10 +96,7 @@ class GenerationFlags:
             return None
         if task_sampling is None and self.temperature is None:
             if self.top_p is not None or self.top_k is not None:
-                raise UserError(
-                    f"{task} is answered greedily; --top-p and --top-k need a --temperature such "
-                    "as 0.6"
-                )
+                raise UserError(f"{task} is answered greedily; --top-p and --top-k need a --temperature such as 0.6")
             return None
         overrides = {
             option: value

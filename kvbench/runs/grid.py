@@ -17,7 +17,7 @@ from kvbench.files import digest_of
 from kvbench.harness import catalogue
 from kvbench.moments import Moment, Timing
 from kvbench.plugin import Policy
-from kvbench.runs.cell import FULL_BUDGET, Variant
+from kvbench.runs.cell import FULL_BUDGET, CellVariant
 from kvbench.runs.folders import default_folder
 from kvbench.runs.generation import GenerationFlags
 from kvbench.runs.options import GridOptions, OptionError, field_of, options
@@ -52,11 +52,7 @@ class Grid(GridOptions):
                 "at most "
                 f"{_MOST_VARIANTS:,} in a run"
             )
-        fractions = [
-            str(budget)
-            for budget in self.parsed_budgets
-            if budget.absolute is None and not budget.is_full
-        ]
+        fractions = [str(budget) for budget in self.parsed_budgets if budget.absolute is None and not budget.is_full]
         if self.has_moment("decode") and fractions:
             raise UserError(
                 f"moment decode needs budgets in tokens such as 128, not {', '.join(fractions)}: "
@@ -68,12 +64,8 @@ class Grid(GridOptions):
         if self.device_map is not None and self.device != "auto":
             raise UserError("device and device_map exclude each other; give only one")
         if self.executor == "ray" and ":" in self.device:
-            raise UserError(
-                f"device {self.device} names one GPU, but Ray gives each worker its own; use cuda"
-            )
-        ray_options = [
-            option_name for option_name in _ON_RAY if getattr(self, option_name) is not None
-        ]
+            raise UserError(f"device {self.device} names one GPU, but Ray gives each worker its own; use cuda")
+        ray_options = [option_name for option_name in _ON_RAY if getattr(self, option_name) is not None]
         if self.executor != "ray" and ray_options:
             raise UserError(f"{ray_options[0]} needs the executor ray; add --executor ray")
 
@@ -112,9 +104,7 @@ class Grid(GridOptions):
         return cls._read(overlaid(yaml_values, overrides), location_of, str(path))
 
     @classmethod
-    def _read(
-        cls, data: Mapping[str, Any], location_of: Callable[[str], str], source: str = "the grid"
-    ) -> Grid:
+    def _read(cls, data: Mapping[str, Any], location_of: Callable[[str], str], source: str = "the grid") -> Grid:
         values: dict[str, Any] = {}
         source_keys: dict[str, str] = {}
         flag_names = {option_name: option.flag or option_name for option_name, option in options()}
@@ -123,17 +113,14 @@ class Grid(GridOptions):
             if option_name in _RETIRED:
                 continue
             if option_name not in flag_names:
-                raise UserError(
-                    f"{location_of(key)}{unknown('key', key, {*flag_names, *flag_names.values()})}"
-                )
+                raise UserError(f"{location_of(key)}{unknown('key', key, {*flag_names, *flag_names.values()})}")
             if option_name in values:
                 raise UserError(f"{location_of(key)}{quoted(key)} is given twice")
             values[option_name], source_keys[option_name] = value, key
         for option_name in ("policies", "tasks"):
             if option_name not in values:
                 raise UserError(
-                    f"{source} has no {option_name}; give --{flag_names[option_name]} or the key "
-                    f"{option_name}"
+                    f"{source} has no {option_name}; give --{flag_names[option_name]} or the key {option_name}"
                 )
         try:
             return cls(**values)
@@ -156,9 +143,7 @@ class Grid(GridOptions):
         for option_name, option in options():
             if option_name in changes and option.kind is list:
                 new_values = option.read(changes[option_name])
-                changes[option_name] = list(
-                    dict.fromkeys([*getattr(base_grid, option_name), *new_values])
-                )
+                changes[option_name] = list(dict.fromkeys([*getattr(base_grid, option_name), *new_values]))
         return cls.from_dict(overlaid(base_grid.to_dict(), changes))
 
     def differs(self, compared: Grid) -> list[str]:
@@ -228,11 +213,7 @@ class Grid(GridOptions):
         Raises:
             UserError: A policy is unknown or has a parameter that is unknown or ill-typed.
         """
-        all_policies = [
-            self._built[policy_name]
-            for spec in self.policies
-            for policy_name in self._members(spec)
-        ]
+        all_policies = [self._built[policy_name] for spec in self.policies for policy_name in self._members(spec)]
         return tuple({str(policy): policy for policy in all_policies}.values())
 
     def _members(self, spec: str) -> list[str]:
@@ -242,19 +223,12 @@ class Grid(GridOptions):
             return policy_names
         if spec in policy_names or not spec.isidentifier():
             return [spec]
-        return [
-            policy_name for policy_name in policy_names if self._built[policy_name].group == spec
-        ] or [spec]
+        return [policy_name for policy_name in policy_names if self._built[policy_name].group == spec] or [spec]
 
     @functools.cached_property
     def named_policies(self) -> frozenset[str]:
         """Canonical spellings of the policies that are named, and not only included in `all`."""
-        policy_names = [
-            policy_name
-            for spec in self.policies
-            if spec != ALL
-            for policy_name in self._members(spec)
-        ]
+        policy_names = [policy_name for spec in self.policies if spec != ALL for policy_name in self._members(spec)]
         return frozenset(str(self._built[policy_name]) for policy_name in policy_names)
 
     @functools.cached_property
@@ -293,7 +267,7 @@ class Grid(GridOptions):
                     )
         return list(groups.items())
 
-    def variants(self) -> list[Variant]:
+    def variants(self) -> list[CellVariant]:
         """The variants of each task, model and length; the full cache comes first.
 
         Raises:
@@ -303,11 +277,11 @@ class Grid(GridOptions):
         variants = []
         # At the budget `full` every policy is the full cache.
         if self.full or str(full) in self.named_policies or "full" in self.budgets:
-            variants += [Variant(full, FULL_BUDGET, timing) for timing in self.timings]
+            variants += [CellVariant(full, FULL_BUDGET, timing) for timing in self.timings]
         for policy in self.built_policies:
             if not policy.is_full:
                 variants += [
-                    Variant(policy, budget, timing)
+                    CellVariant(policy, budget, timing)
                     for budget in (self.parsed_budgets if policy.has_budget else [FULL_BUDGET])
                     if not (policy.has_budget and budget.is_full)
                     for timing in self.timings
@@ -318,9 +292,7 @@ class Grid(GridOptions):
 def overlaid(base_values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a grid with others in their place, whether keys are `policy` or `policies`."""
     changes = {field_of(key): value for key, value in overrides.items()}
-    return {
-        key: value for key, value in base_values.items() if field_of(key) not in changes
-    } | changes
+    return {key: value for key, value in base_values.items() if field_of(key) not in changes} | changes
 
 
 class _Builder(dict[str, Policy]):

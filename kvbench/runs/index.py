@@ -109,11 +109,7 @@ class _Done(Set[Key]):
         if not isinstance(key, tuple) or len(key) != 4:
             return False
         indexed_cell, request_number = self._cells.get(key[0]), self._numbers.get(key[1:])
-        return (
-            indexed_cell is not None
-            and request_number is not None
-            and indexed_cell.has(request_number)
-        )
+        return indexed_cell is not None and request_number is not None and indexed_cell.has(request_number)
 
     def __len__(self) -> int:
         return sum(cell.done.bit_count() for cell in self._cells.values())

@@ -129,9 +129,7 @@ def _compare(cells: pa.Table, folder: Path) -> None:
         cell_rows = cells.to_pylist()
         for cell_row in cell_rows:
             cell_means = column_means.get(cell_row["cell"], {})
-            wrong_columns = (
-                [] if cell_row["samples"] == len(sample_ids[cell_row["cell"]]) else ["samples"]
-            )
+            wrong_columns = [] if cell_row["samples"] == len(sample_ids[cell_row["cell"]]) else ["samples"]
             if cell_row["status"] == "ok":
                 wrong_columns += [
                     column
@@ -157,36 +155,22 @@ def _totals(path: Path) -> tuple[dict[str, dict[str, float]], dict[str, set[str]
     row_counts: dict[str, int] = defaultdict(int)
     sample_ids: dict[str, set[str]] = defaultdict(set)
     with pq.ParquetFile(path, page_checksum_verification=True) as samples_file:
-        numeric_columns = [
-            column for column in _IN_BOTH if column in samples_file.schema_arrow.names
-        ]
+        numeric_columns = [column for column in _IN_BOTH if column in samples_file.schema_arrow.names]
         for group_index in range(samples_file.num_row_groups):
-            table = samples_file.read_row_group(
-                group_index, ["cell", "sample_id", "error", *numeric_columns]
-            )
+            table = samples_file.read_row_group(group_index, ["cell", "sample_id", "error", *numeric_columns])
             # A missing score makes a mean that agrees with nothing.
-            filled_columns = [
-                pc.fill_null(table[column].cast(pa.float64()), math.nan)
-                for column in numeric_columns
-            ]
-            grouped_table = pa.table(
-                [table["cell"], *filled_columns], ["cell", *numeric_columns]
-            ).group_by("cell")
+            filled_columns = [pc.fill_null(table[column].cast(pa.float64()), math.nan) for column in numeric_columns]
+            grouped_table = pa.table([table["cell"], *filled_columns], ["cell", *numeric_columns]).group_by("cell")
             aggregations = [("cell", "count"), *((column, "sum") for column in numeric_columns)]
             for aggregated in grouped_table.aggregate(aggregations).to_pylist():
                 row_counts[aggregated["cell"]] += aggregated["cell_count"]
                 for column in numeric_columns:
                     column_sums[aggregated["cell"]][column] += aggregated[f"{column}_sum"]
             answered_rows = table.filter(pc.equal(table["error"], "")).select(["cell", "sample_id"])
-            for aggregated in (
-                answered_rows.group_by(["cell", "sample_id"]).aggregate([]).to_pylist()
-            ):
+            for aggregated in answered_rows.group_by(["cell", "sample_id"]).aggregate([]).to_pylist():
                 sample_ids[aggregated["cell"]].add(aggregated["sample_id"])
     return {
-        cell: {
-            column_name: column_sum / row_counts[cell]
-            for column_name, column_sum in cell_sums.items()
-        }
+        cell: {column_name: column_sum / row_counts[cell] for column_name, column_sum in cell_sums.items()}
         for cell, cell_sums in column_sums.items()
     }, sample_ids
 
@@ -203,9 +187,7 @@ def _check_numbers(cells: pa.Table, path: Path) -> None:
     numeric_columns = [column_name for column_name in _NUMBERS if column_name in cells.column_names]
     for cell_row in cells.to_pylist():
         bad_columns = [
-            column
-            for column in numeric_columns
-            if cell_row[column] is None or not math.isfinite(cell_row[column])
+            column for column in numeric_columns if cell_row[column] is None or not math.isfinite(cell_row[column])
         ]
         if cell_row["status"] == "ok" and bad_columns:
             raise UserError(
@@ -217,9 +199,7 @@ def _check_numbers(cells: pa.Table, path: Path) -> None:
 
 def _digest(cells: pa.Table) -> str:
     """Digest of all values of a table; a number that is not one is missing."""
-    columns = [
-        [field.name, str(field.type), cells[field.name].to_pylist()] for field in cells.schema
-    ]
+    columns = [[field.name, str(field.type), cells[field.name].to_pylist()] for field in cells.schema]
     return digest_of(columns)
 
 

@@ -21,7 +21,7 @@ from kvbench.runs.schema import (
     SAMPLE_COLUMNS,
     SAMPLES_SCHEMA,
     SCHEMA_VERSION,
-    Column,
+    ResultColumn,
     missing_columns,
 )
 
@@ -100,9 +100,7 @@ def load_frames(
     if cells["cell"].duplicated().any():
         cells = _fullest(cells, folders)
     tables = [
-        _samples(
-            folder, columns, coded, set(cells.loc[cells["_run"] == run_index, "cell"]), sample_ids
-        )
+        _samples(folder, columns, coded, set(cells.loc[cells["_run"] == run_index, "cell"]), sample_ids)
         for run_index, folder in enumerate(folders)
     ]
     sample_table = pa.concat_tables(tables).unify_dictionaries()
@@ -128,9 +126,7 @@ def _check_columns(table_name: str, names: Iterable[str], schema: pa.Schema) -> 
     """Refuse a column that a table does not have."""
     for name in names:
         if name not in schema.names:
-            raise UserError(
-                f"{table_name} have no column {quoted(name)}{nearest(name, schema.names)}"
-            )
+            raise UserError(f"{table_name} have no column {quoted(name)}{nearest(name, schema.names)}")
 
 
 def _fullest(cells: pd.DataFrame, folders: Sequence[Path]) -> pd.DataFrame:
@@ -138,9 +134,7 @@ def _fullest(cells: pd.DataFrame, folders: Sequence[Path]) -> pd.DataFrame:
     row_counts: dict[tuple[str, int], int] = {}
     for run_index, folder in enumerate(folders):
         cell_counts = _sample_rows(folder, ["cell"])["cell"].value_counts()
-        row_counts |= {
-            (str(entry["values"]), run_index): entry["counts"].as_py() for entry in cell_counts
-        }
+        row_counts |= {(str(entry["values"]), run_index): entry["counts"].as_py() for entry in cell_counts}
     cell_rows = [row_counts.get(key, 0) for key in zip(cells["cell"], cells["_run"], strict=True)]
     ordered_cells = cells.assign(_said=cell_rows).sort_values(["samples", "_said"], ascending=False)
     return cells.loc[sorted(ordered_cells.drop_duplicates("cell").index)]
@@ -186,16 +180,12 @@ def _any_of(column: str, values: Collection[str]) -> pc.Expression:
     return pc.field(column).isin(pa.array(sorted(values), pa.string()))
 
 
-def _chosen(
-    file: pq.ParquetFile, columns: Sequence[str], row_filters: Sequence[pc.Expression]
-) -> pa.Table:
+def _chosen(file: pq.ParquetFile, columns: Sequence[str], row_filters: Sequence[pc.Expression]) -> pa.Table:
     """The rows that satisfy all conditions, read in parts: the texts of all can take gigabytes."""
     condition = functools.reduce(operator.and_, row_filters)
     batches = file.iter_batches(_PART, columns=columns)
     filtered = [pa.Table.from_batches([batch]).filter(condition) for batch in batches]
-    return pa.concat_tables(
-        [table for table in filtered if len(table)] or filtered[:1] or [file.read(columns)]
-    )
+    return pa.concat_tables([table for table in filtered if len(table)] or filtered[:1] or [file.read(columns)])
 
 
 def _cells(folder: Path, columns: Sequence[str]) -> pa.Table:
@@ -222,17 +212,11 @@ def _sample_rows(
         stored_columns = pq.read_schema(path).names
         source_columns = [column.copy_of for column in SAMPLE_COLUMNS if column.copy_of]
         read_columns = [
-            column
-            for column in dict.fromkeys([*columns, *source_columns, "schema"])
-            if column in stored_columns
+            column for column in dict.fromkeys([*columns, *source_columns, "schema"]) if column in stored_columns
         ]
         coded_columns = [column for column in coded if column in stored_columns]
-        with pq.ParquetFile(
-            path, read_dictionary=coded_columns, page_checksum_verification=True
-        ) as file:
-            table = (
-                _chosen(file, read_columns, row_filters) if row_filters else file.read(read_columns)
-            )
+        with pq.ParquetFile(path, read_dictionary=coded_columns, page_checksum_verification=True) as file:
+            table = _chosen(file, read_columns, row_filters) if row_filters else file.read(read_columns)
         table.validate(full=True)
     except Exception as error:  # damage makes pyarrow raise errors of many classes
         raise unreadable(path, error) from None
@@ -284,9 +268,7 @@ def _upgraded(
     return table.select(list(columns)).replace_schema_metadata()
 
 
-def _with_substitute(
-    table: pa.Table, schema_field: pa.Field, column: Column, coded: Sequence[str]
-) -> pa.Table:
+def _with_substitute(table: pa.Table, schema_field: pa.Field, column: ResultColumn, coded: Sequence[str]) -> pa.Table:
     """Add a column that an older table lacks: a copy of another one, or one value everywhere."""
     if column.copy_of:
         return table.append_column(schema_field, table[column.copy_of])

@@ -32,7 +32,7 @@ from kvbench.judge.rubrics import origin
 from kvbench.named import lexicon_of, local_model, model_digest, resolve_model
 from kvbench.plugin import Policy
 from kvbench.progress import Reporter
-from kvbench.runs.cell import Cell, Variant
+from kvbench.runs.cell import Cell, CellVariant
 from kvbench.runs.fitting import check_moments, say_visual_budgets, unfit_policies
 from kvbench.runs.grid import Grid
 from kvbench.runs.prompts import Prompts, Window, prompts_of
@@ -72,7 +72,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """Everything to run.
 
     Attributes:
@@ -110,7 +110,7 @@ def plan(
     scored: bool = True,
     only: JobName | None = None,
     reporter: Reporter | None = None,
-) -> Plan:
+) -> RunPlan:
     """Load the tasks and name the cells, without any model weights.
 
     Args:
@@ -130,19 +130,12 @@ def plan(
     if not variants:
         raise UserError("nothing to run: no policy is left after --no-full")
     if any(budget.absolute == 1 for budget in grid.parsed_budgets):
-        notify(
-            "budget 1 keeps 1 entry per KV head; use 1.0 or full to keep everything, or a fraction "
-            "such as 0.2"
-        )
+        notify("budget 1 keeps 1 entry per KV head; use 1.0 or full to keep everything, or a fraction such as 0.2")
     planner = _Planner(grid, notify, tasks, variants, scored, only, reporter)
-    stages = [
-        planner.stage(model_name)
-        for model_name in grid.models
-        if only is None or model_name == only.model
-    ]
+    stages = [planner.stage(model_name) for model_name in grid.models if only is None or model_name == only.model]
     if not any(stage.jobs for stage in stages):
         raise UserError("nothing to run: none of the tasks is available here")
-    return Plan(stages, planner.left_out)
+    return RunPlan(stages, planner.left_out)
 
 
 @dataclass(frozen=True)
@@ -181,7 +174,7 @@ class _Planner:
     grid: Grid
     say: Say
     leaves: list[tuple[str, Benchmark]]
-    variants: list[Variant]
+    variants: list[CellVariant]
     scored: bool
     only: JobName | None = None
     reporter: Reporter | None = None
@@ -331,9 +324,7 @@ class _Planner:
         has_template = model.template and task_name not in benchmark.plain
         return tokenizer_hash(model.tokenizer) if has_template else ""
 
-    def _generation(
-        self, model: _Model, task_name: str, benchmark: Benchmark, task: LoadedTask
-    ) -> str:
+    def _generation(self, model: _Model, task_name: str, benchmark: Benchmark, task: LoadedTask) -> str:
         flags = self.grid.generation
         if task_name in benchmark.plain:  # without a template, nothing says whether to think
             flags = replace(flags, thinking=None)
@@ -373,10 +364,7 @@ def _model_facts(grid: Grid, model_name: str) -> _Model:
     dtype = pick_dtype(grid.dtype, device)
     quantised = check_quantization(model_name, config, grid.quantization, grid.device_map)
     if grid.revision is not None and local_model(model_name) is not None:
-        raise UserError(
-            f"model {model_name} is local and has no revisions; leave out --revision "
-            f"{grid.revision}"
-        )
+        raise UserError(f"model {model_name} is local and has no revisions; leave out --revision {grid.revision}")
     uses_template = grid.chat_template
     if uses_template is None:
         uses_template = tokenizer.chat_template is not None

@@ -112,9 +112,7 @@ class Prompts(Sequence[Prompt]):
 
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         positions = range(len(self))[index]
-        return (
-            self._made(positions) if isinstance(positions, int) else [*map(self._made, positions)]
-        )
+        return self._made(positions) if isinstance(positions, int) else [*map(self._made, positions)]
 
     def __iter__(self) -> Iterator[Prompt]:
         return map(self._made, range(len(self)))
@@ -165,9 +163,7 @@ def prompts_of(
     truncated = 0
     progress = Late(reporter, len(task.requests), f"{task.name}: tokenising prompts")
     truncation = Truncation.parse(truncate) if truncate is not None else None
-    token_limit = min(
-        filter(None, (window.tokens, truncation.tokens if truncation else 0)), default=0
-    )
+    token_limit = min(filter(None, (window.tokens, truncation.tokens if truncation else 0)), default=0)
     for request in task.requests:
         sample_label = f"{request.task}, {request.sample_id}"
         try:
@@ -191,9 +187,7 @@ def prompts_of(
                     f"only {token_limit} fit; "
                     "use a smaller --max-new-tokens or another --truncate"
                 )
-            prompt = replace(
-                prompt, context_ids=tuple(truncation.cut([*prompt.context_ids], available))
-            )
+            prompt = replace(prompt, context_ids=tuple(truncation.cut([*prompt.context_ids], available)))
             truncated += 1
         advice = "a smaller --length"
         if not task.length:

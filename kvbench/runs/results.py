@@ -62,9 +62,7 @@ class _Asked(NamedTuple):
         )
 
 
-def scored(
-    jobs: Iterable[Job], responses_of: Callable[[str], Sequence[Response]]
-) -> Iterator[tuple[Row, Columns]]:
+def scored(jobs: Iterable[Job], responses_of: Callable[[str], Sequence[Response]]) -> Iterator[tuple[Row, Columns]]:
     """Score every cell from its responses, one cell at a time.
 
     Only the requests of the tasks as loaded count: a store can hold more samples.
@@ -104,9 +102,7 @@ def check_requests(jobs: Iterable[Job], store: RunStore) -> None:
                     continue
                 # Earlier versions recorded the context alone.
                 request_digest, context_id = request
-                if (response.request or response.context_id) != (
-                    request_digest if response.request else context_id
-                ):
+                if (response.request or response.context_id) != (request_digest if response.request else context_id):
                     raise UserError(
                         f"{cell.task}: sample {response.sample_id} is not the one that "
                         f"{store.path} has a response to, though the task's version is the same; "
@@ -120,10 +116,7 @@ class _Scorer:
 
     def __init__(self, job: Job) -> None:
         self.job, self.task = job, job.task
-        self.requests = {
-            (request.sample_id, request.question_id): _Asked.of(request)
-            for request in job.task.requests
-        }
+        self.requests = {(request.sample_id, request.question_id): _Asked.of(request) for request in job.task.requests}
         # The full cache of live dialogues has a history of its own, so it is another baseline.
         self.full: dict[bool, _FullCache] = {}
 
@@ -206,10 +199,7 @@ class _Scorer:
                 raise cause from None  # until the user fixes it, nothing can be scored
             raise
         if not all(abs(score) <= _LARGEST_SCORE for score in scores.values()):  # NaN is not either
-            raise PluginError(
-                f"{metric} returned a score that is not a finite number of at most "
-                f"{_LARGEST_SCORE:g}"
-            )
+            raise PluginError(f"{metric} returned a score that is not a finite number of at most {_LARGEST_SCORE:g}")
         clusters = self._clusters(scores)
         estimate = stats.summary(list(scores.values()), list(clusters.values()))
         if not math.isclose(aggregate, estimate.mean, rel_tol=1e-6, abs_tol=1e-9):
@@ -226,22 +216,16 @@ class _Scorer:
             return None
         verdicts = self.job.judge.judge(self.task.asks(responses))
         failures = {
-            key: verdict
-            for key, verdict in zip(responses, verdicts, strict=True)
-            if isinstance(verdict, JudgeError)
+            key: verdict for key, verdict in zip(responses, verdicts, strict=True) if isinstance(verdict, JudgeError)
         }
         if failures:
             first_key = min(failures, key=lambda key: (self.requests[key[:2]].doc_id, key))
             count_note = f"{len(failures)} of {len(responses)} responses have no verdict: "
             location = f"sample {first_key[0]}, question {first_key[1]}"
-            raise JudgeError(
-                f"{count_note * (len(responses) > 1)}{location}: {failures[first_key]}"
-            )
+            raise JudgeError(f"{count_note * (len(responses) > 1)}{location}: {failures[first_key]}")
         return [verdict for verdict in verdicts if not isinstance(verdict, JudgeError)]
 
-    def _comparison(
-        self, cell: Cell, scores: dict[Key, float], full_cache: _FullCache
-    ) -> dict[str, Any]:
+    def _comparison(self, cell: Cell, scores: dict[Key, float], full_cache: _FullCache) -> dict[str, Any]:
         """The paired difference to the full cache on the same samples; 0 for the full cache."""
         columns = {
             "full_score": full_cache.estimate.mean,
@@ -265,12 +249,8 @@ class _Scorer:
             return stats.discriminative(full.lo, self.task.chance)
         return stats.discriminative(-full.hi, -self.task.chance)
 
-    def _samples(
-        self, cell: Cell, responses: Sequence[Response], scores: dict[Key, float]
-    ) -> Columns:
-        requests = [
-            self.requests[response.sample_id, response.question_id] for response in responses
-        ]
+    def _samples(self, cell: Cell, responses: Sequence[Response], scores: dict[Key, float]) -> Columns:
+        requests = [self.requests[response.sample_id, response.question_id] for response in responses]
         labels = {column: cell.labels[column] for column in ("task", "policy", "budget", "moment")}
         shared_columns = {
             "cell": cell.cell,
@@ -280,9 +260,7 @@ class _Scorer:
         }
         return {
             **{column: [value] * len(responses) for column, value in shared_columns.items()},
-            **{
-                column: [getattr(response, column) for response in responses] for column in MEASURED
-            },
+            **{column: [getattr(response, column) for response in responses] for column in MEASURED},
             "extra": [request.extra for request in requests],
             "prompt_end": [request.prompt_end for request in requests],
             "target": [request.target for request in requests],
@@ -316,6 +294,5 @@ def _columns(estimate: stats.Estimate) -> dict[str, float]:
 def _means(responses: Sequence[Response]) -> dict[str, float]:
     """Mean costs per response."""
     return {
-        column: sum(float(getattr(response, column)) for response in responses) / len(responses)
-        for column in AVERAGED
+        column: sum(float(getattr(response, column)) for response in responses) / len(responses) for column in AVERAGED
     }

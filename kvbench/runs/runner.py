@@ -22,7 +22,7 @@ from kvbench.runs.executors.local import run_here
 from kvbench.runs.executors.ray import run_on_ray
 from kvbench.runs.grid import Grid
 from kvbench.runs.integrity import rows_of_cells
-from kvbench.runs.planning import Plan, Say, plan
+from kvbench.runs.planning import RunPlan, Say, plan
 from kvbench.runs.results import check_requests, scored
 from kvbench.runs.store import GRID, RESPONSES, RunStore
 from kvbench.terminal import console
@@ -57,9 +57,7 @@ class Run:
         return samples
 
 
-def run(
-    grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True, extend: bool = False
-) -> Run:
+def run(grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True, extend: bool = False) -> Run:
     """Run a grid, or continue it where an earlier call stopped.
 
     A folder that holds more samples or repeats than the grid keeps them.
@@ -79,9 +77,7 @@ def run(
     elif isinstance(grid, Mapping):
         grid = Grid.from_dict(grid)
     elif not isinstance(grid, Grid):
-        raise UserError(
-            f"{type(grid).__name__} is not a grid; give a Grid, a dict or the path of a YAML file"
-        )
+        raise UserError(f"{type(grid).__name__} is not a grid; give a Grid, a dict or the path of a YAML file")
     reporter = terminal_reporter(console(stderr=True)) if progress else Silent()
     try:
         return execute(grid, reporter, extend=extend)
@@ -89,9 +85,7 @@ def run(
         reporter.stop()
 
 
-def execute(
-    grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False, extend: bool = False
-) -> Run:
+def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False, extend: bool = False) -> Run:
     """Carry out a grid.
 
     Args:
@@ -126,11 +120,7 @@ def execute(
         facts = {"samples": grid.samples, "repeats": grid.repeats}
         cells = store.write_scored(scored(jobs, store.responses_of), facts)
         samples = store.samples()
-    failures = {
-        str(cell_row.cell): str(cell_row.error)
-        for cell_row in cells.itertuples()
-        if cell_row.status != "ok"
-    }
+    failures = {str(cell_row.cell): str(cell_row.error) for cell_row in cells.itertuples() if cell_row.status != "ok"}
     return Run(folder, cells, failures, planned.left_out, _samples=samples)
 
 
@@ -161,8 +151,8 @@ def _check_same_grid(grid: Grid, folder: Path, *, extend: bool) -> Grid | None:
 
 
 def _with_held(
-    grid: Grid, planned: Plan, stored_grid: Grid | None, folder: Path, notify: Say
-) -> tuple[Grid, Plan]:
+    grid: Grid, planned: RunPlan, stored_grid: Grid | None, folder: Path, notify: Say
+) -> tuple[Grid, RunPlan]:
     """Keep the samples and repeats of a folder whose tables hold more of them than a grid.
 
     Args:
@@ -178,9 +168,7 @@ def _with_held(
     if stored_grid is None:
         return grid, planned
     row_counts, stored_facts = rows_of_cells(folder)
-    larger_samples = {
-        "samples": max(grid.samples, stored_facts.get("samples", stored_grid.samples))
-    }
+    larger_samples = {"samples": max(grid.samples, stored_facts.get("samples", stored_grid.samples))}
     for extensions in (
         larger_samples,
         larger_samples | {"repeats": stored_facts.get("repeats", stored_grid.repeats)},
@@ -191,13 +179,10 @@ def _with_held(
         if larger_grid == grid:
             continue
         option_names = [
-            option_name
-            for option_name in extensions
-            if getattr(larger_grid, option_name) != getattr(grid, option_name)
+            option_name for option_name in extensions if getattr(larger_grid, option_name) != getattr(grid, option_name)
         ]
         description = " and ".join(
-            f"{getattr(larger_grid, option_name) or 'more'} {option_name}"
-            for option_name in option_names
+            f"{getattr(larger_grid, option_name) or 'more'} {option_name}" for option_name in option_names
         )
         notify(
             f"{grid.path} has {description}, which are kept; to run fewer, choose another --out or "
@@ -207,7 +192,7 @@ def _with_held(
     return grid, planned
 
 
-def _shrinks(planned: Plan, row_counts: Mapping[str, int]) -> bool:
+def _shrinks(planned: RunPlan, row_counts: Mapping[str, int]) -> bool:
     """Whether a table would lose rows of a cell."""
     return any(
         row_counts.get(cell.cell, 0) > sum(request.repeats for request in job.task.requests)
@@ -220,9 +205,7 @@ def _shrinks(planned: Plan, row_counts: Mapping[str, int]) -> bool:
 # --- dry run --------------------------------------------------------------------------------------
 
 
-def describe(
-    grid: Grid, notify: Say, *, fresh: bool = False, reporter: Reporter | None = None
-) -> list[str]:
+def describe(grid: Grid, notify: Say, *, fresh: bool = False, reporter: Reporter | None = None) -> list[str]:
     """What `--dry-run` shows: cells, samples, what exists already, and an estimate.
 
     The estimate runs some of the missing contexts, with all their cells, on the real model.
@@ -256,10 +239,7 @@ def describe(
             lines.append(f"  {response_count} responses, {missing_count} still to generate")
             if pending_jobs:
                 worker_note = " for one worker" if grid.executor == "ray" else ""
-                lines.append(
-                    "  estimate: "
-                    f"{duration(estimate(stage, grid, pending_jobs, notify))}{worker_note}"
-                )
+                lines.append(f"  estimate: {duration(estimate(stage, grid, pending_jobs, notify))}{worker_note}")
     finally:
         if store is not None:
             store.close()
@@ -273,9 +253,7 @@ def _check_writable(path: Path) -> None:
         UserError: The folder cannot be created, or not be written to.
     """
     try:
-        nearest_folder = next(
-            parent for parent in (path, *path.absolute().parents) if parent.exists()
-        )
+        nearest_folder = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     except OSError as error:  # such as a name that is too long
         raise cannot("write", path, error) from None
     if not nearest_folder.is_dir():

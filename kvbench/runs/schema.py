@@ -29,7 +29,7 @@ _TEXT, _SHORT, _LONG, _REAL = pa.string(), pa.int32(), pa.int64(), pa.float64()
 
 
 @dataclass(frozen=True)
-class Column:
+class ResultColumn:
     """A column of a result table.
 
     Attributes:
@@ -61,12 +61,12 @@ class Column:
     always: bool = False
 
 
-def _field(kind: Any, meaning: str = "", **options: Any) -> Mapping[str, Column]:
+def _field(kind: Any, meaning: str = "", **options: Any) -> Mapping[str, ResultColumn]:
     """Metadata of a field of `Response` that is a column."""
-    return {"column": Column(kind, meaning, **options)}
+    return {"column": ResultColumn(kind, meaning, **options)}
 
 
-def _cost(kind: Any, meaning: str = "", **options: Any) -> Mapping[str, Column]:
+def _cost(kind: Any, meaning: str = "", **options: Any) -> Mapping[str, ResultColumn]:
     """Metadata of a field that is also averaged over the responses of a cell."""
     return _field(kind, meaning, averaged=True, **options)
 
@@ -92,9 +92,7 @@ class Response:
     doc_id: int = field(metadata=_field(_SHORT))
     question_id: int = field(metadata=_field(_SHORT))
     repeat: int = field(metadata=_field(_SHORT))
-    context_id: str = field(
-        metadata=_field(_TEXT, "the context, which several questions may share", shared=True)
-    )
+    context_id: str = field(metadata=_field(_TEXT, "the context, which several questions may share", shared=True))
     response: str = field(default="", metadata=_field(_TEXT, "the text of the response"))
     stop: str = field(
         default="",
@@ -219,31 +217,30 @@ class Response:
         return (self.cell, self.sample_id, self.question_id, self.repeat)
 
 
-def _columns(names: str, *columns: Column) -> Iterator[Column]:
+def _columns(names: str, *columns: ResultColumn) -> Iterator[ResultColumn]:
     """Name columns that are explained together."""
     for name, column in zip(names.split(), columns, strict=True):
         yield replace(column, name=name)
 
 
-def _measured() -> list[Column]:
+def _measured() -> list[ResultColumn]:
     """The fields of a response that are columns."""
     return [
-        replace(entry.metadata["column"], name=entry.name)
-        for entry in fields(Response)
-        if "column" in entry.metadata
+        replace(entry.metadata["column"], name=entry.name) for entry in fields(Response) if "column" in entry.metadata
     ]
 
 
-_INTERVAL = Column(_REAL, paged=True, always=True)
+_INTERVAL = ResultColumn(_REAL, paged=True, always=True)
 
-CELL_COLUMNS: tuple[Column, ...] = (
-    *_columns("schema", Column(_SHORT, "version of these columns")),
+CELL_COLUMNS: tuple[ResultColumn, ...] = (
+    *_columns("schema", ResultColumn(_SHORT, "version of these columns")),
     *_columns(
-        "cell", Column(_TEXT, "hash of everything that can change a response; runs resume by it")
+        "cell",
+        ResultColumn(_TEXT, "hash of everything that can change a response; runs resume by it"),
     ),
     *_columns(
         "match",
-        Column(
+        ResultColumn(
             _TEXT,
             "hash of what was measured: model id, task, length, policy, budget, moment, seed, "
             "data, and how answers are generated if not greedily. It joins runs from different "
@@ -252,77 +249,75 @@ CELL_COLUMNS: tuple[Column, ...] = (
     ),
     *_columns(
         "model model_revision",
-        Column(
+        ResultColumn(
             _TEXT,
             "the model as given to `--model`; the commit on the hub or a digest of the local files",
         ),
-        Column(_TEXT),
+        ResultColumn(_TEXT),
     ),
     *_columns(
         "task group length",
-        Column(
+        ResultColumn(
             _TEXT,
-            "task; its benchmark; tokens of prompt and answer, or 0 for data that kvbench does not "
-            "resize",
+            "task; its benchmark; tokens of prompt and answer, or 0 for data that kvbench does not resize",
         ),
-        Column(_TEXT),
-        Column(_SHORT),
+        ResultColumn(_TEXT),
+        ResultColumn(_SHORT),
     ),
     *_columns(
         "policy budget moment seed",
-        Column(
+        ResultColumn(
             _TEXT,
             "canonical spellings. `full` has the budget `full` and no moment, except at `turns`: a "
             "live dialogue has the full cache's own answers in its history",
         ),
-        Column(_TEXT),
-        Column(_TEXT),
-        Column(_LONG),
+        ResultColumn(_TEXT),
+        ResultColumn(_TEXT),
+        ResultColumn(_LONG),
     ),
     *_columns(
         "samples metric higher_is_better",
-        Column(
+        ResultColumn(
             _SHORT,
             "number of samples; name and direction of the metric. If responses are judged, the "
             "metric's name ends with the judge, such as `(judge gpt-4o-2024-08-06)` or `(local "
             "judge)`; `versions` names the judge too, and `match` differs between judges "
             "([judge.md](judge.md))",
         ),
-        Column(_TEXT),
-        Column(pa.bool_()),
+        ResultColumn(_TEXT),
+        ResultColumn(pa.bool_()),
     ),
     *_columns(
         "status error",
-        Column(
+        ResultColumn(
             _TEXT,
             "`ok`, or `error` and the reason. A policy or metric that fails affects only its own "
             "cells; their scores are NaN",
         ),
-        Column(_TEXT),
+        ResultColumn(_TEXT),
     ),
     *_columns(
         "score score_se score_lo score_hi",
         replace(
             _INTERVAL,
-            meaning="mean (0 to 1 unless the task says otherwise), standard error clustered by "
-            "context, 95% interval",
+            meaning="mean (0 to 1 unless the task says otherwise), standard error clustered by context, 95% interval",
         ),
-        Column(_REAL),
+        ResultColumn(_REAL),
         _INTERVAL,
         _INTERVAL,
     ),
     *_columns(
         "full_score diff diff_lo diff_hi",
-        Column(
+        ResultColumn(
             _REAL,
             "score of the full cache on the same samples; paired difference to it with its 95% "
             "interval, bootstrapped over contexts (NaN with `--no-full`)",
         ),
-        *[Column(_REAL, paged=True)] * 3,
+        *[ResultColumn(_REAL, paged=True)] * 3,
     ),
     *_columns(
         "discriminative",
-        Column(
+        ResultColumn(
             pa.bool_(),
             "whether the full cache is above the task's chance level. If it is not, differences "
             "mean nothing, and the report leaves the task out of means and says so",
@@ -331,32 +326,32 @@ CELL_COLUMNS: tuple[Column, ...] = (
     *(replace(column, type=_REAL) for column in _measured() if column.averaged),
     *_columns(
         "task_version data_hash dtype device attention versions",
-        Column(
+        ResultColumn(
             _TEXT,
             "what the cell was made with; `versions` is a JSON object, described below",
         ),
-        *[Column(_TEXT)] * 5,
+        *[ResultColumn(_TEXT)] * 5,
     ),
 )
 """`cells.parquet`: a row per model, task, length, policy, budget, moment and seed."""
 
-SAMPLE_COLUMNS: tuple[Column, ...] = (
-    *_columns("schema", Column(_SHORT, "version of these columns")),
+SAMPLE_COLUMNS: tuple[ResultColumn, ...] = (
+    *_columns("schema", ResultColumn(_SHORT, "version of these columns")),
     *_columns(
         "cell task policy budget moment length",
-        Column(_TEXT, "the cell, as in `cells.parquet`", shared=True),
-        *[Column(_TEXT, shared=True)] * 4,
-        Column(_SHORT),
+        ResultColumn(_TEXT, "the cell, as in `cells.parquet`", shared=True),
+        *[ResultColumn(_TEXT, shared=True)] * 4,
+        ResultColumn(_SHORT),
     ),
     *_columns(
         "target score",
-        Column(pa.list_(_TEXT), "the reference answers, and the score of the response"),
-        Column(_REAL),
+        ResultColumn(pa.list_(_TEXT), "the reference answers, and the score of the response"),
+        ResultColumn(_REAL),
     ),
     *(column for column in _measured() if column.sampled),
     *_columns(
         "extra",
-        Column(
+        ResultColumn(
             _TEXT,
             "a JSON object with what the task knows about the question, such as difficulty, type, "
             "domain or `depth` (percent of the context before the needle)",
@@ -365,7 +360,7 @@ SAMPLE_COLUMNS: tuple[Column, ...] = (
     ),
     *_columns(
         "prompt_end",
-        Column(
+        ResultColumn(
             _TEXT,
             "the last 400 characters of the prompt, after `…` if there are more. In a live "
             "dialogue the history before it has the model's own answers. Empty in tables of schema "
@@ -384,7 +379,7 @@ AVERAGED = tuple(column.name for column in CELL_COLUMNS if column.averaged)
 """Columns of the cells that are means of a field of their responses."""
 
 
-def _schema(columns: Iterable[Column], *types: Any) -> Any:
+def _schema(columns: Iterable[ResultColumn], *types: Any) -> Any:
     """Columns of a table, by type and then as they are declared."""
     ordered = sorted(columns, key=lambda column: types.index(column.type))
     return pa.schema([(column.name, column.type) for column in ordered])
@@ -394,7 +389,7 @@ CELLS_SCHEMA = _schema(CELL_COLUMNS, _TEXT, _SHORT, _LONG, _REAL, pa.bool_())
 SAMPLES_SCHEMA = _schema(SAMPLE_COLUMNS, _TEXT, pa.list_(_TEXT), _SHORT, _REAL, _LONG)
 
 
-def missing_columns(version: int) -> Iterator[Column]:
+def missing_columns(version: int) -> Iterator[ResultColumn]:
     """Yield the columns that tables of an earlier version lack."""
     known = {column.name: column for column in (*CELL_COLUMNS, *SAMPLE_COLUMNS)}
     return (column for column in known.values() if column.since > version)

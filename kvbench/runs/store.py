@@ -136,9 +136,7 @@ class RunStore:
         """Write both result tables with the schemas of `kvbench.runs.schema`."""
         self._write([to_table(samples, SAMPLES_SCHEMA)], lambda: cells, {})
 
-    def write_scored(
-        self, scored: Iterable[tuple[dict[str, Any], Columns]], facts: Mapping[str, Any]
-    ) -> pd.DataFrame:
+    def write_scored(self, scored: Iterable[tuple[dict[str, Any], Columns]], facts: Mapping[str, Any]) -> pd.DataFrame:
         """Write both result tables cell by cell, without holding all samples in memory.
 
         Args:
@@ -155,9 +153,7 @@ class RunStore:
                 cell_rows.append(cell_row)
                 yield from_columns(columns, SAMPLES_SCHEMA)
 
-        return self._write(
-            samples(), lambda: pd.DataFrame(cell_rows, columns=CELLS_SCHEMA.names), facts
-        )
+        return self._write(samples(), lambda: pd.DataFrame(cell_rows, columns=CELLS_SCHEMA.names), facts)
 
     def samples(self) -> pq.ParquetFile:
         """The table of samples, open: it stays what it is if another run replaces the file."""
@@ -221,10 +217,7 @@ class RunStore:
         self._journal = Journal(self.path / RESPONSES)
         for location, entry in self._journal.placed():
             if not _NEEDED <= entry.keys() <= _FIELDS:
-                raise UserError(
-                    f"another version of kvbench wrote the responses in {self.path}; choose "
-                    "another --out"
-                )
+                raise UserError(f"another version of kvbench wrote the responses in {self.path}; choose another --out")
             key = (entry["cell"], entry["sample_id"], entry["question_id"], entry["repeat"])
             self._index.add(key, location, done=not entry.get("error"))
         if self._journal.damaged:

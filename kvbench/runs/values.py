@@ -52,9 +52,7 @@ def read_yaml(path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
     except yaml.YAMLError as error:
         problem_mark = getattr(error, "problem_mark", None)
         line_number = (
-            problem_mark.line + 1
-            if problem_mark
-            else yaml_text.count("\n", 0, getattr(error, "position", 0)) + 1
+            problem_mark.line + 1 if problem_mark else yaml_text.count("\n", 0, getattr(error, "position", 0)) + 1
         )
         problem = getattr(error, "problem", None) or getattr(error, "reason", None)
         raise UserError(f"{path}:{line_number}: {problem or str(error).splitlines()[0]}") from None
@@ -79,10 +77,7 @@ def _mapping(loader: Loader, path: str | Path) -> tuple[dict[Any, Any], dict[Any
             if not isinstance(key, Hashable):
                 raise UserError(f"{path}:{line_number}: {quoted(key)} cannot be a key")
             if key in mapping:
-                raise UserError(
-                    f"{path}:{line_number}: {quoted(key)} is given twice, first in line "
-                    f"{key_lines[key]}"
-                )
+                raise UserError(f"{path}:{line_number}: {quoted(key)} is given twice, first in line {key_lines[key]}")
             key_lines[key] = line_number
             mapping[key] = value
     finally:
@@ -132,15 +127,11 @@ def _items(value: Any, label: str) -> list[Any]:
         items: list[Any] = [entry.strip() for entry in value.split(",") if entry.strip()]
     elif isinstance(value, Iterable) and not isinstance(value, Mapping):
         items = [
-            entry
-            for element in value
-            for entry in (_items(element, label) if isinstance(element, str) else [element])
+            entry for element in value for entry in (_items(element, label) if isinstance(element, str) else [element])
         ]
     else:
         items = [value]
-    if not items or any(
-        element is None or isinstance(element, (Mapping, list, tuple)) for element in items
-    ):
+    if not items or any(element is None or isinstance(element, (Mapping, list, tuple)) for element in items):
         raise UserError(f"{label} must be a value or a list of values, not {quoted(value)}")
     if len(items) > _MOST:
         raise UserError(f"{len(items):,} {label} are too many for a run; use at most {_MOST:,}")
@@ -172,9 +163,7 @@ def integer(label: str, minimum: int, maximum: int = _INT32) -> Callable[[Any], 
         if isinstance(value, str) and value.strip().isdecimal() and len(value) < _DIGITS:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-            raise UserError(
-                f"{label} must be an integer from {minimum} to {maximum}, not {quoted(value)}"
-            )
+            raise UserError(f"{label} must be an integer from {minimum} to {maximum}, not {quoted(value)}")
         return value
 
     return read
@@ -219,16 +208,12 @@ def dtype(value: Any) -> str:
 
 def device_map(value: Any) -> str | dict[str, str | int]:
     if isinstance(value, Mapping) and value:
-        if all(
-            isinstance(module, str) and isinstance(device, str | int)
-            for module, device in value.items()
-        ):
+        if all(isinstance(module, str) and isinstance(device, str | int) for module, device in value.items()):
             return dict(value)
     elif value in _DEVICE_MAPS:
         return str(value)
     raise UserError(
-        f"device_map must be {', '.join(_DEVICE_MAPS)} or a mapping of module names to devices, "
-        f"not {quoted(value)}"
+        f"device_map must be {', '.join(_DEVICE_MAPS)} or a mapping of module names to devices, not {quoted(value)}"
     )
 
 

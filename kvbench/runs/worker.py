@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kvbench.benchmark import Medium
 from kvbench.decoding import Thinking
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decode import Row, end_tokens
+from kvbench.engine.decode import DecodeRow, end_tokens
 from kvbench.engine.draw import Draw
 from kvbench.engine.driver import engine, left_padded
 from kvbench.engine.integrity import Weights
@@ -154,9 +154,7 @@ class Worker:
         max_length = max(map(len, contexts))
         token_ids, token_mask = left_padded(contexts, max_length)
         attention_mask = None if bool(token_mask.all()) else token_mask.to(self.device)
-        extend = partial(
-            Prefix.extend, token_ids=token_ids.to(self.device), token_mask=attention_mask
-        )
+        extend = partial(Prefix.extend, token_ids=token_ids.to(self.device), token_mask=attention_mask)
         return self._observed(needs, extend, fresh_prefix=prefix)
 
     def _observed(
@@ -175,14 +173,10 @@ class Worker:
             fresh_prefix: An empty prefix with these observers, if there is one already.
         """
 
-        def prefilled(
-            safe_needs: frozenset[Need], fresh_prefix: Prefix | None = None
-        ) -> tuple[Prefix, Tensor]:
+        def prefilled(safe_needs: frozenset[Need], fresh_prefix: Prefix | None = None) -> tuple[Prefix, Tensor]:
             prefix = fresh_prefix or Prefix(self.model, safe_needs, pruning)
             logits = extend(prefix)
-            prefix.cache.broken |= {
-                need: self.harmful[need] for need in needs if need in self.harmful
-            }
+            prefix.cache.broken |= {need: self.harmful[need] for need in needs if need in self.harmful}
             return prefix, logits
 
         result = prefilled(needs - self.harmful.keys(), fresh_prefix)
@@ -254,18 +248,14 @@ class Worker:
             reserved_tokens: Free rows behind every segment.
             prompt_length, trailing_tokens: As in `Compression`.
         """
-        compression = Compression(
-            cell.policy, cell.budget, cell.moment, cell.seed, prompt_length, trailing_tokens
-        )
+        compression = Compression(cell.policy, cell.budget, cell.moment, cell.seed, prompt_length, trailing_tokens)
         try:
             return self._compressed(prefix, [compression], reserved_tokens)[0]
         except PluginError as error:
             self.fail(cell, prompt, str(error))
             return None
 
-    def compress_all(
-        self, prefix: Prefix, cells: Sequence[Cell], reserved_tokens: int
-    ) -> list[RaggedCache | None]:
+    def compress_all(self, prefix: Prefix, cells: Sequence[Cell], reserved_tokens: int) -> list[RaggedCache | None]:
         """Compress a prefix for cells of one moment.
 
         Args:
@@ -276,9 +266,7 @@ class Worker:
         Returns:
             A cache for each; only None if a policy fails, so that each must be compressed alone.
         """
-        compressions = [
-            Compression(cell.policy, cell.budget, cell.moment, cell.seed) for cell in cells
-        ]
+        compressions = [Compression(cell.policy, cell.budget, cell.moment, cell.seed) for cell in cells]
         try:
             return [*self._compressed(prefix, compressions, reserved_tokens)]
         except PluginError:
@@ -289,11 +277,9 @@ class Worker:
     ) -> list[RaggedCache]:
         """Compress a prefix in several ways, at one moment."""
         with self.policy_call(prefix):
-            return prefix.compress(
-                compressions, None if compressions[0].moment in LATER else reserved_tokens
-            )
+            return prefix.compress(compressions, None if compressions[0].moment in LATER else reserved_tokens)
 
-    def row(self, cell: Cell, prompt: Prompt) -> Row:
+    def row(self, cell: Cell, prompt: Prompt) -> DecodeRow:
         """A response of a cell to a prompt, still to be generated."""
         request = prompt.request
         stop = stop_of(request, self.tokenizer, self._ends, self._thinking)
@@ -302,7 +288,7 @@ class Worker:
             # Neither policy nor budget: cells that are compared draw with the same noise.
             draw_key = (cell.seed, cell.task, request.sample_id, request.question_id, prompt.repeat)
             draw = Draw(request.sampling, draw_key)
-        return Row(prompt.limit, stop, draw=draw, given=prompt.given_ids)
+        return DecodeRow(prompt.limit, stop, draw=draw, given=prompt.given_ids)
 
     def pool(self, question_width: int) -> Pool[Response]:
         """A pool for responses whose questions have at most `question_width` tokens."""

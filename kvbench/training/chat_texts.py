@@ -43,8 +43,7 @@ STORY = (
     "{p} wrote a long letter about the {place}, but most of it was about the weather",
     "A {thing} is easy to carry, although few people in {city} would ever need one",
     "The road from the {place} to the old mill is narrow and full of stones",
-    "For a while they talked about music, about food, and about the {time} "
-    "they had spent in {city}",
+    "For a while they talked about music, about food, and about the {time} they had spent in {city}",
     "{p} prefers tea to coffee and usually reads for an hour before going to sleep",
     "The owner of the {place} had painted the door green, which surprised everyone",
     "Later that {time} the wind grew stronger and the boats returned to the shore",
@@ -120,7 +119,7 @@ def story(generator: random.Random) -> str:
 
 
 @dataclass(frozen=True)
-class Kind:
+class FactKind:
     """A kind of fact.
 
     Attributes:
@@ -139,21 +138,21 @@ class Kind:
 
 
 KINDS = (
-    Kind(
+    FactKind(
         person,
         lambda generator: generator.choice(JOBS),
         ("{s} works as a {v}.", "For many years {s} has been a {v}.", "{s}, a {v}, arrived first."),
         ("What does {s} do for a living?", "What is the profession of {s}?"),
         ("{s} is a {v}.", "{v}"),
     ),
-    Kind(
+    FactKind(
         person,
         lambda generator: f"{generator.choice(CITIES)} in {generator.randint(1921, 2004)}",
         ("{s} was born in {v}.", "The parents of {s} met before {s} was born in {v}."),
         ("Where and when was {s} born?", "Tell me the place and year of birth of {s}."),
         ("{s} was born in {v}.", "In {v}."),
     ),
-    Kind(
+    FactKind(
         person,
         lambda generator: digits(generator, 6, 9),
         (
@@ -164,7 +163,7 @@ KINDS = (
         ("How can I call {s}?", "Which telephone number does {s} have?"),
         ("You can call {s} at {v}.", "The number is {v}.", "{v}"),
     ),
-    Kind(
+    FactKind(
         person,
         lambda generator: digits(generator, 3, 8),
         (
@@ -175,42 +174,42 @@ KINDS = (
         ("Which digits belong to {s}?", "What is the pin, badge or locker code of {s}?"),
         ("{s}: {v}", "The digits are {v}.", "{v}"),
     ),
-    Kind(
+    FactKind(
         lambda generator: generator.choice(CITIES),
         clock,
         ("The train to {s} leaves at {v}.", "At {v} the last bus departs for {s}."),
         ("When does one leave for {s}?", "What is the departure time to {s}?"),
         ("The departure to {s} is at {v}.", "At {v}."),
     ),
-    Kind(
+    FactKind(
         lambda generator: generator.choice(ITEMS),
         lambda generator: f"{generator.randint(2, 990)}.{generator.randint(0, 99):02d} euros",
         ("The {s} costs {v}.", "Somebody paid {v} for the {s}.", "They ask {v} for a used {s}."),
         ("What does the {s} cost?", "How much was asked or paid for the {s}?"),
         ("The price of the {s} is {v}.", "{v}"),
     ),
-    Kind(
+    FactKind(
         lambda generator: f"{generator.choice(PROJECTS)} project",
         code_word,
         ("The code word of the {s} is {v}.", "Say {v} to enter the {s}.", 'In the {s}, use "{v}".'),
         ("What is the code word of the {s}?", "What do I have to say in the {s}?"),
         ("The code word is {v}.", "{v}"),
     ),
-    Kind(
+    FactKind(
         lambda generator: generator.choice(ITEMS),
         serial,
         ("The serial number of the {s} is {v}.", "Engraved on the {s}: {v}.", "The {s} reads {v}."),
         ("Which serial number does the {s} have?", "What is engraved on the {s}?"),
         ("The {s} has the serial number {v}.", "{v}"),
     ),
-    Kind(
+    FactKind(
         person,
         lambda generator: f"a {generator.choice(PETS)} named {generator.choice(FIRST)}",
         ("{s} has {v}.", "At home, {s} keeps {v}.", "Last year {s} adopted {v}."),
         ("Which animal does {s} have?", "What pet does {s} keep, and what is its name?"),
         ("{s} has {v}.", "It is {v}."),
     ),
-    Kind(
+    FactKind(
         lambda generator: f"{generator.choice(PROJECTS)} team",
         lambda generator: f"room {generator.randint(2, 980)}",
         ("The {s} meets in {v}.", "You will find the {s} in {v} on Monday."),

@@ -172,7 +172,7 @@ def _about_facts(seed: int) -> Callable[[int], Chat]:
     generator = random.Random(seed)
     fact_count = generator.choice((1, 1, 2, 3, 4, 6))
     used_subjects: set[str] = set()
-    drawn_facts: list[tuple[words.Kind, str, str]] = []
+    drawn_facts: list[tuple[words.FactKind, str, str]] = []
     # distractors of one kind
     shared_kind = generator.choice(words.KINDS) if generator.random() < 0.4 else None
     for _ in range(fact_count):
@@ -221,9 +221,7 @@ def _about_table(seed: int) -> Callable[[int], Chat]:
     def generate_rows() -> Iterator[str]:
         while True:
             person_name = _draw_unused(words.person, generator, used_names)
-            yield separator.join(
-                [person_name, *(draw_value(generator) for _, draw_value in table_columns)]
-            )
+            yield separator.join([person_name, *(draw_value(generator) for _, draw_value in table_columns)])
 
     header = separator.join(["name", *(column_title for column_title, _ in table_columns)])
     take_rows, question_seed = _first(generate_rows()), generator.randrange(1 << 62)
@@ -250,9 +248,7 @@ def _about_table(seed: int) -> Callable[[int], Chat]:
 def _about_settings(seed: int) -> Callable[[int], Chat]:
     generator = random.Random(seed)
     separator = generator.choice((" = ", ": ", " -> "))
-    draw_value = generator.choice(
-        (words.code_word, words.serial, lambda generator: words.digits(generator, 2, 8))
-    )
+    draw_value = generator.choice((words.code_word, words.serial, lambda generator: words.digits(generator, 2, 8)))
     used_keys: set[str] = set()
 
     def draw_key(generator: random.Random) -> str:
@@ -287,9 +283,7 @@ def _about_settings(seed: int) -> Callable[[int], Chat]:
 
 def _to_repeat(seed: int) -> Callable[[int], Chat]:
     generator = random.Random(seed)
-    draw_entry = generator.choice(
-        (words.person, words.code_word, lambda generator: words.digits(generator, 3, 8))
-    )
+    draw_entry = generator.choice((words.person, words.code_word, lambda generator: words.digits(generator, 3, 8)))
     entry_count = generator.randint(2, 6)
     used_entries: set[str] = set()
     entries = [_draw_unused(draw_entry, generator, used_entries) for _ in range(entry_count)]
@@ -299,9 +293,7 @@ def _to_repeat(seed: int) -> Callable[[int], Chat]:
     entry_list = ", ".join(entries)
 
     def build_chat(sentence_count: int) -> Chat:
-        body = _scatter(
-            [f"The {list_name} reads: {entry_list}."], take_sentences(sentence_count), [position]
-        )
+        body = _scatter([f"The {list_name} reads: {entry_list}."], take_sentences(sentence_count), [position])
         return Chat(_prepend_intro(intro, body), ((f"Repeat the {list_name}.", entry_list),))
 
     return build_chat
@@ -312,12 +304,9 @@ def _about_people(seed: int) -> Callable[[int], Chat]:
     used_names: set[str] = set()
     person_count = generator.randint(2, 5)
     shared_job = generator.choice(words.JOBS)
-    matching_people = [
-        _draw_unused(words.person, generator, used_names) for _ in range(person_count)
-    ]
+    matching_people = [_draw_unused(words.person, generator, used_names) for _ in range(person_count)]
     other_sentences = [
-        f"{_draw_unused(words.person, generator, used_names)} came too."
-        for _ in range(generator.randint(0, 2))
+        f"{_draw_unused(words.person, generator, used_names)} came too." for _ in range(generator.randint(0, 2))
     ]
     statements = [
         generator.choice(words.KINDS[0].statements).format(s=person_name, v=shared_job)
@@ -325,8 +314,7 @@ def _about_people(seed: int) -> Callable[[int], Chat]:
     ]
     positions = [generator.random() for _ in statements + other_sentences]
     ordered_people = [
-        person_name
-        for _, person_name in sorted(zip(positions[:person_count], matching_people, strict=True))
+        person_name for _, person_name in sorted(zip(positions[:person_count], matching_people, strict=True))
     ]
     take_sentences, intro = _first(_filler(generator)), generator.choice(words.INTROS)
 
@@ -338,9 +326,7 @@ def _about_people(seed: int) -> Callable[[int], Chat]:
     return build_chat
 
 
-def _draw_unused(
-    draw_value: Callable[[random.Random], str], generator: random.Random, used_values: set[str]
-) -> str:
+def _draw_unused(draw_value: Callable[[random.Random], str], generator: random.Random, used_values: set[str]) -> str:
     """Something that was not drawn before; a number is added where all have been."""
     for _ in range(50):
         candidate = draw_value(generator)

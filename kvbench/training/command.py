@@ -27,7 +27,7 @@ from kvbench.named import model_digest
 from kvbench.progress import Reporter, Silent
 from kvbench.registry import TRAINERS, get
 from kvbench.runs.planning import quiet_libraries
-from kvbench.training.data import Sequences, Stream, different, open_streams
+from kvbench.training.data import Sequences, SequenceStream, different, open_streams
 from kvbench.training.folder import (
     CHECKPOINTS,
     GATES_FILE,
@@ -83,9 +83,7 @@ class GateTraining:
     def sequences(self) -> int:
         """Number of sequences that all processes together train on, repetitions included."""
         process_count = int(os.environ.get("WORLD_SIZE", "1"))
-        sequences_per_step = (
-            self.settings["batch_size"] * self.settings["accumulate"] * process_count
-        )
+        sequences_per_step = self.settings["batch_size"] * self.settings["accumulate"] * process_count
         return int(self.settings["steps"] * sequences_per_step)
 
     @property
@@ -121,9 +119,7 @@ class GateTraining:
         s = self.settings
         shape_names = _OF_BLOCKS if self.method.objective == "match" else _SHAPE
         shape_text = ", ".join(
-            f"{setting_name} {s[setting_name]}"
-            for setting_name in shape_names
-            if s.get(setting_name) is not None
+            f"{setting_name} {s[setting_name]}" for setting_name in shape_names if s.get(setting_name) is not None
         )
         token_count = s["steps"] * s["batch_size"] * s["accumulate"] * s["length"]
         description = [
@@ -147,8 +143,7 @@ class GateTraining:
             description.append(f"loss: {' + '.join(loss_terms)}; {s['gating']} gating")
         if self.method.objective == "compress":
             description.append(
-                f"loss: next token, after cuts to {s['capacity']} entries before every chunk of "
-                f"{s['chunk']} tokens"
+                f"loss: next token, after cuts to {s['capacity']} entries before every chunk of {s['chunk']} tokens"
             )
         return [*description, f"to {self.out}"]
 
@@ -186,9 +181,7 @@ def plan(
     recipe = recipe_of(model, policy)
     data = data or recipe.get("data")
     if data is None:
-        raise UserError(
-            f"there is no recipe for {policy} gates of {model}; name data, such as --data chats"
-        )
+        raise UserError(f"there is no recipe for {policy} gates of {model}; name data, such as --data chats")
     target_device = pick_device(device)
     if target_device.type == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun: one GPU per process
         target_device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
@@ -265,7 +258,7 @@ def train(training: GateTraining, reporter: Reporter, *, fresh: bool = False) ->
     return _write(training, identity, student, sequences)
 
 
-def _streams(training: GateTraining, tokenizer: Any, reporter: Reporter) -> list[Stream]:
+def _streams(training: GateTraining, tokenizer: Any, reporter: Reporter) -> list[SequenceStream]:
     settings = training.settings
     sequence_count = training.different
     if training.method.objective == "replay":
@@ -282,9 +275,7 @@ def _streams(training: GateTraining, tokenizer: Any, reporter: Reporter) -> list
         column=settings["column"],
         message=reporter.message,
     )
-    if training.method.objective == "regress" and not all(
-        stream.has_answers for stream in data_streams
-    ):
+    if training.method.objective == "regress" and not all(stream.has_answers for stream in data_streams):
         raise UserError(
             f"--data {training.data}: {training.method.name} learns from answers; use rows with "
             "context, question and answers"

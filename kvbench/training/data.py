@@ -68,7 +68,7 @@ _MIX = {
 
 
 @dataclass(frozen=True)
-class Stream:
+class SequenceStream:
     """An endless stream of sequences from one data set.
 
     Attributes:
@@ -97,9 +97,7 @@ class Sequences(Dataset[Item]):
         seed: Seed of the order of repetitions.
     """
 
-    def __init__(
-        self, streams: Sequence[Stream], count: int, passes: int = 1, seed: int = 0
-    ) -> None:
+    def __init__(self, streams: Sequence[SequenceStream], count: int, passes: int = 1, seed: int = 0) -> None:
         self.streams = streams
         self.count = count
         self.passes = passes
@@ -126,8 +124,7 @@ class Sequences(Dataset[Item]):
         later_items = [
             self._different(index)
             for index in range(first_index, first_index + max_count)
-            if index // len(self.streams)
-            < (self.streams[index % len(self.streams)].size or index + 1)
+            if index // len(self.streams) < (self.streams[index % len(self.streams)].size or index + 1)
         ]
         if not any(stream.size for stream in self.streams):  # made up, each of its own
             return later_items
@@ -161,9 +158,7 @@ def collate(batch_items: Sequence[Item], pad_token: int = 0) -> Item:
     }
     for field_name in dict.fromkeys(field_name for item in batch_items for field_name in item):
         if field_name not in batch:
-            batch[field_name] = torch.cat(
-                [item[field_name] for item in batch_items if field_name in item]
-            )
+            batch[field_name] = torch.cat([item[field_name] for item in batch_items if field_name in item])
     if any(padding_counts):
         batch["valid"] = torch.arange(max_length) >= torch.tensor(padding_counts)[:, None]
     return batch
@@ -181,7 +176,7 @@ def open_streams(
     subset: str | None = None,
     column: str | None = None,
     message: Callable[[str], None] = lambda text: None,
-) -> list[Stream]:
+) -> list[SequenceStream]:
     """Open training data.
 
     Args:
@@ -216,9 +211,7 @@ def open_streams(
             data_rows = _hub(data_name, split, subset)
             data_streams.append(_rows(data_name, data_rows, tokenizer, length, seed, column))
         else:
-            data_streams.append(
-                _task(data_name, tokenizer, model, length, sequences_each, seed, message)
-            )
+            data_streams.append(_task(data_name, tokenizer, model, length, sequences_each, seed, message))
     return data_streams
 
 
@@ -239,11 +232,10 @@ def _answer_ids(tokenizer: Any, prompt: str, answer: str) -> list[int]:
 # --- the reference model's language ---------------------------------------------------------------
 
 
-def _reference(tokenizer: Any, model: str, length: int, seed: int) -> Stream:
+def _reference(tokenizer: Any, model: str, length: int, seed: int) -> SequenceStream:
     if lexicon_of(tokenizer) != "reference":
         raise UserError(
-            f"--data reference uses the words of the reference model, which {model} does not know; "
-            "use other data"
+            f"--data reference uses the words of the reference model, which {model} does not know; use other data"
         )
     if length < 96:
         raise UserError(f"--length {length} is too short for --data reference; use 96 or more")
@@ -261,19 +253,17 @@ def _reference(tokenizer: Any, model: str, length: int, seed: int) -> Stream:
             )
             sequence_words += [*prompt_words, *answer_words]
             supervised += [False] * len(prompt_words) + [True] * len(answer_words)
-        token_ids = torch.tensor(
-            [samples.IDS[vocabulary_word] for vocabulary_word in sequence_words]
-        )
+        token_ids = torch.tensor([samples.IDS[vocabulary_word] for vocabulary_word in sequence_words])
         return {"input_ids": token_ids, "supervised": torch.tensor([*supervised[1:], False])}
 
-    return Stream(get_item, True, {"data": "reference", "mix": _MIX})
+    return SequenceStream(get_item, True, {"data": "reference", "mix": _MIX})
 
 
-def _chats(tokenizer: Any, length: int, seed: int) -> Stream:
+def _chats(tokenizer: Any, length: int, seed: int) -> SequenceStream:
     def get_item(index: int) -> Item:
         return chats.sequence(tokenizer, length, random.Random(f"{_RNG_KEY}-{seed}-{index}"))
 
-    return Stream(get_item, True, chats.facts())
+    return SequenceStream(get_item, True, chats.facts())
 
 
 # --- kvbench's tasks ------------------------------------------------------------------------------
@@ -287,7 +277,7 @@ def _task(
     sequence_count: int,
     seed: int,
     message: Callable[[str], None],
-) -> Stream:
+) -> SequenceStream:
     grid = Grid.from_dict(
         {
             "tasks": task_name,
@@ -316,7 +306,7 @@ def _task(
         return sequence
 
     data_facts = {"data": task_name, "samples": len(prompts), "seed": grid.seed}
-    return Stream(get_item, True, data_facts, len(prompts))
+    return SequenceStream(get_item, True, data_facts, len(prompts))
 
 
 # --- rows of a file or of the hub -----------------------------------------------------------------
@@ -341,7 +331,7 @@ _ANSWERED = ("context", "question", "answers")
 
 def _rows(
     source: str, dataset_rows: Any, tokenizer: Any, length: int, seed: int, text_column: str | None
-) -> Stream:
+) -> SequenceStream:
     """Rows in a seeded order, again and again; each is tokenised at its turn."""
     if not len(dataset_rows):
         raise UserError(f"--data {source} has no rows")
@@ -375,20 +365,16 @@ def _rows(
         epoch, position = divmod(index, len(dataset_rows))
         row_order = np.random.default_rng([_RNG_KEY, seed, epoch]).permutation(len(dataset_rows))
         for offset in range(len(dataset_rows)):  # the next row replaces one that does not fit
-            sequence = encode_row(
-                dataset_rows[int(row_order[(position + offset) % len(dataset_rows)])]
-            )
+            sequence = encode_row(dataset_rows[int(row_order[(position + offset) % len(dataset_rows)])])
             if sequence is not None:
                 return sequence
         raise UserError(f"--data {source}: no row fits into --length {length}; use a larger one")
 
     content_digest = (
-        digest_of(dataset_rows)
-        if isinstance(dataset_rows, list)
-        else getattr(dataset_rows, "_fingerprint", "")
+        digest_of(dataset_rows) if isinstance(dataset_rows, list) else getattr(dataset_rows, "_fingerprint", "")
     )
     data_facts = {"data": source, "rows": len(dataset_rows), "content": str(content_digest)}
-    return Stream(get_item, has_answers, data_facts, len(dataset_rows))
+    return SequenceStream(get_item, has_answers, data_facts, len(dataset_rows))
 
 
 def _prompt_ids(tokenizer: Any, text: str) -> list[int]:
@@ -405,9 +391,7 @@ def _text(tokenizer: Any, content: Any) -> str:
     for chat_turn in content:
         role = str(chat_turn.get("role", chat_turn.get("from")))
         role = {"human": "user", "gpt": "assistant"}.get(role, role)
-        chat_turns.append(
-            {"role": role, "content": str(chat_turn.get("content", chat_turn.get("value", "")))}
-        )
+        chat_turns.append({"role": role, "content": str(chat_turn.get("content", chat_turn.get("value", "")))})
     if tokenizer.chat_template is not None:
         rendered: str = tokenizer.apply_chat_template(chat_turns, tokenize=False)
         return rendered

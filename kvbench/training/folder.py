@@ -45,9 +45,7 @@ def check_same(folder: Path, identity: Mapping[str, Any]) -> None:
         UserError: The folder holds gates or checkpoints of another training.
     """
     record_path = folder / RUN
-    has_progress = (folder / GATES_FILE).exists() or any(
-        (folder / CHECKPOINTS).glob(f"*/{COMPLETE}")
-    )
+    has_progress = (folder / GATES_FILE).exists() or any((folder / CHECKPOINTS).glob(f"*/{COMPLETE}"))
     if not record_path.is_file() or not has_progress:
         return
     try:
@@ -111,16 +109,12 @@ def truncate_log(folder: Path, max_step: int) -> list[dict[str, Any]]:
             if record.get("step", 0) <= max_step:
                 records.append(record)
     with replacing(log_path) as temporary_path:
-        temporary_path.write_text(
-            "".join(json.dumps(entry) + "\n" for entry in records), encoding="utf-8"
-        )
+        temporary_path.write_text("".join(json.dumps(entry) + "\n" for entry in records), encoding="utf-8")
     return records
 
 
 def describe(record: Mapping[str, Any]) -> str:
     """A record of the log as text."""
     loss_names = ("loss", "kl", "ntp", "capacity", "retained", "fit", "smooth")
-    loss_texts = [
-        f"{loss_name} {record[loss_name]:.4g}" for loss_name in loss_names if loss_name in record
-    ]
+    loss_texts = [f"{loss_name} {record[loss_name]:.4g}" for loss_name in loss_names if loss_name in record]
     return f"step {record['step']}: {', '.join(loss_texts)}"

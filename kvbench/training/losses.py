@@ -95,9 +95,7 @@ class _Quality(torch.autograd.Function):
             )
             kl_loss, ntp_loss = kl_loss + block_kl, ntp_loss + block_ntp
             logits_gradient = logits_gradient.div_(target_count).to(logits.dtype)
-            (student_gradient[block_rows],) = torch.autograd.grad(
-                logits, hidden_states, logits_gradient
-            )
+            (student_gradient[block_rows],) = torch.autograd.grad(logits, hidden_states, logits_gradient)
         ctx.save_for_backward(student_gradient)
         kl_loss, ntp_loss = kl_loss / target_count, ntp_loss / target_count
         ctx.mark_non_differentiable(kl_loss, ntp_loss)
@@ -121,9 +119,7 @@ def _block_quality(
         target_index = target[:, None]
         ntp_sum = -student_log_probs.gather(-1, target_index).sum()
         logits_gradient += student_probs
-        logits_gradient.scatter_add_(
-            -1, target_index, -torch.ones_like(target_index, dtype=student_probs.dtype)
-        )
+        logits_gradient.scatter_add_(-1, target_index, -torch.ones_like(target_index, dtype=student_probs.dtype))
     if teacher_logits is not None:
         teacher_log_probs = F.log_softmax(teacher_logits, -1, dtype=torch.float32)
         if terms.reverse:  # d/dz sum q (log q - log p) = q (log q - log p - KL)
@@ -132,9 +128,7 @@ def _block_quality(
             logits_gradient.addcmul_(student_probs, difference.sub_(row_divergence))
         else:
             teacher_probs = teacher_log_probs.exp()
-            row_divergence = (teacher_probs * teacher_log_probs.sub_(student_log_probs)).sum(
-                -1, keepdim=True
-            )
+            row_divergence = (teacher_probs * teacher_log_probs.sub_(student_log_probs)).sum(-1, keepdim=True)
             logits_gradient.add_(student_probs).sub_(teacher_probs)
         kl_sum = row_divergence.sum()
     return kl_sum, ntp_sum, logits_gradient
@@ -158,9 +152,7 @@ def retained(log_beta: Tensor, valid: Tensor | None = None) -> Tensor:
     return ((retention * valid[:, None, None]).sum(-1) / valid.sum(-1)[:, None, None]).mean()
 
 
-def answer_logits(
-    query: Tensor, key: Tensor, supervised: Tensor, scale: float, block_size: int = 256
-) -> Tensor:
+def answer_logits(query: Tensor, key: Tensor, supervised: Tensor, scale: float, block_size: int = 256) -> Tensor:
     """The largest logit that each token gets from the answer's queries: LocRet's labels.
 
     Args:
@@ -180,12 +172,7 @@ def answer_logits(
     for sequence_index in range(batch_size):
         keys = key[sequence_index].float()
         for query_positions in columns[supervised[sequence_index]].split(block_size):
-            queries = (
-                query[sequence_index]
-                .float()[:, query_positions]
-                .unflatten(0, (kv_heads, -1))
-                .flatten(1, 2)
-            )
+            queries = query[sequence_index].float()[:, query_positions].unflatten(0, (kv_heads, -1)).flatten(1, 2)
             logits = queries @ keys.transpose(-1, -2) * scale
             is_later = query_positions.repeat(query.shape[1] // kv_heads)[:, None] > columns
             logits = logits.masked_fill(~is_later, float("-inf"))
@@ -205,20 +192,14 @@ def regression(predictions: Tensor, labels: Tensor, usable_mask: Tensor) -> tupl
         Means over usable tokens, the first over all layers; the second is summed over layers, as in
         the authors' code. Two neighbours count if both are usable.
     """
-    fit_loss = F.smooth_l1_loss(
-        predictions, labels.masked_fill(~usable_mask, 0.0), reduction="none"
-    )
+    fit_loss = F.smooth_l1_loss(predictions, labels.masked_fill(~usable_mask, 0.0), reduction="none")
     fit_loss = (fit_loss * usable_mask).sum() / usable_mask.sum().clamp(min=1)
     pair_mask = usable_mask[..., 1:] & usable_mask[..., :-1]
-    smooth_loss = (predictions.diff(dim=-1) ** 2 * pair_mask).sum((0, 2, 3)) / pair_mask.sum(
-        (0, 2, 3)
-    ).clamp(min=1)
+    smooth_loss = (predictions.diff(dim=-1) ** 2 * pair_mask).sum((0, 2, 3)) / pair_mask.sum((0, 2, 3)).clamp(min=1)
     return fit_loss, smooth_loss.sum()
 
 
-def block_shares(
-    query: Tensor, key: Tensor, block_size: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def block_shares(query: Tensor, key: Tensor, block_size: int, scale: float) -> tuple[Tensor, Tensor]:
     """How the attention of every query spreads over the complete blocks before it.
 
     A block counts by the largest attention weight that any query head of the group gives to any of
@@ -239,9 +220,7 @@ def block_shares(
     columns = torch.arange(length, device=key.device)
     logits = query.float() @ key.float().transpose(-1, -2)[:, None] * scale
     logits = logits.masked_fill(columns > columns[:, None], float("-inf"))
-    block_weights = logits.softmax(-1)[..., : block_count * block_size].unflatten(
-        -1, (block_count, block_size)
-    )
+    block_weights = logits.softmax(-1)[..., : block_count * block_size].unflatten(-1, (block_count, block_size))
     earlier_blocks = columns[:block_count] < (columns // block_size)[:, None]
     largest_weights = block_weights.amax((1, -1)) * earlier_blocks
     return largest_weights / largest_weights.sum(-1, keepdim=True).clamp(min=1e-9), earlier_blocks

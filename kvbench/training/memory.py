@@ -34,7 +34,7 @@ class LayerMemory:
     valid: Tensor
 
 
-class Memory:
+class TrainingMemory:
     """The memories of all layers during one pass.
 
     Args:
@@ -49,9 +49,7 @@ class Memory:
         self._budget = budget
         self._layers: dict[int, LayerMemory] = {}
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, valid: Tensor, scale: float
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, valid: Tensor, scale: float) -> Tensor:
         """Attention of a chunk over the memory and itself; the chunk joins the memory.
 
         Args:
@@ -78,15 +76,11 @@ class Memory:
                 torch.cat([remembered[3], entry_mask], 2),
             )
         output, received = _attention(query, key, value, entry_mask, scale)
-        self._layers[layer] = LayerMemory(
-            key.detach(), value.detach(), attention_sums.detach() + received, entry_mask
-        )
+        self._layers[layer] = LayerMemory(key.detach(), value.detach(), attention_sums.detach() + received, entry_mask)
         return output
 
 
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, valid: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _attention(query: Tensor, key: Tensor, value: Tensor, valid: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Causal attention of the last entries, and what every entry receives of it."""
     kv_heads, query_count = key.shape[1], query.shape[2]
     grouped_query = query.unflatten(1, (kv_heads, -1))

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from kvbench.report.style import marker_styles, plot_style
+from kvbench.tables.plot_style import marker_styles, plot_style
 
 _TITLES = {
     "kl": "KL",

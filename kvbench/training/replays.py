@@ -32,7 +32,7 @@ NEED = Replay(norm=True)
 
 
 @dataclass(frozen=True)
-class Measured:
+class ReplayTargets:
     """What the teacher gives for one sequence.
 
     Attributes:
@@ -62,7 +62,7 @@ class ReplayStudent(nn.Module):
         self.gates = gates.float().requires_grad_(True)
         self.method = method
         self._info = model_info(model)
-        self._measured: OrderedDict[bytes, Measured] = OrderedDict()
+        self._measured: OrderedDict[bytes, ReplayTargets] = OrderedDict()
         self.train()
 
     def train(self, mode: bool = True) -> ReplayStudent:
@@ -97,25 +97,18 @@ class ReplayStudent(nn.Module):
             raise UserError(f"{self.method.name} learns from text alone; use data without images")
         prediction_errors = []
         for sequence_index, token_ids in enumerate(input_ids):
-            measurement = self.measure(
-                token_ids if valid is None else token_ids[valid[sequence_index]]
-            )
+            measurement = self.measure(token_ids if valid is None else token_ids[valid[sequence_index]])
             usable_mask = measurement.label.isfinite()
             prediction_errors.append((self.predict(measurement) - measurement.label)[usable_mask])
         mean_loss = torch.cat(prediction_errors).square().mean()
         return {"loss": mean_loss, "fit": mean_loss.detach()}
 
-    def predict(self, measurement: Measured) -> Tensor:
+    def predict(self, measurement: ReplayTargets) -> Tensor:
         """The gates' predictions for one sequence, float32 `[L, H, T]`."""
         gates = cast("Gates", self.gates)
-        return torch.cat(
-            [
-                gates.score(layer, hidden_states)
-                for layer, hidden_states in enumerate(measurement.hidden)
-            ]
-        )
+        return torch.cat([gates.score(layer, hidden_states) for layer, hidden_states in enumerate(measurement.hidden)])
 
-    def measure(self, token_ids: Tensor) -> Measured:
+    def measure(self, token_ids: Tensor) -> ReplayTargets:
         """Prefill and replay one sequence, int64 `[T]`, or remember what that gave."""
         cache_key = token_ids.cpu().numpy().tobytes()
         if cache_key in self._measured:
@@ -127,7 +120,7 @@ class ReplayStudent(nn.Module):
         return self._measured[cache_key]
 
     @torch.no_grad()
-    def _replay(self, token_ids: Tensor) -> Measured:
+    def _replay(self, token_ids: Tensor) -> ReplayTargets:
         cache = RaggedCache(decoder_of(self.base).config)
         start_observers(cache, frozenset({NEED}), self._info)
         hidden_states: dict[int, Tensor] = {}
@@ -141,9 +134,7 @@ class ReplayStudent(nn.Module):
             observe_replays(self.base, cache, self._info)
         observer: Any = cache.observers[NEED]
         labels = torch.cat([observer.read(layer_index) for layer_index in range(self._info.layers)])
-        return Measured(
-            tuple(hidden_states[layer_index] for layer_index in sorted(hidden_states)), labels.log()
-        )
+        return ReplayTargets(tuple(hidden_states[layer_index] for layer_index in sorted(hidden_states)), labels.log())
 
 
 @torch.no_grad()
@@ -158,9 +149,7 @@ def agreement(student: ReplayStudent, sequences: Iterable[Item]) -> dict[str, fl
     """
     labels, predictions = [], []
     for sequence in sequences:
-        measurement = student.measure(
-            sequence["input_ids"].to(next(student.gates.parameters()).device)
-        )
+        measurement = student.measure(sequence["input_ids"].to(next(student.gates.parameters()).device))
         labels.append(measurement.label.cpu())
         predictions.append(student.predict(measurement).cpu())
     all_labels, all_predictions = (
@@ -170,25 +159,19 @@ def agreement(student: ReplayStudent, sequences: Iterable[Item]) -> dict[str, fl
     usable_mask = all_labels.isfinite()
     head_pairs = [
         (head_predictions[head_mask].double(), head_labels[head_mask].double())
-        for head_predictions, head_labels, head_mask in zip(
-            all_predictions, all_labels, usable_mask, strict=True
-        )
+        for head_predictions, head_labels, head_mask in zip(all_predictions, all_labels, usable_mask, strict=True)
     ]
     explained = [
         float(1 - (head_predictions - head_labels).square().mean() / head_labels.var(correction=0))
         for head_predictions, head_labels in head_pairs
     ]
-    correlations = [
-        _spearman(head_predictions, head_labels) for head_predictions, head_labels in head_pairs
-    ]
+    correlations = [_spearman(head_predictions, head_labels) for head_predictions, head_labels in head_pairs]
     return {
         "sequences": len(labels),
         "tokens": all_labels.shape[-1],
         "r2": round(sum(explained) / len(explained), 4),
         "spearman": round(sum(correlations) / len(correlations), 4),
-        "spearman_model": round(
-            _spearman(all_predictions[usable_mask], all_labels[usable_mask]), 4
-        ),
+        "spearman_model": round(_spearman(all_predictions[usable_mask], all_labels[usable_mask]), 4),
     }
 
 

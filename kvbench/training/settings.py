@@ -96,9 +96,7 @@ def complete(method: Method, model: str, window: int, options: Mapping[str, Any]
         raise UserError("--tokens and --steps both set the length of the training; use one of them")
     if window and settings["length"] > window:
         if "length" in explicit:
-            raise UserError(
-                f"--length {settings['length']} does not fit: model {model} has {window} positions"
-            )
+            raise UserError(f"--length {settings['length']} does not fit: model {model} has {window} positions")
         settings["length"] = window
     _check(settings, method)
     token_count = settings.pop("tokens")
@@ -154,9 +152,7 @@ def _check_loss(settings: Mapping[str, Any]) -> None:
 def _check_compression(settings: Mapping[str, Any]) -> None:
     for setting in ("keep_rate", "mix"):
         if not 0 <= settings[setting] <= 1:
-            raise UserError(
-                f"{_flag(setting)} {settings[setting]} is invalid; use a number from 0 to 1"
-            )
+            raise UserError(f"{_flag(setting)} {settings[setting]} is invalid; use a number from 0 to 1")
     if settings["kernel_size"] % 2 == 0:
         raise UserError(f"--kernel-size {settings['kernel_size']} is even; use an odd number")
     if settings["capacity"] * (1 - settings["keep_rate"]) < 1:

@@ -29,7 +29,7 @@ from kvbench.engine.vision import media_positions
 from kvbench.errors import UserError
 from kvbench.plugin import Blocks
 from kvbench.training import losses
-from kvbench.training.memory import Memory
+from kvbench.training.memory import TrainingMemory
 from kvbench.training.method import Gates, Method
 
 NAME = "kvbench-training"
@@ -53,7 +53,7 @@ class _Pass:
     valid: Tensor | None
     supervised: Tensor
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    memory: Memory | None = None
+    memory: TrainingMemory | None = None
     scale: float = 1.0
 
 
@@ -112,9 +112,7 @@ class Student(nn.Module):
         UserError: The gates or kvbench's attention do not fit this model.
     """
 
-    def __init__(
-        self, model: nn.Module, gates: nn.Module, method: Method, settings: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, model: nn.Module, gates: nn.Module, method: Method, settings: Mapping[str, Any]) -> None:
         super().__init__()
         self.base = model.requires_grad_(False)
         self.gates = gates.float().requires_grad_(True)
@@ -153,9 +151,7 @@ class Student(nn.Module):
             # The name changed within transformers 5; the first argument is the same.
             method_names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
             enable: Any = next(
-                getattr(model, method_name)
-                for method_name in method_names
-                if hasattr(model, method_name)
+                getattr(model, method_name) for method_name in method_names if hasattr(model, method_name)
             )
             enable({"use_reentrant": False})
         self.train()
@@ -197,9 +193,7 @@ class Student(nn.Module):
             return self._match(input_ids, supervised, valid)
         return self._distil(input_ids, supervised, valid)
 
-    def _distil(
-        self, input_ids: Tensor, supervised: Tensor, valid: Tensor | None
-    ) -> dict[str, Tensor]:
+    def _distil(self, input_ids: Tensor, supervised: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
         learned_mask = supervised[:, :-1]
         teacher_states = None
         if self.terms.kl:
@@ -208,9 +202,7 @@ class Student(nn.Module):
                 teacher_states = self._decode(input_ids, valid)[:, :-1][learned_mask]
         self._running = forward_pass = _Pass(self, valid, supervised)
         student_states = self._decode(input_ids, valid)[:, :-1][learned_mask]
-        log_beta = torch.stack(
-            [forward_pass.outputs[layer][0] for layer in sorted(forward_pass.outputs)], 1
-        )
+        log_beta = torch.stack([forward_pass.outputs[layer][0] for layer in sorted(forward_pass.outputs)], 1)
         total_loss = log_beta.new_zeros(())
         loss_parts: dict[str, Tensor] = {}
         if self.terms.kl or self.terms.ntp:
@@ -234,19 +226,14 @@ class Student(nn.Module):
             total_loss = total_loss + self.weight * capacity_loss
         return {"loss": total_loss, **loss_parts, "retained": losses.retained(log_beta, valid)}
 
-    def _regress(
-        self, input_ids: Tensor, supervised: Tensor, valid: Tensor | None
-    ) -> dict[str, Tensor]:
+    def _regress(self, input_ids: Tensor, supervised: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
         self._running = forward_pass = _Pass(self, valid, supervised)
         with torch.no_grad():
             self._decode(input_ids, valid)
         layer_outputs = [forward_pass.outputs[layer] for layer in sorted(forward_pass.outputs)]
         gates = cast("Gates", self.gates)
         predictions = torch.stack(
-            [
-                gates.score(layer, hidden_states, qkv=qkv)
-                for layer, (hidden_states, qkv, _) in enumerate(layer_outputs)
-            ],
+            [gates.score(layer, hidden_states, qkv=qkv) for layer, (hidden_states, qkv, _) in enumerate(layer_outputs)],
             1,
         )
         labels = torch.stack([labels for *_, labels in layer_outputs], 1)
@@ -257,13 +244,11 @@ class Student(nn.Module):
         total_loss = fit_loss + losses.SMOOTH * smooth_loss
         return {"loss": total_loss, "fit": fit_loss.detach(), "smooth": smooth_loss.detach()}
 
-    def _compress(
-        self, input_ids: Tensor, supervised: Tensor, valid: Tensor | None
-    ) -> dict[str, Tensor]:
+    def _compress(self, input_ids: Tensor, supervised: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
         if self._pixels:
             raise UserError(f"{self.method.name} learns from text alone; use data without images")
         assert self.method.compress is not None
-        memory = Memory(self.method.compress, self.gates, self.budget)
+        memory = TrainingMemory(self.method.compress, self.gates, self.budget)
         token_mask = torch.ones_like(supervised) if valid is None else valid
         positions = (token_mask.long().cumsum(-1) - 1).clamp(min=0)
         hidden_states, targets = [], []
@@ -272,9 +257,7 @@ class Student(nn.Module):
             learned_mask = supervised[:, :-1][:, chunk_slice]
             self._running = _Pass(self, token_mask[:, chunk_slice], learned_mask, memory=memory)
             with torch.set_grad_enabled(bool(learned_mask.any()) and torch.is_grad_enabled()):
-                chunk_states = self._decode(
-                    input_ids[:, chunk_slice], None, positions[:, chunk_slice]
-                )
+                chunk_states = self._decode(input_ids[:, chunk_slice], None, positions[:, chunk_slice])
             hidden_states.append(chunk_states[:, : learned_mask.shape[1]][learned_mask])
             targets.append(input_ids[:, 1:][:, chunk_slice][learned_mask])
         student_states = torch.cat(hidden_states)
@@ -286,15 +269,10 @@ class Student(nn.Module):
             self.terms,
         )
         # A sequence that fits the budget is never cut; the gates then get a gradient of 0.
-        total_loss = (
-            total_loss
-            + 0.0 * torch.stack([parameter.sum() for parameter in self.gates.parameters()]).sum()
-        )
+        total_loss = total_loss + 0.0 * torch.stack([parameter.sum() for parameter in self.gates.parameters()]).sum()
         return {"loss": total_loss, "ntp": ntp_loss}
 
-    def _match(
-        self, input_ids: Tensor, supervised: Tensor, valid: Tensor | None
-    ) -> dict[str, Tensor]:
+    def _match(self, input_ids: Tensor, supervised: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
         self._running = forward_pass = _Pass(self, valid, supervised)
         with torch.no_grad():
             self._decode(input_ids, valid)
@@ -302,21 +280,15 @@ class Student(nn.Module):
         lengths = [input_ids.shape[1]] * len(input_ids) if valid is None else valid.sum(-1).tolist()
         total_loss, query_count = torch.zeros((), device=input_ids.device), 0
         for layer, (query, key) in sorted(forward_pass.outputs.items()):
-            for index, length in enumerate(
-                lengths
-            ):  # blocks start at the first token of a sequence
+            for index, length in enumerate(lengths):  # blocks start at the first token of a sequence
                 if length < 2 * block_size:
                     continue
                 keys = key[index, :, -length:]
                 queries = query[index, :, -length:].unflatten(0, (len(keys), -1))
                 positions = torch.arange(length, device=input_ids.device)
-                block_positions = positions[: length // block_size * block_size].unflatten(
-                    0, (-1, block_size)
-                )
+                block_positions = positions[: length // block_size * block_size].unflatten(0, (-1, block_size))
                 blocks = keys[:, : block_positions.numel()].unflatten(1, block_positions.shape)
-                target_shares, earlier_blocks = losses.block_shares(
-                    queries, keys, block_size, forward_pass.scale
-                )
+                target_shares, earlier_blocks = losses.block_shares(queries, keys, block_size, forward_pass.scale)
                 block_view = Blocks(layer, queries, positions, blocks, block_positions, self._info)
                 logits = gates.rate(block_view)
                 total_loss = total_loss + losses.divergence(logits, target_shares, earlier_blocks)
@@ -353,9 +325,7 @@ class Student(nn.Module):
         assert self._info.project is not None
         return self._info.project(layer, hidden_states)
 
-    def _decode(
-        self, input_ids: Tensor, valid: Tensor | None, positions: Tensor | None = None
-    ) -> Tensor:
+    def _decode(self, input_ids: Tensor, valid: Tensor | None, positions: Tensor | None = None) -> Tensor:
         kwargs: dict[str, Tensor] = {} if positions is None else {"position_ids": positions}
         if valid is not None:
             kwargs["attention_mask"] = valid.long()
@@ -367,9 +337,7 @@ class Student(nn.Module):
             if rotary_model(self.base) is not None:
                 positions, _ = media_positions(self.base, input_ids, valid, self._pixels)
                 kwargs["position_ids"] = positions
-        last_states: Tensor = decoder(
-            input_ids=input_ids, use_cache=False, **kwargs
-        ).last_hidden_state
+        last_states: Tensor = decoder(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
         return last_states
 
     def _entering(self, layer: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -139,9 +139,7 @@ class GateTrainer(Trainer):
         if not self._batches:
             return
         loss_names = sorted(self._sums)
-        loss_means = (
-            torch.stack([self._sums[loss_name] for loss_name in loss_names]) / self._batches
-        )
+        loss_means = torch.stack([self._sums[loss_name] for loss_name in loss_names]) / self._batches
         loss_means = self.accelerator.reduce(loss_means, "mean")
         record: dict[str, Any] = {"step": self.state.global_step}
         record |= {
@@ -156,8 +154,7 @@ class GateTrainer(Trainer):
         self._batches = 0
         if not math.isfinite(record["loss"]):
             raise UserError(
-                f"the loss is {record['loss']} at step {record['step']}; try a smaller --lr or "
-                "--dtype float32"
+                f"the loss is {record['loss']} at step {record['step']}; try a smaller --lr or --dtype float32"
             )
         self.state.log_history.append(record)
         if self.is_world_process_zero():
@@ -172,30 +169,23 @@ class GateTrainer(Trainer):
 
     # --- checkpoints hold only gates ---
 
-    def _save(
-        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
-    ) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         checkpoint_folder = Path(output_dir or str(self.args.output_dir))
         checkpoint_folder.mkdir(parents=True, exist_ok=True)
         gates = self.accelerator.unwrap_model(self.model).gates
         gate_state = {
-            tensor_name: tensor.detach().cpu().contiguous()
-            for tensor_name, tensor in gates.state_dict().items()
+            tensor_name: tensor.detach().cpu().contiguous() for tensor_name, tensor in gates.state_dict().items()
         }
         save_file(gate_state, checkpoint_folder / WEIGHTS, metadata={"format": "pt"})
 
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         student: Any = self.model if model is None else model
         student.gates.load_state_dict(load_file(Path(resume_from_checkpoint) / WEIGHTS))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         if self.is_world_process_zero():
-            checkpoint_folder = (
-                Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
-            )
+            checkpoint_folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
             for file_path in checkpoint_folder.iterdir():
                 with file_path.open("rb") as handle:
                     os.fsync(handle.fileno())

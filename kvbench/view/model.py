@@ -30,9 +30,7 @@ class ModelInfo:
     hidden_size: int
     output_weight: Callable[[int], Tensor] = field(compare=False, repr=False)
     project: Callable[[int, Tensor], Tensor] | None = field(default=None, compare=False, repr=False)
-    rotary: Callable[[int, Tensor], tuple[Tensor, Tensor]] | None = field(
-        default=None, compare=False, repr=False
-    )
+    rotary: Callable[[int, Tensor], tuple[Tensor, Tensor]] | None = field(default=None, compare=False, repr=False)
 
     @property
     def group(self) -> int:

@@ -130,9 +130,7 @@ class PerToken(Need):
     per_entry: ClassVar[bool] = True
     goes_on: ClassVar[bool] = True
 
-    def measure(
-        self, layer: int, hidden: Tensor, key: Tensor, value: Tensor, model: ModelInfo
-    ) -> Tensor:
+    def measure(self, layer: int, hidden: Tensor, key: Tensor, value: Tensor, model: ModelInfo) -> Tensor:
         """Compute the number for new tokens, float32 `[B, H, n]`; the value for padding is ignored.
 
         Args:

@@ -61,17 +61,14 @@ def checked_scores(result: object, v: View) -> Scores:
         check_floating("the score", result)
         result = Scores(result, protect_nothing(v))
     if not isinstance(result, Scores):
-        raise BudgetError(
-            f"the score returned {type(result).__name__}; return a float tensor [B, H, n] or Scores"
-        )
+        raise BudgetError(f"the score returned {type(result).__name__}; return a float tensor [B, H, n] or Scores")
     check_floating("the score", result.value)
     if result.protect.dtype != torch.int8:
         raise BudgetError(f"protect is {_kind(result.protect)}; return a bool or integer tensor")
     for field_name, tensor in (("scores", result.value), ("protect", result.protect)):
         if tensor.shape != v.shape:
             raise BudgetError(
-                f"the score returned {field_name} of shape {list(tensor.shape)}; return [B, H, n] "
-                f"{list(v.shape)}"
+                f"the score returned {field_name} of shape {list(tensor.shape)}; return [B, H, n] {list(v.shape)}"
             )
     return result
 
@@ -85,8 +82,7 @@ def check_floating(source_name: str, data: Tensor) -> None:
     if not data.is_floating_point():
         conversion = ".abs()" if data.is_complex() else ".float()"
         raise BudgetError(
-            f"{source_name} returned {_kind(data)}, not floating-point; convert it, for example "
-            f"with {conversion}"
+            f"{source_name} returned {_kind(data)}, not floating-point; convert it, for example with {conversion}"
         )
 
 

@@ -120,13 +120,9 @@ class View:
         budget_view = copy.copy(self)
         for field_name in _BY_SEQUENCE:
             setattr(budget_view, field_name, _repeated(getattr(self, field_name), len(budget)))
-        budget_view.obs = {
-            need: _repeated(tensor, len(budget)) for need, tensor in self.obs.items()
-        }
+        budget_view.obs = {need: _repeated(tensor, len(budget)) for need, tensor in self.obs.items()}
         budget_view.extras = {
-            field_name: torch.zeros(
-                len(budget), *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device
-            )
+            field_name: torch.zeros(len(budget), *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
             for field_name, tensor in self.extras.items()
         }
         budget_view._budget, budget_view.read_budget, budget_view._alone = budget, False, self
@@ -203,11 +199,7 @@ class View:
         generator, so it depends neither on the batch nor on the order in which cells run.
         """
         head_indices = torch.arange(self.valid.shape[1], device=self.col.device)[None, :, None]
-        noise_keys = (
-            self.seed[:, None, None]
-            + 0x9E3779B1 * (self.layer * 1024 + head_indices)
-            + self.position
-        )
+        noise_keys = self.seed[:, None, None] + 0x9E3779B1 * (self.layer * 1024 + head_indices) + self.position
         return (hashed(noise_keys + 0x51ED2705 * stream) >> 8).to(torch.float32) / float(1 << 24)
 
 

@@ -55,9 +55,7 @@ class HeadAdaptive(Allocator):
         view, scores = layer
         head_floor = portion(total_budget, self.safeguard, view.model.kv_heads)
         rank_keys = order_key(view, scores)
-        safeguarded = best(
-            rank_keys, torch.minimum(head_floor[:, None], view.valid.sum(-1)), unique=True
-        )
+        safeguarded = best(rank_keys, torch.minimum(head_floor[:, None], view.valid.sum(-1)), unique=True)
         remaining_keys = rank_keys.masked_fill(safeguarded, -1).flatten(1)
         selected = best(remaining_keys, total_budget - safeguarded.sum((1, 2))).view(view.shape)
         return (safeguarded | selected).sum(-1)
@@ -65,9 +63,7 @@ class HeadAdaptive(Allocator):
     def _mix(self, layer: Scored, total_budget: Tensor) -> Tensor:
         view, scores = layer
         head_count = view.model.kv_heads
-        joint_shares = (
-            best(order_key(view, scores).flatten(1), total_budget).view(view.shape).sum(-1)
-        )
+        joint_shares = best(order_key(view, scores).flatten(1), total_budget).view(view.shape).sum(-1)
         window_counts = (view.valid & (scores.protect > Scores.CHOSEN)).sum(-1)
         free_entries = (total_budget - window_counts.sum(-1)).clamp(min=0)
         alpha = Fraction(str(self.safeguard)).limit_denominator(1_000_000)
@@ -75,16 +71,12 @@ class HeadAdaptive(Allocator):
         exact_shares = (alpha.denominator - alpha.numerator) * (
             joint_shares - window_counts
         ) + alpha.denominator * even_shares
-        mixed_shares = _largest_remainder(
-            exact_shares, alpha.denominator, total_budget, view.valid.sum(-1)
-        )
+        mixed_shares = _largest_remainder(exact_shares, alpha.denominator, total_budget, view.valid.sum(-1))
         # If the protected entries fill the layer there is nothing to mix.
         return torch.where((free_entries > 0)[:, None], mixed_shares, joint_shares)
 
 
-def _largest_remainder(
-    exact_shares: Tensor, denominator: int, total_entries: Tensor, capacity: Tensor
-) -> Tensor:
+def _largest_remainder(exact_shares: Tensor, denominator: int, total_entries: Tensor, capacity: Tensor) -> Tensor:
     """Round `exact_shares / denominator` `[B, H]` to integers of a given sum, within `capacity`."""
     shares = torch.minimum(exact_shares // denominator, capacity)
     by_remainder = (exact_shares % denominator).argsort(dim=-1, descending=True, stable=True)
@@ -95,9 +87,7 @@ def _largest_remainder(
         shares = shares.scatter_add(-1, by_remainder, additions)
     remaining = (total_entries - shares.sum(-1))[:, None]
     headroom = capacity - shares
-    return shares + torch.minimum(
-        headroom, (remaining - (headroom.cumsum(-1) - headroom)).clamp(min=0)
-    )
+    return shares + torch.minimum(headroom, (remaining - (headroom.cumsum(-1) - headroom)).clamp(min=0))
 
 
 ADAKV = Policy(

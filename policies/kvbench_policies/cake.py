@@ -92,9 +92,7 @@ class LayerPreference(Allocator):
         """Check the ranges."""
         for parameter in ("tau1", "tau2"):
             if not 0 < getattr(self, parameter) < float("inf"):
-                raise UserError(
-                    f"{parameter}={getattr(self, parameter)} is out of range; use more than 0"
-                )
+                raise UserError(f"{parameter}={getattr(self, parameter)} is out of range; use more than 0")
         check_count("window", self.window, 1)
 
     @property

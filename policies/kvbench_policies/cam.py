@@ -71,12 +71,8 @@ class ValueMerge(Merger):
         # entries are adjacent tokens.
         candidates = evicted & (v.position >= seen_length[:, None, None])
         accumulated = v.grouped(v.obs[AttentionMass()]).double().masked_fill(~v.valid, 0.0)
-        following_sum, following_count = (
-            self._after(quantity) for quantity in (accumulated, v.valid.double())
-        )
-        merged_mask = candidates & (
-            v.noise(1).double() * following_sum < accumulated * following_count
-        )
+        following_sum, following_count = (self._after(quantity) for quantity in (accumulated, v.valid.double()))
+        merged_mask = candidates & (v.noise(1).double() * following_sum < accumulated * following_count)
         receives = keep & (sum_before(merged_mask.double(), self.merge_span) > 0)
         if not bool(receives.any()):
             return v.key, v.value
@@ -101,14 +97,8 @@ class ValueMerge(Merger):
             block_slice = slice(block_start, block_start + block_size)
             block_length = merged_mask[:, :, block_slice].shape[2]
             reach_slice = slice(max(0, block_start - self.merge_span), block_start + block_size)
-            evicted_values = (
-                values[:, :, reach_slice]
-                .float()
-                .masked_fill(~merged_mask[:, :, reach_slice, None], 0.0)
-            )
-            additions = (
-                sum_before(evicted_values, self.merge_span)[:, :, -block_length:] / self.merge_span
-            )
+            evicted_values = values[:, :, reach_slice].float().masked_fill(~merged_mask[:, :, reach_slice, None], 0.0)
+            additions = sum_before(evicted_values, self.merge_span)[:, :, -block_length:] / self.merge_span
             merged_values = (values[:, :, block_slice].float() + additions).to(values.dtype)
             updated[:, :, block_slice] = torch.where(
                 receives[:, :, block_slice, None], merged_values, values[:, :, block_slice]

@@ -70,9 +70,7 @@ def mean_of_equals(values: Tensor, labels: Tensor) -> Tensor:
     """
     ordered, sort_order = labels.sort(dim=-1, stable=True)
     run_starts = torch.nn.functional.pad(ordered.diff(dim=-1) != 0, (1, 0))
-    run_indices = torch.empty_like(sort_order).scatter_(
-        -1, sort_order, run_starts.long().cumsum(-1)
-    )
+    run_indices = torch.empty_like(sort_order).scatter_(-1, sort_order, run_starts.long().cumsum(-1))
     entry_count = labels.shape[-1]
     label_sums = sum_into(values.contiguous(), run_indices, entry_count)
     label_counts = sum_into(torch.ones_like(values), run_indices, entry_count)

@@ -68,9 +68,7 @@ class CurLeverage(Score):
         """Squared lengths of projected keys or values, `[B, H, n]`; 0 where there is no entry."""
         projected = tensor.float()
         if self.sketch:
-            projected = projected @ (
-                gaussian(view, tensor.shape[-1], self.sketch) / self.sketch**0.5
-            )
+            projected = projected @ (gaussian(view, tensor.shape[-1], self.sketch) / self.sketch**0.5)
         squared_norms = projected.square().sum(-1).masked_fill(~view.valid, 0.0)
         if not self.local:
             return squared_norms

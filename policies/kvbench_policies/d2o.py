@@ -78,12 +78,8 @@ class ImportantRecent(Selector):
         if recent_share > 0 or self.sinks > 0:
             window_sizes = window_sizes.clamp(min=1)
         recent_class = ((v.age < window_sizes[..., None]) & v.valid).to(torch.int8) * Scores.WINDOW
-        recent_class = torch.where(
-            (v.age == 0) & (recent_class > 0), Scores.NEWEST, recent_class
-        ).to(torch.int8)
-        classes = torch.maximum(
-            torch.maximum(recent_class, protect_sinks(v, self.sinks)), scores.protect
-        )
+        recent_class = torch.where((v.age == 0) & (recent_class > 0), Scores.NEWEST, recent_class).to(torch.int8)
+        classes = torch.maximum(torch.maximum(recent_class, protect_sinks(v, self.sinks)), scores.protect)
         ranks = rank_entries(Scores(scores.value, classes), v.valid)
         return (ranks < share[..., None]) & v.valid
 
@@ -146,9 +142,7 @@ class EmaMerge(Merger):
             weighted_sums = kept_weight * take(tensor, kept_indices) + sum_rows_into(
                 tensor, evicted_indices, merge_mask, nearest_kept, slot_count, merge_weights
             )
-            merged_tensors.append(
-                put(tensor, kept_indices, in_use, weighted_sums / denominators[..., None])
-            )
+            merged_tensors.append(put(tensor, kept_indices, in_use, weighted_sums / denominators[..., None]))
         return merged_tensors[0], merged_tensors[1]
 
     def _decide(self, similarity: Tensor, real_mask: Tensor, state: dict[str, Tensor]) -> Tensor:
@@ -164,9 +158,7 @@ class EmaMerge(Merger):
                 similarity_sums.sum(1, keepdim=True),
                 entry_counts.sum(1, keepdim=True),
             )
-            rank_keys = real_similarity.sum(1, keepdim=True) / real_mask.sum(1, keepdim=True).clamp(
-                min=1
-            )
+            rank_keys = real_similarity.sum(1, keepdim=True) / real_mask.sum(1, keepdim=True).clamp(min=1)
         mean_similarity = similarity_sums / entry_counts.clamp(min=1)
         step_counts = state.get("cuts", torch.zeros_like(entry_counts))
         previous_tau = state.get("tau", torch.zeros_like(mean_similarity))
@@ -181,9 +173,7 @@ class EmaMerge(Merger):
         return (rank_keys >= threshold[..., None]) & real_mask
 
 
-def _nearest(
-    keys: Tensor, kept_indices: Tensor, in_use: Tensor, evicted_indices: Tensor
-) -> tuple[Tensor, Tensor]:
+def _nearest(keys: Tensor, kept_indices: Tensor, in_use: Tensor, evicted_indices: Tensor) -> tuple[Tensor, Tensor]:
     """Find the nearest kept entry of every evicted entry.
 
     Args:

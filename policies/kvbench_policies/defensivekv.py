@@ -61,9 +61,7 @@ class Defensive(WindowScore):
         attention = attention.masked_fill(~before_window[:, :, None, None], 0.0)
         largest_attention = self._pool(attention, before_window).amax((2, 3))
         past_counts = before_window.sum(-1, keepdim=True).clamp(min=1)
-        floored_attention = torch.maximum(
-            largest_attention, largest_attention.sum(-1, keepdim=True) / past_counts
-        )
+        floored_attention = torch.maximum(largest_attention, largest_attention.sum(-1, keepdim=True) / past_counts)
         value_norms = value_norm(v.value, v.model.output_weight(v.layer))
         scores = floored_attention * share_of_heads(v, value_norms)
         return Scores(scores.masked_fill(~before_window, 0.0), protect_window(v, self.window))
@@ -95,21 +93,11 @@ def share_of_heads(view: View, norms: Tensor) -> Tensor:
     run_starts[:, 1:] = positions[:, 1:] != positions[:, :-1]
     run_indices = torch.empty_like(sort_order).scatter_(-1, sort_order, run_starts.cumsum(-1))
     flat_norms = norms.double().flatten(1)
-    run_sums = (
-        torch.zeros_like(flat_norms)
-        .scatter_add_(-1, run_indices, flat_norms)
-        .gather(-1, run_indices)
-    )
+    run_sums = torch.zeros_like(flat_norms).scatter_add_(-1, run_indices, flat_norms).gather(-1, run_indices)
     run_counts = (
-        torch.zeros_like(flat_norms)
-        .scatter_add_(-1, run_indices, torch.ones_like(flat_norms))
-        .gather(-1, run_indices)
+        torch.zeros_like(flat_norms).scatter_add_(-1, run_indices, torch.ones_like(flat_norms)).gather(-1, run_indices)
     )
-    return (
-        (flat_norms * run_counts / (run_sums * head_count).clamp(min=_TINY))
-        .float()
-        .view(view.shape)
-    )
+    return (flat_norms * run_counts / (run_sums * head_count).clamp(min=_TINY)).float().view(view.shape)
 
 
 @dataclass(frozen=True)
@@ -183,9 +171,7 @@ class ByMass(Selector):
             numerator = (entry_counts - protected_counts) * limits - protected_counts * entry_counts
             max_counts = torch.div(numerator, entry_counts.clamp(min=1), rounding_mode="trunc")
             sliced_counts = (unprotected.sum(-1) + max_counts).clamp(min=0)
-            first_counts = torch.where(
-                max_counts < 0, sliced_counts, torch.minimum(below_mass.sum(-1), max_counts)
-            )
+            first_counts = torch.where(max_counts < 0, sliced_counts, torch.minimum(below_mass.sum(-1), max_counts))
         else:
             first_counts = torch.minimum(below_mass.sum(-1), limits - protected_counts)
         first_mask = unprotected & (ranks < first_counts[..., None])

@@ -71,9 +71,7 @@ class Retrieval(Profiled):
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
         """Entries of every layer, int64 `[B, L]`, summing to `L * H * b`."""
         if bool(((budget <= self.sinks + self.recent) & (budget < length)).any()):
-            warn_of_full_floor(
-                self.sinks, self.recent, "duo_attention (allocate=retrieval)", "head"
-            )
+            warn_of_full_floor(self.sinks, self.recent, "duo_attention (allocate=retrieval)", "head")
         head_count = model.layers * model.kv_heads
         capacity = length[:, None].expand(-1, head_count)
         reserved_counts = torch.minimum(self._reserved(budget)[:, None], capacity)
@@ -106,9 +104,7 @@ def warn_of_full_floor(sinks: int, recent: int, label: str, unit: str) -> None:
     )
 
 
-def fill_by_rank(
-    rank_keys: Tensor, total_entries: Tensor, reserves: Tensor, capacity: Tensor
-) -> Tensor:
+def fill_by_rank(rank_keys: Tensor, total_entries: Tensor, reserves: Tensor, capacity: Tensor) -> Tensor:
     """Reserve entries for every head or layer, then fill them up from the worthiest down.
 
     Args:
@@ -123,9 +119,7 @@ def fill_by_rank(
     """
     by_rank = rank_keys.argsort(dim=-1, descending=True, stable=True).expand_as(reserves)
     floor_sums = reserves.sum(-1)
-    base_shares = apportion(
-        torch.ones_like(reserves).double(), total_entries.minimum(floor_sums), reserves
-    )
+    base_shares = apportion(torch.ones_like(reserves).double(), total_entries.minimum(floor_sums), reserves)
     headroom = (capacity - reserves).gather(1, by_rank)
     remaining = (total_entries - floor_sums).clamp(min=0)[:, None]
     additions = torch.minimum(headroom, (remaining - (headroom.cumsum(-1) - headroom)).clamp(min=0))

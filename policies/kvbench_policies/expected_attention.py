@@ -88,9 +88,7 @@ class _Moments:
         queries = queries.masked_fill(~counted_mask[:, None, :, None], 0.0)
         query_counts = counted_mask.sum(-1).float()
         query_means = queries.sum(2) / query_counts.clamp(min=1)[:, None, None]
-        centred = (queries - query_means[:, :, None]).masked_fill(
-            ~counted_mask[:, None, :, None], 0.0
-        )
+        centred = (queries - query_means[:, :, None]).masked_fill(~counted_mask[:, None, :, None], 0.0)
         new_sums = _Sums(query_counts, query_means, centred.transpose(-1, -2) @ centred)
         old_sums = self._held.get(layer)
         self._held[layer] = new_sums if old_sums is None else _combine_sums(old_sums, new_sums)
@@ -237,12 +235,9 @@ class ExpectedAttention(Score):
     def _queries(self, view: View) -> tuple[Tensor, Tensor]:
         """Mean `[B, H, G, d]` and covariance `[B, H, G, d, d]` of queries to come."""
         moments = self._moments(view)
-        future_positions = view.length[:, None] + torch.arange(
-            self.future, device=view.length.device
-        )
+        future_positions = view.length[:, None] + torch.arange(self.future, device=view.length.device)
         cosines, sines = (
-            rotation.mean(1)[:, None, None]
-            for rotation in angles(view.model, view.layer, future_positions)
+            rotation.mean(1)[:, None, None] for rotation in angles(view.model, view.layer, future_positions)
         )
         rotated = turn(moments, cosines, sines)
         covariance = turn(rotated[:, :, 1:].transpose(-1, -2), cosines, sines)

@@ -105,9 +105,7 @@ class EveryChunk(TopK):
             return super().select(v, scores, share)
         rank_keys = order_key(v, scores)
         protected_mask = v.valid & (scores.protect > 0)
-        kept_mask = best(
-            rank_keys.masked_fill(~protected_mask, -1), torch.minimum(share, protected_mask.sum(-1))
-        )
+        kept_mask = best(rank_keys.masked_fill(~protected_mask, -1), torch.minimum(share, protected_mask.sum(-1)))
         free_mask = v.valid & ~protected_mask
         chunk_count = int(v.length.max()) // self.chunk_length + 1
         # Entries that are not free go to a place behind the last chunk.
@@ -120,9 +118,7 @@ class EveryChunk(TopK):
         )
         # The rank of every entry in its chunk: sorted by chunk, and by rank key within a chunk.
         by_rank_key = rank_keys.argsort(dim=-1, descending=True)
-        chunk_order = by_rank_key.gather(
-            -1, chunk_indices.gather(-1, by_rank_key).argsort(dim=-1, stable=True)
-        )
+        chunk_order = by_rank_key.gather(-1, chunk_indices.gather(-1, by_rank_key).argsort(dim=-1, stable=True))
         order_ranks = torch.empty_like(chunk_order)
         order_ranks.scatter_(
             -1,

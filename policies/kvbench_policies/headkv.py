@@ -103,9 +103,7 @@ def _plan(
     capacity = torch.tensor(lengths)[:, None].expand_as(probabilities)
     total_entries = mean_shares * layer_count * head_count
     window_shares = mean_shares.clamp(max=window_size)
-    base_shares = ((mean_shares - window_shares) * (1.0 - pool_share) + window_shares)[
-        :, None
-    ].double()
+    base_shares = ((mean_shares - window_shares) * (1.0 - pool_share) + window_shares)[:, None].double()
     # If no head is at its cap this is the formula itself; what caps leave of the pool is spread
     # over the other heads in proportion to p.
     exact_shares = base_shares + fill(
@@ -113,9 +111,7 @@ def _plan(
         total_entries.double() - base_shares[:, 0] * layer_count * head_count,
         capacity - base_shares,
     )
-    return largest_remainder(exact_shares, total_entries, capacity).view(
-        -1, layer_count, head_count
-    )
+    return largest_remainder(exact_shares, total_entries, capacity).view(-1, layer_count, head_count)
 
 
 HEADKV = Policy(

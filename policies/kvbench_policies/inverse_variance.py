@@ -23,9 +23,7 @@ _LEAST_VARIANCE = 1e-12
 """Smallest variance whose reciprocal is taken."""
 
 
-def fill_logs(
-    logits: Tensor, total_entries: Tensor, upper_bounds: Tensor, lower_bounds: Tensor
-) -> Tensor:
+def fill_logs(logits: Tensor, total_entries: Tensor, upper_bounds: Tensor, lower_bounds: Tensor) -> Tensor:
     """Spread totals in proportion to `exp(logits)`, each share within its bounds, not yet rounded.
 
     What a bound cuts off goes to the others in proportion to their weights. Weights are compared
@@ -118,14 +116,10 @@ class InverseVariance(Allocator):
         log_weights = torch.where(stay_mask[:, None, None], previous_counts.log(), log_weights)
         minimum = torch.where(stay_mask, 1, (view.length // 100).clamp(min=1))
         floors = torch.minimum(minimum, remaining // max(1, other_heads))[:, None, None]
-        lower_bounds = torch.minimum(
-            torch.where(full_layers[:, None], entry_counts, floors), entry_counts
-        ).flatten(1)
+        lower_bounds = torch.minimum(torch.where(full_layers[:, None], entry_counts, floors), entry_counts).flatten(1)
         upper_bounds = entry_counts.flatten(1)
         exact_shares = fill_logs(log_weights.flatten(1), total, upper_bounds, lower_bounds)
-        return largest_remainder(exact_shares, total, upper_bounds, lower_bounds).view(
-            entry_counts.shape
-        )
+        return largest_remainder(exact_shares, total, upper_bounds, lower_bounds).view(entry_counts.shape)
 
     def _whole(self, layer_count: int, device: torch.device) -> Tensor:
         """Which layers keep everything, bool `[L]`."""
@@ -189,9 +183,7 @@ class InverseVariance(Allocator):
             valid_mask = valid_mask.repeat_interleave(view.model.group, 1)
         accumulated = accumulated.double().masked_fill(~valid_mask, 0.0)
         valid_counts = valid_mask.sum(-1, keepdim=True).clamp(min=1)
-        centred = (accumulated - accumulated.sum(-1, keepdim=True) / valid_counts).masked_fill(
-            ~valid_mask, 0.0
-        )
+        centred = (accumulated - accumulated.sum(-1, keepdim=True) / valid_counts).masked_fill(~valid_mask, 0.0)
         variance = (centred.square().sum(-1, keepdim=True) / valid_counts)[..., 0]
         if self.scale == "release":
             minimum, maximum = variance.amin(1, keepdim=True), variance.amax(1, keepdim=True)

@@ -40,9 +40,7 @@ class Global(Allocator):
         for layer_index, layer_keys in enumerate(rank_keys):
             # At a later cut, layers hold different numbers of entries
             if layer_keys.shape[-1] < longest:
-                rank_keys[layer_index] = pad(
-                    layer_keys, (0, longest - layer_keys.shape[-1]), value=-1
-                )
+                rank_keys[layer_index] = pad(layer_keys, (0, longest - layer_keys.shape[-1]), value=-1)
         chosen_mask = select_largest(torch.cat(rank_keys, 1), total)
         return chosen_mask.sum(-1).view(len(total), len(layers), -1)
 
@@ -52,10 +50,6 @@ class Global(Allocator):
         free_mask = view.valid & (scores.protect <= 0)
         free_counts = free_mask.sum((1, 2), keepdim=True).clamp(min=1)
         free_scores = scores.value.float().masked_fill(~free_mask, 0.0)
-        centred = (free_scores - free_scores.sum((1, 2), keepdim=True) / free_counts).masked_fill(
-            ~free_mask, 0.0
-        )
+        centred = (free_scores - free_scores.sum((1, 2), keepdim=True) / free_counts).masked_fill(~free_mask, 0.0)
         deviation = (centred.square().sum((1, 2), keepdim=True) / free_counts).sqrt()
-        return Scores(
-            centred / deviation.clamp(min=torch.finfo(torch.float32).tiny), scores.protect
-        )
+        return Scores(centred / deviation.clamp(min=torch.finfo(torch.float32).tiny), scores.protect)

@@ -65,8 +65,7 @@ class LagRelative(Score):
         ordinals = partitioned.cumsum(-1) - 1
         rated_mask = partitioned & (ordinals < (full_counts - 1) * self.lag)
         key_spread, value_spread = (
-            self._spread(in_blocks(tensor, partitioned, column_order, self.lag))
-            for tensor in (v.key, v.value)
+            self._spread(in_blocks(tensor, partitioned, column_order, self.lag)) for tensor in (v.key, v.value)
         )
         scores = key_spread + value_spread
         if not self.cross:
@@ -75,9 +74,7 @@ class LagRelative(Score):
             scores = ranks.float() / self.lag
         scores = from_blocks(scores, column_order).masked_fill(~rated_mask, 0.0)
         window_class = torch.where(rated_mask, 0, protect_window(v, v.length))
-        return Scores(
-            scores, torch.maximum(window_class, protect_sinks(v, self.sinks)).to(torch.int8)
-        )
+        return Scores(scores, torch.maximum(window_class, protect_sinks(v, self.sinks)).to(torch.int8))
 
     def _spread(self, blocks: Tensor) -> Tensor:
         """Value of every entry within its block, `[B, H, P, lag]`, from `[B, H, P, lag, d]`."""

@@ -12,9 +12,7 @@ from kvbench.parts import fill, largest_remainder
 from kvbench.plugin import Scored, View
 
 
-def measured(
-    layers: Sequence[Scored], cache_key: Hashable, measure: Callable[[View], Tensor]
-) -> Tensor:
+def measured(layers: Sequence[Scored], cache_key: Hashable, measure: Callable[[View], Tensor]) -> Tensor:
     """Measure every layer once for all budgets, on the device of its keys.
 
     An allocator of the whole model is shown the views of all layers on one device, but for keys and
@@ -28,9 +26,7 @@ def measured(
     Returns:
         `[B, L]`.
     """
-    results = [
-        layer.view.once(cache_key, lambda view: measure(_on_key_device(view))) for layer in layers
-    ]
+    results = [layer.view.once(cache_key, lambda view: measure(_on_key_device(view))) for layer in layers]
     device = layers[0].view.length.device
     return torch.stack([layer.to(device) for layer in results], 1)
 
@@ -98,13 +94,9 @@ def spread_by_weight(
         layer_weights[:, :, None].expand_as(previous_counts),
     )
     upper_bounds, head_weights = entry_counts.flatten(1), head_weights.flatten(1)
-    lower_bounds = torch.minimum(base_shares[:, None], upper_bounds.double()).masked_fill(
-        stay_mask[:, None], 0.0
-    )
+    lower_bounds = torch.minimum(base_shares[:, None], upper_bounds.double()).masked_fill(stay_mask[:, None], 0.0)
     fills_base = lower_bounds.sum(-1) >= total_budget
     lower_bounds = lower_bounds.masked_fill(fills_base[:, None], 0.0)
     head_weights = head_weights.masked_fill(fills_base[:, None], 1.0)
-    exact_shares = lower_bounds + fill(
-        head_weights, total_budget - lower_bounds.sum(-1), upper_bounds - lower_bounds
-    )
+    exact_shares = lower_bounds + fill(head_weights, total_budget - lower_bounds.sum(-1), upper_bounds - lower_bounds)
     return largest_remainder(exact_shares, total_budget, upper_bounds, 1).view(entry_counts.shape)

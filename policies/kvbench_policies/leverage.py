@@ -44,9 +44,7 @@ def leverage(view: View, rated_mask: Tensor, sketch: int) -> Tensor:
     batch_size, head_count, entry_count = view.shape
     head_dim = view.key.shape[-1]
     projection = gaussian(view, head_dim, sketch) / sketch**0.5 if sketch else None
-    features = torch.empty(
-        batch_size, head_count, entry_count, sketch or head_dim, device=view.key.device
-    )
+    features = torch.empty(batch_size, head_count, entry_count, sketch or head_dim, device=view.key.device)
     block_size = max(1, _BLOCK // (head_count * head_dim))
     for block_start in range(0, entry_count, block_size):
         block_slice = slice(block_start, block_start + block_size)
@@ -77,9 +75,7 @@ def standardised(values: Tensor, rated_mask: Tensor) -> Tensor:
     rated_values = values.double().masked_fill(~rated_mask, 0.0)
     layer_means = rated_values.sum((1, 2), keepdim=True) / rated_counts.clamp(min=1)
     centred = (rated_values - layer_means).masked_fill(~rated_mask, 0.0)
-    deviation = (
-        centred.square().sum((1, 2), keepdim=True) / (rated_counts - 1).clamp(min=1)
-    ).sqrt()
+    deviation = (centred.square().sum((1, 2), keepdim=True) / (rated_counts - 1).clamp(min=1)).sqrt()
     return (centred / deviation.clamp(min=1e-6)).float()
 
 

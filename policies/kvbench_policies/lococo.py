@@ -124,27 +124,21 @@ def blend(
     evicting = (valid_mask & ~keep_mask).any(-1)
     kept_counts = keep_mask.sum(-1)
     slot_counts = portion(kept_counts, 1 - convolutions.config.keep_rate) * evicting
-    heavy_hitters = best(
-        _attention_keys(accumulated, positions, keep_mask), kept_counts - slot_counts, unique=True
-    )
+    heavy_hitters = best(_attention_keys(accumulated, positions, keep_mask), kept_counts - slot_counts, unique=True)
     slot_indices, in_use = pack(keep_mask & ~heavy_hitters)
     if slot_indices.shape[-1] == 0:
         return keys, values
     merged_indices, real_mask = pack(valid_mask & ~heavy_hitters & evicting[..., None])
-    features = torch.cat(
-        [take(keys, merged_indices), take(values, merged_indices)], -1
-    ).masked_fill(~real_mask[..., None], 0.0)
-    channel_means = convolutions(layer, features.flatten(0, 1), real_mask.flatten(0, 1)).unflatten(
-        0, slot_counts.shape
+    features = torch.cat([take(keys, merged_indices), take(values, merged_indices)], -1).masked_fill(
+        ~real_mask[..., None], 0.0
     )
+    channel_means = convolutions(layer, features.flatten(0, 1), real_mask.flatten(0, 1)).unflatten(0, slot_counts.shape)
     slot_order = torch.arange(slot_indices.shape[-1], device=keys.device)
     channels = slot_order * convolutions.config.slots // slot_counts.clamp(min=1)[..., None]
     mixed_means = take(channel_means, channels.clamp(max=convolutions.config.slots - 1))
     mix_share = convolutions.mix[layer]
     merged_tensors = []
-    for originals, replacements in zip(
-        (keys, values), mixed_means.split(keys.shape[-1], -1), strict=True
-    ):
+    for originals, replacements in zip((keys, values), mixed_means.split(keys.shape[-1], -1), strict=True):
         merged_tensors.append(
             put(
                 originals,
@@ -195,9 +189,7 @@ def merged_into(budget: int, keep_rate: float) -> int:
 
 def _attention_keys(accumulated: Tensor, positions: Tensor, valid_mask: Tensor) -> Tensor:
     """Keys that order entries by attention, as `topk` orders what `accumulated` scores."""
-    return entry_key(
-        accumulated, torch.zeros_like(accumulated, dtype=torch.int8), positions, valid_mask
-    )
+    return entry_key(accumulated, torch.zeros_like(accumulated, dtype=torch.int8), positions, valid_mask)
 
 
 LOCOCO = Policy(

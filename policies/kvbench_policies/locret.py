@@ -57,9 +57,7 @@ class PredictedLogit(Learned):
         if not v.final:
             # Entries behind this one
             newer_counts = v.valid.sum(-1, keepdim=True) - v.valid.cumsum(-1)
-            protection = (v.valid & (newer_counts < self.stabilizers)).to(
-                protection.dtype
-            ) * Scores.WINDOW
+            protection = (v.valid & (newer_counts < self.stabilizers)).to(protection.dtype) * Scores.WINDOW
         return Scores(self.learned(v), protection)
 
 

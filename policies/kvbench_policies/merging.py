@@ -62,9 +62,7 @@ def sum_into(values: Tensor, targets: Tensor, slot_count: int) -> Tensor:
     """
     batch_size, head_count, _ = values.shape
     totals = torch.zeros(batch_size * head_count * slot_count, device=values.device)
-    head_indices = torch.arange(batch_size * head_count, device=values.device).view(
-        batch_size, head_count, 1
-    )
+    head_indices = torch.arange(batch_size * head_count, device=values.device).view(batch_size, head_count, 1)
     add_rows(totals, (head_indices * slot_count + targets).reshape(-1), values.reshape(-1))
     return totals.view(batch_size, head_count, slot_count)
 
@@ -105,8 +103,7 @@ def sum_rows_into(
             block_rows = block_rows * weights[block_indices][:, None]
         add_rows(
             totals,
-            (block_indices[0] * head_count + block_indices[1]) * slot_count
-            + targets[block_indices],
+            (block_indices[0] * head_count + block_indices[1]) * slot_count + targets[block_indices],
             block_rows,
         )
     return totals.view(batch_size, head_count, slot_count, head_dim)
@@ -123,9 +120,9 @@ def put(tensor: Tensor, indices: Tensor, in_use: Tensor, new_rows: Tensor) -> Te
     """
     updated = tensor.clone()
     batch_indices, head_indices, slot_indices = in_use.nonzero(as_tuple=True)
-    updated[batch_indices, head_indices, indices[batch_indices, head_indices, slot_indices]] = (
-        new_rows[batch_indices, head_indices, slot_indices].to(tensor.dtype)
-    )
+    updated[batch_indices, head_indices, indices[batch_indices, head_indices, slot_indices]] = new_rows[
+        batch_indices, head_indices, slot_indices
+    ].to(tensor.dtype)
     return updated
 
 

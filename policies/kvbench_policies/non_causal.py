@@ -121,9 +121,7 @@ class _Chunks:
             )
         # What is left fits in one chunk and the last tokens.
         open_width = min(live_mask.shape[1], chunk_size + self.need.last)
-        ordinals = (complete_counts * chunk_size)[:, None] + torch.arange(
-            open_width, device=q.device
-        )
+        ordinals = (complete_counts * chunk_size)[:, None] + torch.arange(open_width, device=q.device)
         columns = live_order.gather(1, ordinals.clamp(max=live_mask.shape[1] - 1))
         open_mask = ordinals < live_counts[:, None]
         self._held[layer] = _OpenChunk(
@@ -141,8 +139,7 @@ class _Chunks:
         key_counts = (open_state.live.sum(-1) - self.need.last).clamp(min=0)
         padding = max(0, chunk_size - open_state.live.shape[1]) if self.need.padded else 0
         queries, keys = (
-            pad(tensor, (0, 0, 0, padding))[:, :, :chunk_size]
-            for tensor in (open_state.query, open_state.key)
+            pad(tensor, (0, 0, 0, padding))[:, :, :chunk_size] for tensor in (open_state.query, open_state.key)
         )
         attention = received(queries, keys, key_counts, padded=self.need.padded)
         attention = attention * pad(open_state.size, (0, padding))[..., :chunk_size]
@@ -165,9 +162,7 @@ class _Chunks:
         for layer, open_state in self._held.items():
             sequence_state = _OpenChunk(*(tensor[row : row + 1] for tensor in open_state))
             # By position
-            duplicate._held[layer] = sequence_state._replace(
-                closed=sequence_state.closed[..., :tokens]
-            )
+            duplicate._held[layer] = sequence_state._replace(closed=sequence_state.closed[..., :tokens])
         return duplicate
 
     @classmethod
@@ -181,16 +176,9 @@ class _Chunks:
             paddings = [open_length - state.live.shape[-1] for state in layer_states]
             padded_states = list(zip(layer_states, paddings, strict=True))
             joined._held[layer] = _OpenChunk(
-                torch.cat(
-                    [
-                        pad(state.closed, (0, closed_length - state.closed.shape[-1]))
-                        for state in layer_states
-                    ]
-                ),
+                torch.cat([pad(state.closed, (0, closed_length - state.closed.shape[-1])) for state in layer_states]),
                 torch.cat([state.chunks for state in layer_states]),
-                torch.cat(
-                    [pad(state.query, (0, 0, 0, padding)) for state, padding in padded_states]
-                ),
+                torch.cat([pad(state.query, (0, 0, 0, padding)) for state, padding in padded_states]),
                 torch.cat([pad(state.key, (0, 0, 0, padding)) for state, padding in padded_states]),
                 torch.cat([pad(state.size, (0, padding)) for state, padding in padded_states]),
                 torch.cat([pad(state.live, (0, padding)) for state, padding in padded_states]),
@@ -229,9 +217,7 @@ def received(queries: Tensor, keys: Tensor, key_counts: Tensor, padded: bool = F
     """
     head_count, chunk_size = keys.shape[1:3]
     real_mask = torch.arange(chunk_size, device=keys.device) < key_counts[:, None]
-    queries, keys = (
-        tensor.float().masked_fill(~real_mask[:, None, :, None], 0.0) for tensor in (queries, keys)
-    )
+    queries, keys = (tensor.float().masked_fill(~real_mask[:, None, :, None], 0.0) for tensor in (queries, keys))
     logits = queries.unflatten(1, (head_count, -1)).flatten(2, 3) @ keys.transpose(-1, -2)
     logits = logits.unflatten(2, (-1, chunk_size))
     if not padded:

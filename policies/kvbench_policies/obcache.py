@@ -62,25 +62,17 @@ class OutputAware(WindowScore):
         batch_size, head_count, entry_count = view.shape
         row_shape = (head_count, view.model.group * self.window)
         attention = view.window_attention(self.window).reshape(batch_size, *row_shape, entry_count)
-        queries = (
-            view.obs[Queries(self.window)].float().reshape(batch_size, *row_shape, -1) * view.scale
-        )
+        queries = view.obs[Queries(self.window)].float().reshape(batch_size, *row_shape, -1) * view.scale
         # Padding has weight 0 but may hold NaN or infinity, whose product with 0 is not 0.
         values = view.value.float().masked_fill(~view.valid[..., None], 0.0)
         outputs = attention @ values
-        output_loss = torch.empty(
-            batch_size, head_count, view.model.group, entry_count, device=values.device
-        )
+        output_loss = torch.empty(batch_size, head_count, view.model.group, entry_count, device=values.device)
         block_size = max(1, _BLOCK // (head_count * row_shape[1]))
         for block_start in range(0, entry_count, block_size):
             block_slice = slice(block_start, block_start + block_size)
-            loss_terms = self._term(
-                queries, view.key[:, :, block_slice].float(), values[:, :, block_slice], outputs
-            )
+            loss_terms = self._term(queries, view.key[:, :, block_slice].float(), values[:, :, block_slice], outputs)
             loss_terms = attention[..., block_slice].square() * loss_terms
-            output_loss[..., block_slice] = loss_terms.unflatten(
-                2, (view.model.group, self.window)
-            ).sum(3)
+            output_loss[..., block_slice] = loss_terms.unflatten(2, (view.model.group, self.window)).sum(3)
         return output_loss.flatten(1, 2)
 
     def _term(self, queries: Tensor, keys: Tensor, values: Tensor, outputs: Tensor) -> Tensor:

@@ -25,9 +25,7 @@ def gaussian(view: View, rows: int, columns: int, stream: int = 0) -> Tensor:
     def uniform(component: int) -> Tensor:
         # Hashed twice: otherwise neighbouring seeds would draw the same numbers, one cell apart.
         component_seeds = hashed(head_seeds - 0x51ED2705 * (1 + 2 * stream + component))
-        return (hashed(component_seeds[..., None, None] + cell_indices) >> 8).to(
-            torch.float32
-        ) / float(1 << 24)
+        return (hashed(component_seeds[..., None, None] + cell_indices) >> 8).to(torch.float32) / float(1 << 24)
 
     radius = (-2 * (1 - uniform(0)).log()).sqrt()  # Box and Muller
     return radius * (2 * math.pi * uniform(1)).cos()

@@ -71,9 +71,7 @@ class RecentAttention(Score):
         attention = (v.window_attention(self.window) * query_weights[:, None]).mean(2)
         summed_attention = sum_over_holders(v.grouped(attention, "sum"), v.position, v.valid)
         window_class, sink_class = protect_window(v, self.window), protect_sinks(v, self.sinks)
-        return Scores(
-            summed_attention / v.model.query_heads, torch.maximum(window_class, sink_class)
-        )
+        return Scores(summed_attention / v.model.query_heads, torch.maximum(window_class, sink_class))
 
 
 @dataclass(frozen=True)
@@ -111,9 +109,7 @@ class CosinePyramid(Uniform):
         layer_weights = torch.tensor(layer_shares, dtype=torch.float64, device=length.device)
         inner_budget = (budget - self.window).clamp(min=0)
         capacity = (length - budget + inner_budget)[:, None].expand(-1, model.layers)
-        inner_shares = apportion(
-            layer_weights.expand(len(budget), -1), inner_budget * model.layers, capacity
-        )
+        inner_shares = apportion(layer_weights.expand(len(budget), -1), inner_budget * model.layers, capacity)
         return (inner_shares + (budget - inner_budget)[:, None]) * model.kv_heads
 
 

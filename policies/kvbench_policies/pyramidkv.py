@@ -19,9 +19,7 @@ from kvbench_policies.ranges import check_count, check_finite
 from kvbench_policies.snapkv import WindowAttention
 
 
-def pyramid_shares(
-    layer_count: int, length: Tensor, budget: Tensor, steepness: float, window: int
-) -> Tensor:
+def pyramid_shares(layer_count: int, length: Tensor, budget: Tensor, steepness: float, window: int) -> Tensor:
     """Entries that every head of a layer keeps, decreasing linearly from the first layer on.
 
         b' = b - w,   min = b' / steepness,   max = 2 b' - min
@@ -46,12 +44,8 @@ def pyramid_shares(
     largest_share = 2 * inner_budget.double() - inner_budget.double() / steepness
     largest_share = torch.minimum(largest_share, (length - window).double())
     smallest_share = 2 * inner_budget.double() - largest_share
-    layer_fraction = torch.arange(layer_count, dtype=torch.float64, device=length.device) / max(
-        1, layer_count - 1
-    )
-    exact_shares = (
-        largest_share[:, None] - layer_fraction * (largest_share - smallest_share)[:, None] + window
-    )
+    layer_fraction = torch.arange(layer_count, dtype=torch.float64, device=length.device) / max(1, layer_count - 1)
+    exact_shares = largest_share[:, None] - layer_fraction * (largest_share - smallest_share)[:, None] + window
     if layer_count == 1:
         even_mask = torch.ones_like(even_mask)
     exact_shares = torch.where(even_mask[:, None], budget[:, None].double(), exact_shares)

@@ -54,8 +54,7 @@ class PageBound(Reader):
     def rate(self, v: Blocks) -> Tensor:
         """Rate the pages, float32 `[H, n, K]`."""
         page_minimum, page_maximum = (
-            extremes.float().transpose(-1, -2)[:, None]
-            for extremes in (v.key.amin(2), v.key.amax(2))
+            extremes.float().transpose(-1, -2)[:, None] for extremes in (v.key.amin(2), v.key.amax(2))
         )
         queries = v.query.float()
         page_bounds = queries.clamp(min=0) @ page_maximum + queries.clamp(max=0) @ page_minimum

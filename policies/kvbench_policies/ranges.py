@@ -44,6 +44,4 @@ def check_finite(parameter: str, value: float, minimum: float) -> None:
         UserError: The value is out of range.
     """
     if not (math.isfinite(value) and value >= minimum):
-        raise UserError(
-            f"{parameter}={value} is out of range; use a finite number, {minimum:g} or more"
-        )
+        raise UserError(f"{parameter}={value} is out of range; use a finite number, {minimum:g} or more")

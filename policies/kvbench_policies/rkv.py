@@ -75,13 +75,9 @@ class Redundancy(WindowScore):
         batch_size, head_count, entry_count = view.shape
         queries = view.obs[Queries(self.window)].float() * view.scale
         queries = queries.reshape(batch_size, head_count, view.model.group * self.window, -1)
-        logits = (queries @ view.key.float().transpose(-1, -2)).view(
-            batch_size, -1, self.window, entry_count
-        )
+        logits = (queries @ view.key.float().transpose(-1, -2)).view(batch_size, -1, self.window, entry_count)
         # If there is a past the window is full, and all of its queries see all of the past.
-        logits = view.grouped(logits, self.group).masked_fill(
-            ~before_window[:, :, None], float("-inf")
-        )
+        logits = view.grouped(logits, self.group).masked_fill(~before_window[:, :, None], float("-inf"))
         attention = torch.softmax(logits, -1).nan_to_num(0.0).mean(2)
         return self.pooled(attention, "max")
 
@@ -105,13 +101,9 @@ def repetition(keys: Tensor, entry_mask: Tensor, spare_oldest: bool = False) -> 
     block_size = max(1, _BLOCK // (head_count * entry_count))
     for block_start in range(0, entry_count, block_size):
         row_indices = columns[block_start : block_start + block_size, None]
-        cosines = unit_keys[:, :, block_start : block_start + block_size] @ unit_keys.transpose(
-            -1, -2
-        )
+        cosines = unit_keys[:, :, block_start : block_start + block_size] @ unit_keys.transpose(-1, -2)
         cosines = cosines.masked_fill_(row_indices == columns, 0.0)
-        spared_column = torch.where(cosines > _SIMILAR, columns, default_column).amax(
-            -1, keepdim=True
-        )
+        spared_column = torch.where(cosines > _SIMILAR, columns, default_column).amax(-1, keepdim=True)
         cosine_sums += cosines.masked_fill_(columns == spared_column, 0.0).sum(2)
     mean_cosines = cosine_sums / entry_mask.sum(-1, keepdim=True).clamp(min=1)
     return torch.softmax(mean_cosines.masked_fill(~entry_mask, float("-inf")), -1).nan_to_num(0.0)

@@ -81,14 +81,10 @@ class MeanAttention(Score):
         """Score the entries of one layer, float32 `[B, H, n]`."""
         mean_attention, deviation = self._moments(v)
         is_decoding = v.moment == "decode"
-        varied_share = (
-            self.b_std if self.b_std is not None else _DECODE if is_decoding else _PREFILL
-        )
+        varied_share = self.b_std if self.b_std is not None else _DECODE if is_decoding else _PREFILL
         ranks = rank_entries(Scores(deviation, protect_nothing(v)), v.valid)
         varied_mask = (ranks < portion(v.budget, varied_share)[:, None, None]) & v.valid
-        protection = torch.maximum(
-            varied_mask.to(torch.int8) * Scores.CHOSEN, protect_window(v, self.window)
-        )
+        protection = torch.maximum(varied_mask.to(torch.int8) * Scores.CHOSEN, protect_window(v, self.window))
         if not is_decoding:
             protection = torch.maximum(protection, protect_sinks(v, self.sinks))
         return Scores(mean_attention, protection)
@@ -98,9 +94,7 @@ class MeanAttention(Score):
         query_counts = (view.age + 1).clamp(min=1).repeat_interleave(view.model.group, 1)
         # In float64, because the variance is the difference of two nearly equal numbers.
         mean_attention = view.obs[AttentionMass()].double() / query_counts
-        variance = (
-            view.obs[AttentionMass(power=2)].double() / query_counts - mean_attention.square()
-        )
+        variance = view.obs[AttentionMass(power=2)].double() / query_counts - mean_attention.square()
         deviation = variance.clamp(min=0.0).sqrt()
         return self._per_head(view, mean_attention), self._per_head(view, deviation)
 

@@ -57,12 +57,8 @@ class Persistence(Score):
         offsets = torch.arange(query_count - 1, -1, -1, device=v.col.device)
         # Tokens that each query sees
         visible_counts = (v.length[:, None] - offsets)[:, None, :, None]
-        can_attend = (v.position[:, :, None, :] < visible_counts).repeat_interleave(
-            v.model.group, 1
-        )
-        below_average = v.window_attention(self.history, query_count) < 1 / visible_counts.clamp(
-            min=1
-        )
+        can_attend = (v.position[:, :, None, :] < visible_counts).repeat_interleave(v.model.group, 1)
+        below_average = v.window_attention(self.history, query_count) < 1 / visible_counts.clamp(min=1)
         miss_counts = -(below_average & can_attend).sum(2).float()
         return Scores(v.grouped(miss_counts, self.group), protect_window(v, self.window))
 

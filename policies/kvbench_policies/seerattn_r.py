@@ -54,9 +54,7 @@ class BlockGate(Reader):
         """Rate the blocks, float32 `[H, n, K]`."""
         return self._held(v.model, v.key.device, anew=v.layer == 0).rate(v)
 
-    def _held(
-        self, model: ModelInfo, device: torch.device | None = None, *, anew: bool = False
-    ) -> BlockGates:
+    def _held(self, model: ModelInfo, device: torch.device | None = None, *, anew: bool = False) -> BlockGates:
         target_device = torch.device("cpu") if device is None else device
         gates = loaded(self.kind, self.gates, model, target_device, anew=anew)
         assert isinstance(gates, BlockGates)

@@ -69,21 +69,17 @@ class LazyLayers(Allocator):
         view = layers[0].view
         floors = view.budget.clamp(max=self.sinks + self.recent)
         if bool(((floors == view.budget) & (view.budget < view.length)).any()):
-            warn_of_full_floor(
-                self.sinks, self.recent, "simlayerkv (allocate=lazy_layers)", "layer"
-            )
+            warn_of_full_floor(self.sinks, self.recent, "simlayerkv (allocate=lazy_layers)", "layer")
         entry_counts = torch.stack([layer.view.valid.sum(-1) for layer in layers], 1)
         reserved_counts = torch.minimum(floors[:, None, None], entry_counts).sum(-1)
         laziness = measured(layers, self, self.laziness)
         layer_shares = fill_by_rank(-laziness, total, reserved_counts, entry_counts.sum(-1))
         head_capacity = entry_counts.flatten(0, 1)
-        head_shares = apportion(
-            torch.ones_like(head_capacity).double(), layer_shares.flatten(), head_capacity
-        ).view(entry_counts.shape)
-        previous_counts, stay_mask = held_before(layers, total)
-        stable_shares = apportion(previous_counts.flatten(1), total, entry_counts.flatten(1)).view(
+        head_shares = apportion(torch.ones_like(head_capacity).double(), layer_shares.flatten(), head_capacity).view(
             entry_counts.shape
         )
+        previous_counts, stay_mask = held_before(layers, total)
+        stable_shares = apportion(previous_counts.flatten(1), total, entry_counts.flatten(1)).view(entry_counts.shape)
         return torch.where(stay_mask[:, None, None], stable_shares, head_shares)
 
     def laziness(self, view: View) -> Tensor:

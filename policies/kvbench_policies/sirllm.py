@@ -59,12 +59,8 @@ class TokenSurprisal(Score):
         protection = protect_sinks(v, self.sinks)
         if self.variant == "release":
             # Of equals the older one: the first token is as surprising as the most surprising.
-            score_order = scores.masked_fill(~v.valid, -1.0).argsort(
-                dim=-1, descending=True, stable=True
-            )
-            chosen_mask = v.valid & (
-                score_order.argsort(-1) < (v.budget - self.sinks)[:, None, None]
-            )
+            score_order = scores.masked_fill(~v.valid, -1.0).argsort(dim=-1, descending=True, stable=True)
+            chosen_mask = v.valid & (score_order.argsort(-1) < (v.budget - self.sinks)[:, None, None])
             protection = torch.where(chosen_mask & (protection <= 0), Scores.CHOSEN, protection)
             scores = torch.where(chosen_mask, scores, v.position.float())
         protection = torch.where(newest_mask, Scores.NEWEST, protection)

@@ -56,22 +56,15 @@ def sum_over_holders(values: Tensor, positions: Tensor, valid_mask: Tensor) -> T
         The sums, `[B, H, n]`; 0 at places without an entry.
     """
     batch_size, head_count, entry_count = values.shape
-    ordered, sort_order = (
-        positions.masked_fill(~valid_mask, -1).flatten(1).sort(dim=-1, stable=True)
-    )
+    ordered, sort_order = positions.masked_fill(~valid_mask, -1).flatten(1).sort(dim=-1, stable=True)
     run_starts = torch.nn.functional.pad(ordered.diff(dim=-1) != 0, (1, 0))
     # Tokens are numbered from 0 in the order of their positions; missing entries share a number.
-    run_indices = torch.empty_like(sort_order).scatter_(
-        -1, sort_order, run_starts.long().cumsum(-1)
-    )
+    run_indices = torch.empty_like(sort_order).scatter_(-1, sort_order, run_starts.long().cumsum(-1))
     head_runs = run_indices.view(batch_size, head_count, entry_count)
     scattered = values.new_zeros(batch_size, head_count, head_count * entry_count)
     scattered.scatter_(-1, head_runs, values)  # in a head's row each token has its own place
     return (
-        scattered.sum(1)
-        .gather(-1, run_indices)
-        .view(batch_size, head_count, entry_count)
-        .masked_fill(~valid_mask, 0.0)
+        scattered.sum(1).gather(-1, run_indices).view(batch_size, head_count, entry_count).masked_fill(~valid_mask, 0.0)
     )
 
 

@@ -61,9 +61,7 @@ class LayerUncertainty(Allocator):
         """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
         layer_weights = measured(layers, self, self._entries)
         head_count = len(layers) * layers[0].view.model.kv_heads
-        return spread_by_weight(
-            layers, layer_weights, self.bound * total.double() / head_count, total
-        )
+        return spread_by_weight(layers, layer_weights, self.bound * total.double() / head_count, total)
 
     def _entries(self, view: View) -> Tensor:
         """`m` of one layer, float64 `[B]`."""

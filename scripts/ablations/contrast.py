@@ -9,12 +9,12 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.report import outputs
 from kvbench.report.against import differences
 from kvbench.report.frames import records
-from kvbench.report.numbers import Kind, number
-from kvbench.report.table import Cell, Column, Interval, Row, Table
-from kvbench.report.text import tokens
+from kvbench.tables import outputs
+from kvbench.tables.numbers import NumberFormat, number
+from kvbench.tables.table import Cell, Column, Interval, Table, TableRow
+from kvbench.tables.text import tokens
 from scripts.ablations.recipe import Ablation, Variant
 
 _SAME = ["task", "group", "length", "moment", "budget", "policy"]
@@ -77,9 +77,7 @@ def pooled(
     most = int(samples["repeat"].max()) + 1 if len(samples) else 1
     index = {seed: i * most for i, seed in enumerate(sorted(set(seeds)))}
     shift = {cell: index[seed] for cell, seed in zip(cells["cell"], seeds, strict=True)}
-    samples = samples.assign(
-        repeat=samples["repeat"] + samples["cell"].map(shift), cell=samples["cell"].map(joins)
-    )
+    samples = samples.assign(repeat=samples["repeat"] + samples["cell"].map(shift), cell=samples["cell"].map(joins))
     whole = cells.groupby(_SAME)["status"].transform(lambda s: (s == "ok").all())
     cells = cells.assign(status=cells["status"].where(whole, "error"))
     return cells[cells["cell"] == first], samples
@@ -144,9 +142,9 @@ def markdown(table: Ablation, by_variant: Mapping[str, Sequence[Contrast]]) -> s
     heads = (
         Column("variant"),
         Column("tasks"),
-        Column("score", Kind.POINTS),
+        Column("score", NumberFormat.POINTS),
         Column("by seed", align="right"),
-        Column("difference [95%]", Kind.POINTS, better="higher", signed=True),
+        Column("difference [95%]", NumberFormat.POINTS, better="higher", signed=True),
         Column("here"),
         Column("in the paper"),
     )
@@ -162,12 +160,12 @@ def markdown(table: Ablation, by_variant: Mapping[str, Sequence[Contrast]]) -> s
                 variant.name,
                 f"{group}, {tokens(length)}, {moment}, {budget}",
                 c.score,
-                ", ".join(number(score, Kind.POINTS) for score in c.by_seed),
+                ", ".join(number(score, NumberFormat.POINTS) for score in c.by_seed),
                 Interval(c.diff, c.lo, c.hi) if known else None,
                 "" if variant is table.variants[0] else here,
                 "" if i else in_paper,
             )
-            rows.append(Row(cells))
+            rows.append(TableRow(cells))
     head = f"## {table.title}\n\nIn the paper: {table.paper}.\n\n"
     return head + outputs.markdown(Table("", heads, tuple(rows))) + "\n"
 

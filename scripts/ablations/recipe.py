@@ -120,10 +120,7 @@ def _recipe(content: Any) -> Recipe:
     seeds = _list(recipe["seeds"], "seeds")
     if not all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in seeds):
         raise UserError(f"seeds: {seeds} is invalid; use whole numbers such as [0, 1]")
-    grids = [
-        _mapping(grid, "evaluate", ("task",), None)
-        for grid in _list(recipe["evaluate"], "evaluate")
-    ]
+    grids = [_mapping(grid, "evaluate", ("task",), None) for grid in _list(recipe["evaluate"], "evaluate")]
     for grid in grids:
         for key in ("policy", "policies", "model", "models", "out"):
             if key in grid:
@@ -144,8 +141,7 @@ def _ablation(name: str, content: Any) -> Ablation:
     table = _mapping(content, f"table {name}", required, ("columns",))
     columns = tuple(str(c) for c in _list(table.get("columns", [""]), f"columns of {name}"))
     variants = tuple(
-        _variant(name, row, str(table["policy"]), columns)
-        for row in _list(table["variants"], f"variants of {name}")
+        _variant(name, row, str(table["policy"]), columns) for row in _list(table["variants"], f"variants of {name}")
     )
     if len(variants) < 2 or len({v.name for v in variants}) != len(variants):
         raise UserError(f"table {name}: use at least two variants with different names")
@@ -172,9 +168,7 @@ def _list(content: Any, what: str) -> list[Any]:
     return content
 
 
-def _mapping(
-    content: Any, what: str, required: Sequence[str], optional: Sequence[str] | None = ()
-) -> dict[str, Any]:
+def _mapping(content: Any, what: str, required: Sequence[str], optional: Sequence[str] | None = ()) -> dict[str, Any]:
     """Check that a mapping has the required keys and no others but the optional (None: any)."""
     if not isinstance(content, dict):
         raise UserError(f"{what}: {content!r} is invalid; use a mapping")

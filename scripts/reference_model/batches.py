@@ -37,9 +37,7 @@ class Batch:
     spans: list[tuple[str, int, int]]
 
 
-def make_batch(
-    rng: np.random.Generator, rows: int, length: int, mix: Mapping[str, float], knobs: Knobs
-) -> Batch:
+def make_batch(rng: np.random.Generator, rows: int, length: int, mix: Mapping[str, float], knobs: Knobs) -> Batch:
     """Make a batch; the task of every row is drawn with the probabilities (any scale) in `mix`."""
     names = list(mix)
     shares = np.array([mix[name] for name in names], dtype=np.float64)

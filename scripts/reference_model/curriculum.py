@@ -87,10 +87,7 @@ dialogue     .   .   .   4   4   4   3   3   3   3   2   2   2   2
 def _mixes(table: str) -> dict[str, dict[str, float]]:
     """The columns of `table` by their letters."""
     (first, *rows) = [line.split() for line in table.strip().splitlines()]
-    return {
-        letter: {row[0]: int(row[n]) / 100 for row in rows if row[n] != "."}
-        for n, letter in enumerate(first, 1)
-    }
+    return {letter: {row[0]: int(row[n]) / 100 for row in rows if row[n] != "."} for n, letter in enumerate(first, 1)}
 
 
 _MIX = _mixes(_TABLE)
@@ -124,9 +121,7 @@ _FINAL = Knobs(
 CURRICULUM: tuple[Stage, ...] = (
     Stage("warm-up", 1_706_816, (1.0, 1.0), (Feed(4096, (64, 96), _MIX["A"]),), _EASY),
     Stage("induction", 3_000_000, (1.0, 1.0), (Feed(4096, (32, 32, 48, 64), _MIX["B"]),), _EASY),
-    Stage(
-        "retrieval", 1_944_976, (0.85, 0.7851675), (Feed(5120, (96, 128, 160), _MIX["C"]),), _EASY
-    ),
+    Stage("retrieval", 1_944_976, (0.85, 0.7851675), (Feed(5120, (96, 128, 160), _MIX["C"]),), _EASY),
     Stage(
         "retrieval, slower",
         255_024,

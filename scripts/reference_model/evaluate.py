@@ -95,9 +95,7 @@ def _multiquery(pool: WordPool, length: int) -> Case:
 
 def _chain(pool: WordPool, length: int) -> Case:
     names = pool.reserve(_HOPS + 2)
-    statements = [
-        (float(n), grammar.assign(a, b)) for n, (a, b) in enumerate(itertools.pairwise(names))
-    ]
+    statements = [(float(n), grammar.assign(a, b)) for n, (a, b) in enumerate(itertools.pairwise(names))]
     answer = grammar.answer_words(names[1:])
     return _case(pool, length, statements, grammar.ask_chain(names[0]), answer, names[1:])
 
@@ -231,13 +229,9 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
-    if tokenizer.convert_ids_to_tokens(list(range(len(grammar.VOCABULARY)))) != list(
-        grammar.VOCABULARY
-    ):
+    if tokenizer.convert_ids_to_tokens(list(range(len(grammar.VOCABULARY)))) != list(grammar.VOCABULARY):
         sys.exit(f"{options.model}: its vocabulary is not that of the reference model")
-    model = AutoModelForCausalLM.from_pretrained(
-        options.model, local_files_only=True, dtype=torch.float32
-    ).eval()
+    model = AutoModelForCausalLM.from_pretrained(options.model, local_files_only=True, dtype=torch.float32).eval()
     figures: dict[str, dict[str, dict[str, float]]] = {}
     print("| task |" + "".join(f" {length} (exact) |" for length in options.lengths), flush=True)
     print("| --- |" + " --- |" * len(options.lengths))

@@ -134,9 +134,7 @@ def _orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT
-        x = torch.baddbmm(
-            x, torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445
-        )
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
     return x.mT if tall else x
 
 
@@ -172,8 +170,7 @@ def answer_loss(
     ids = torch.from_numpy(batch.ids).to(device)
     hidden = model.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)
     positions, slots, targets, weights = (
-        torch.from_numpy(a).to(device)
-        for a in (batch.positions, batch.slots, batch.targets, batch.weights)
+        torch.from_numpy(a).to(device) for a in (batch.positions, batch.slots, batch.targets, batch.weights)
     )
     logits = model.lm_head(hidden[positions])
     scores = functional.log_softmax(logits.float(), dim=-1)
@@ -383,9 +380,7 @@ def main() -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     seconds = options.checkpoint_seconds
-    last = train(
-        options.out, seed=options.seed, device=device, checkpoint_seconds=seconds, stop=stop
-    )
+    last = train(options.out, seed=options.seed, device=device, checkpoint_seconds=seconds, stop=stop)
     print(f"done: {last}")
 
 

@@ -11,7 +11,7 @@ import torch
 from kvbench.reference_vl import dialogues, words
 from kvbench.reference_vl.dialogues import Exchange
 from kvbench.reference_vl.pictures import CELL, EMPTY, Picture, draw
-from kvbench.reference_vl.questions import Question
+from kvbench.reference_vl.questions import PictureQuestion
 from kvbench.reference_vl.words import COLOURS, IDS, NAMES, ORDINALS, SHAPES
 from scripts.reference_vl.model import MERGE, PATCH
 
@@ -158,9 +158,7 @@ def make_batch(samples: Sequence[Encoded], rng: np.random.Generator) -> Batch:
             needed.append(_needed(question, sample, length))
     objects = np.array([thing for picture in shown for thing in picture.objects])
     empty = objects == EMPTY
-    places = np.concatenate(
-        [4 * (np.arange(p.side**2) // p.side) + np.arange(p.side**2) % p.side for p in shown]
-    )
+    places = np.concatenate([4 * (np.arange(p.side**2) // p.side) + np.arange(p.side**2) % p.side for p in shown])
     sides = np.concatenate([np.full(p.side**2, p.side) for p in shown])
     names = [picture.name - 1 for picture in shown for _ in picture.objects]
     order = np.argsort(sides, kind="stable")
@@ -168,10 +166,7 @@ def make_batch(samples: Sequence[Encoded], rng: np.random.Generator) -> Batch:
     return Batch(
         ids=torch.from_numpy(ids),
         positions=torch.from_numpy(positions).permute(2, 0, 1),
-        patches={
-            int(side): patches[np.flatnonzero(sides == side)].flatten(0, 1)
-            for side in np.unique(sides)
-        },
+        patches={int(side): patches[np.flatnonzero(sides == side)].flatten(0, 1) for side in np.unique(sides)},
         order=torch.from_numpy(order),
         visual=torch.tensor(visual),
         colours=torch.from_numpy(np.where(empty, len(COLOURS), objects // len(SHAPES))),
@@ -186,13 +181,13 @@ def make_batch(samples: Sequence[Encoded], rng: np.random.Generator) -> Batch:
     )
 
 
-def _cue(question: Question) -> int:
+def _cue(question: PictureQuestion) -> int:
     if question.kind == "which":
         return CUES.index(question.words[-2])
     return question.name - 1 if question.name else _NONE
 
 
-def _needed(question: Question, sample: Encoded, length: int) -> np.ndarray:
+def _needed(question: PictureQuestion, sample: Encoded, length: int) -> np.ndarray:
     """Return which tokens the answer depends on, `[2, length]`; see `Batch.needed`."""
     starts = np.cumsum([0, *(len(p.objects) for p in dialogues.pictures(sample.exchanges))])
     tokens = np.zeros((2, length), dtype=bool)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvbench.reference_vl.dialogues import Settings
+from kvbench.reference_vl.dialogues import DialogueSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Feed:
         dialogue: Whether samples are dialogues; otherwise, all pictures come first.
     """
 
-    settings: Settings
+    settings: DialogueSettings
     dialogue: bool = False
 
 
@@ -52,7 +52,7 @@ class Stage:
 
 def _simple(count: int, sides: tuple[int, ...]) -> Feed:
     return Feed(
-        Settings(
+        DialogueSettings(
             images=(count, count),
             sides=sides,
             filler=(0, 0),
@@ -67,7 +67,7 @@ def _simple(count: int, sides: tuple[int, ...]) -> Feed:
 
 
 _HARD = (2.0, 2.0, 2.0, 2.0, 3.0, 2.0, 4.0, 2.0)
-_MIXED = Settings(
+_MIXED = DialogueSettings(
     kinds=_HARD,
     images=(2, 4),
     sides=(2, 3),
@@ -78,13 +78,11 @@ _MIXED = Settings(
 )
 _COUNTS = (2.0, 1.5, 1.5, 1.5, 4.0, 2.5, 3.0, 2.0)
 _RARE = (2.0, 1.5, 1.0, 1.0, 5.0, 3.0, 2.0, 4.0)
-_MANY = Settings(questions=12, kinds=_COUNTS)
-_TURNS = Settings(questions=2, kinds=_COUNTS)
+_MANY = DialogueSettings(questions=12, kinds=_COUNTS)
+_TURNS = DialogueSettings(questions=2, kinds=_COUNTS)
 
 CURRICULUM = (
-    Stage(
-        "cells", 1_400_000, (_simple(1, (3,)), _simple(4, (1,)), _simple(2, (2,)), _simple(2, (3,)))
-    ),
+    Stage("cells", 1_400_000, (_simple(1, (3,)), _simple(4, (1,)), _simple(2, (2,)), _simple(2, (3,)))),
     Stage("names", 600_000, (_simple(4, (1,)), _simple(2, (2,)), _simple(3, (1, 2, 3)))),
     Stage(
         "kinds",

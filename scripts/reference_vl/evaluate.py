@@ -33,7 +33,7 @@ from transformers.masking_utils import sdpa_mask
 
 from kvbench import stats
 from kvbench.reference_vl import dialogues, path
-from kvbench.reference_vl.dialogues import Exchange, Settings
+from kvbench.reference_vl.dialogues import DialogueSettings, Exchange
 from kvbench.reference_vl.pictures import EMPTY
 from kvbench.reference_vl.questions import KINDS, chance
 from kvbench.reference_vl.words import IMAGE
@@ -107,7 +107,7 @@ def cases(reader: Reader, task: str, count: int, seed: int) -> list[Case]:
     """Return one question of each of `count` samples; of a dialogue, turns in rotation."""
     result = []
     for index in range(count):
-        sample = TASKS[task](Settings(), seed, index)
+        sample = TASKS[task](DialogueSettings(), seed, index)
         result.append(reader.case(sample.asked(index % len(sample.turns))))
     return result
 
@@ -116,9 +116,7 @@ def cases(reader: Reader, task: str, count: int, seed: int) -> list[Case]:
 def generated(model: Any, reader: Reader, case: Case) -> str:
     """Return the model's greedy answer with the full cache."""
     out = model.generate(**case.inputs, max_new_tokens=4, do_sample=False)
-    words = reader.tokenizer.decode(
-        out[0, case.inputs["input_ids"].shape[1] :], skip_special_tokens=True
-    )
+    words = reader.tokenizer.decode(out[0, case.inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return str(words)
 
 
@@ -220,10 +218,7 @@ def policies(seed: int) -> dict[str, Callable[..., torch.Tensor]]:
         score[..., case.visual[cells]] += 1
         return score
 
-    return {
-        each.__name__: each
-        for each in (random, recent, keydiff, h2o, snapkv, salient, question, last, asked)
-    }
+    return {each.__name__: each for each in (random, recent, keydiff, h2o, snapkv, salient, question, last, asked)}
 
 
 def _shares(hits: dict[str, list[bool]]) -> str:
@@ -251,8 +246,7 @@ def full_table(model: Any, reader: Reader, by_task: dict[str, list[Case]]) -> No
                 share = float(np.mean(hits[kind]))
                 low, high = stats.wilson(share, n)
                 print(
-                    f"| {task} | {kind} | {n} | {share:.3f} | {low:.3f} to {high:.3f} "
-                    f"| {np.mean(guessed[kind]):.2f} |",
+                    f"| {task} | {kind} | {n} | {share:.3f} | {low:.3f} to {high:.3f} | {np.mean(guessed[kind]):.2f} |",
                     flush=True,
                 )
 

@@ -107,9 +107,7 @@ def image_settings() -> dict[str, object]:
     }
 
 
-def save_model(
-    folder: Path, model: Qwen2VLForConditionalGeneration, dtype: torch.dtype = torch.float32
-) -> None:
+def save_model(folder: Path, model: Qwen2VLForConditionalGeneration, dtype: torch.dtype = torch.float32) -> None:
     """Write weights, configuration, tokenizer and image settings for the Auto classes."""
     model.generation_config = GenerationConfig(
         do_sample=False,

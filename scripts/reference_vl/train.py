@@ -81,9 +81,7 @@ class Trainee:
         for block in tower.blocks:
             block.attn.forward = _batched_attention(block.attn)
         projection = tower.patch_embed.proj
-        tower.patch_embed.forward = lambda x: functional.linear(
-            x, projection.weight.flatten(1), projection.bias
-        )
+        tower.patch_embed.forward = lambda x: functional.linear(x, projection.weight.flatten(1), projection.bias)
         self.attended: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         AttentionInterface.register(_ATTENTION, self._attend)
         AttentionMaskInterface.register(_ATTENTION, lambda *_, **__: None)
@@ -150,9 +148,7 @@ class Trainee:
         logits = model.lm_head(hidden[batch.answers - 1]).float()
         answers = functional.cross_entropy(logits, ids[batch.answers])
         # Answering one token earlier as well gives the first layers something to retrieve for.
-        early = functional.cross_entropy(
-            model.lm_head(hidden[batch.answers - 2]).float(), ids[batch.answers]
-        )
+        early = functional.cross_entropy(model.lm_head(hidden[batch.answers - 2]).float(), ids[batch.answers])
         ends = model.lm_head(hidden[batch.answers]).float()
         stop = functional.cross_entropy(ends, torch.full_like(batch.answers, IDS[END]))
         assert self.named is not None
@@ -173,9 +169,7 @@ class Trainee:
         )
         return answers + 0.5 * early + 0.1 * stop, extra, logits.argmax(-1) == ids[batch.answers]
 
-    def _reads(
-        self, hidden: torch.Tensor, chosen: Sequence[str], targets: torch.Tensor
-    ) -> torch.Tensor:
+    def _reads(self, hidden: torch.Tensor, chosen: Sequence[str], targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of reading `targets`, `[rows]`, among some words from hidden states.
 
         The head is the tied word embedding, so that nothing is thrown away after training.
@@ -190,9 +184,7 @@ class Trainee:
 def _batched_attention(attention: Any) -> Any:
     """Return a forward of a vision attention for pictures of one size."""
 
-    def forward(
-        x: torch.Tensor, cu_seqlens: torch.Tensor, position_embeddings: Any, **_: Any
-    ) -> torch.Tensor:
+    def forward(x: torch.Tensor, cu_seqlens: torch.Tensor, position_embeddings: Any, **_: Any) -> torch.Tensor:
         pictures = len(cu_seqlens) - 1
         q, k, v = attention.qkv(x).view(len(x), 3, attention.num_heads, -1).unbind(1)
         cos, sin = (table.unsqueeze(1).to(q.dtype) for table in position_embeddings)
@@ -323,9 +315,7 @@ class _Record:
         self.right: dict[str, list[bool]] = defaultdict(list)
         self.feeds: dict[int, list[bool]] = defaultdict(list)
 
-    def add(
-        self, answers: float, extra: float, kinds: list[str], right: torch.Tensor, feed: int
-    ) -> None:
+    def add(self, answers: float, extra: float, kinds: list[str], right: torch.Tensor, feed: int) -> None:
         self.losses.append((answers, extra))
         for kind, hit in zip(kinds, right.tolist(), strict=True):
             self.right[kind].append(hit)
@@ -345,10 +335,7 @@ class _Record:
             "loss": round(float(answers), 4),
             "auxiliary": round(float(extra), 4),
         }
-        row |= {
-            kind: round(float(np.mean(self.right[kind])), 3) if self.right[kind] else ""
-            for kind in KINDS
-        }
+        row |= {kind: round(float(np.mean(self.right[kind])), 3) if self.right[kind] else "" for kind in KINDS}
         new = not self.path.exists()
         with self.path.open("a", encoding="utf-8", newline="") as log:
             writer = csv.DictWriter(log, row)

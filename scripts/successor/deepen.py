@@ -48,9 +48,7 @@ def deepened(model: Any) -> LlamaForCausalLM:
         for kind in "qk":
             gain = weights.pop(f"self_attn.{kind}_norm.weight")
             scale = (scales[n, kind][:, None] * gain).reshape(-1, 1)
-            weights[f"self_attn.{kind}_proj.weight"] = (
-                weights[f"self_attn.{kind}_proj.weight"] * scale
-            )
+            weights[f"self_attn.{kind}_proj.weight"] = weights[f"self_attn.{kind}_proj.weight"] * scale
         next(targets).load_state_dict(weights)
         if n in _DOUBLED:
             extra = next(targets)

@@ -40,10 +40,7 @@ _ZIPF /= _ZIPF[-1]
 def _fixed_words() -> tuple[dict[str, list[str]], list[str], list[str]]:
     """The followers of every plain word, the first words of sentences, and those of needles."""
     rng = np.random.default_rng(_SEED)
-    followers = {
-        word: [_PLAIN[i] for i in rng.choice(len(_PLAIN), size=_FOLLOWERS, replace=False)]
-        for word in _PLAIN
-    }
+    followers = {word: [_PLAIN[i] for i in rng.choice(len(_PLAIN), size=_FOLLOWERS, replace=False)] for word in _PLAIN}
     firsts = [_PLAIN[i] for i in rng.choice(len(_PLAIN), size=40, replace=False)]
     template = [_PLAIN[i] for i in rng.choice(len(_PLAIN), size=16, replace=False)]
     return followers, firsts, template

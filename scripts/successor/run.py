@@ -17,7 +17,7 @@ from kvbench.cli import main as kvbench
 from kvbench.errors import UserError
 from kvbench.reference import grammar
 from kvbench_tasks.synthetic import generate
-from kvbench_tasks.synthetic.fitting import Doc, Plan, scatter, shuffle
+from kvbench_tasks.synthetic.fitting import Doc, HaystackPlan, scatter, shuffle
 from kvbench_tasks.synthetic.lexicon import Niah
 from kvbench_tasks.synthetic.reference import ReferenceLexicon
 from scripts.successor.language import VALUE, Filler, Kind, ask, keys_of, needle, value
@@ -35,7 +35,7 @@ class AttemptLexicon(ReferenceLexicon):
     kind: ClassVar[Kind]
     numerals: ClassVar[int]
 
-    def niah(self, task: Niah, depths: Sequence[float] | None = None) -> list[Plan]:
+    def niah(self, task: Niah, depths: Sequence[float] | None = None) -> list[HaystackPlan]:
         """See `Lexicon.niah`.
 
         Raises:
@@ -43,8 +43,7 @@ class AttemptLexicon(ReferenceLexicon):
         """
         if task not in (Niah("noise"), Niah("essay"), Niah("essay", keys=task.keys)):
             raise UserError(
-                "the attempts know needles with one number only; use niah_single_1, niah_single_2 "
-                "or niah_multikey_1"
+                "the attempts know needles with one number only; use niah_single_1, niah_single_2 or niah_multikey_1"
             )
         names = list(keys_of(self.kind))
         shuffle(self.streams["pool"], names)
@@ -78,7 +77,7 @@ class AttemptLexicon(ReferenceLexicon):
             question = ask(self.kind, keys[asked])
             return self._doc(pieces, question, [" ".join(found)], [*found, grammar.STOP])
 
-        return [Plan(build)]
+        return [HaystackPlan(build)]
 
 
 def lexicon_of(language: str) -> type[AttemptLexicon]:

@@ -121,9 +121,7 @@ def visible(parts: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
     return (causal & ~(asks[:, :, None] & hidden[:, None, :]))[:, None]
 
 
-def batch(
-    rng: np.random.Generator, attempt: Attempt, length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(rng: np.random.Generator, attempt: Attempt, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and parts of a step, `[B, length]`."""
     rows = []
     for _ in range(_TOKENS // length):

@@ -166,18 +166,14 @@ def test_equal_sets_and_a_real_difference(case: Case, model: LlamaForCausalLM) -
     assert (cell.other, cell.kind) == (1, "real")
 
 
-def test_entries_that_kvpress_does_not_keep_are_a_difference(
-    case: Case, model: LlamaForCausalLM
-) -> None:
+def test_entries_that_kvpress_does_not_keep_are_a_difference(case: Case, model: LlamaForCausalLM) -> None:
     kept = ours(KNORM, case, model)
     fewer = kept.copy()
     fewer[0, 0, kept[0, 0].argmax()] = False
     assert compare(Side(KNORM, case, 13, model, {"kept": fewer}), fewer).kind == "real"
 
 
-def test_a_reason_excuses_nothing_but_what_the_mended_press_does_otherwise(
-    case: Case, model: LlamaForCausalLM
-) -> None:
+def test_a_reason_excuses_nothing_but_what_the_mended_press_does_otherwise(case: Case, model: LlamaForCausalLM) -> None:
     row = Row("KnormPress", "knorm", reason="why not")
     kept = ours(row, case, model)
     other = exchanged(kept)
@@ -185,13 +181,9 @@ def test_a_reason_excuses_nothing_but_what_the_mended_press_does_otherwise(
         assert compare(Side(row, case, 13, model, {"kept": mended}), as_is).kind == kind
 
 
-def test_scores_that_are_the_same_make_a_tie_and_others_do_not(
-    case: Case, model: LlamaForCausalLM
-) -> None:
+def test_scores_that_are_the_same_make_a_tie_and_others_do_not(case: Case, model: LlamaForCausalLM) -> None:
     kept = ours(KNORM, case, model)
-    key = torch.stack(
-        [x.keys[0] for x in model(torch.tensor([case["ids"]])).past_key_values.layers]
-    )
+    key = torch.stack([x.keys[0] for x in model(torch.tensor([case["ids"]])).past_key_values.layers])
     scores = (-key.norm(dim=-1)).detach().numpy()
     other = exchanged(kept)
     first, second = kept[0, 0].argmax(), kept[0, 0].argmin()
@@ -366,9 +358,7 @@ def test_a_press_without_a_row_fails(
 
     monkeypatch.setattr(kvpress_agreement, "cells_of", cells)
     for exported, status in (("KnormPress", 0), ("NewPress", 1)):
-        np.savez(
-            tmp_path / "kvpress.npz", exported=np.array([exported]), versions=np.array(["kvpress"])
-        )
+        np.savez(tmp_path / "kvpress.npz", exported=np.array([exported]), versions=np.array(["kvpress"]))
         assert report(tmp_path, None) == status
     assert "presses without a row: NewPress" in capsys.readouterr().out
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.rank_agreement import agreement, correlations, published_agreement
-from kvbench.published.figures import FIELDS, Figure
+from kvbench.papers.published.results import FIELDS, Figure
 
 
 def run(order: list[float], questions: int = 30) -> pd.DataFrame:
@@ -40,9 +40,7 @@ def test_equal_and_opposite_orders() -> None:
 
 
 def test_few_questions_give_a_wide_interval() -> None:
-    few, many = (
-        agreement(run(o, n), run(o, n)) for o, n in [([0.4, 0.5, 0.6], 10), ([0.4, 0.5, 0.6], 400)]
-    )
+    few, many = (agreement(run(o, n), run(o, n)) for o, n in [([0.4, 0.5, 0.6], 10), ([0.4, 0.5, 0.6], 400)])
     assert few.lo[0] < many.lo[0]
 
 

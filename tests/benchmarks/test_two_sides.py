@@ -37,9 +37,7 @@ def test_without_the_other_environment_the_script_says_how_to_make_it(
     assert "python -m benchmarks.none --other-python .venv-other/bin/python" in said
 
 
-def test_the_other_side_runs_in_its_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_other_side_runs_in_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[list[str]] = []
 
     def process(command: list[str], **_: Any) -> Any:

@@ -20,18 +20,14 @@ CHANGES = ((0.1, 0.1), (0.15, 0.05), (0.3, 0.1), (0.2, 0.2), (0.02, 0.02))
 """Share of the answers that are lost, and that are gained; together at most 0.5."""
 
 
-def scores(
-    rng: np.random.Generator, level: float, icc: float, contexts: int, questions: int = QUESTIONS
-) -> Floats:
+def scores(rng: np.random.Generator, level: float, icc: float, contexts: int, questions: int = QUESTIONS) -> Floats:
     """0/1 scores `[contexts, questions]` with that mean and correlation within a context."""
     strength = (1 - icc) / icc
     p = rng.beta(level * strength, (1 - level) * strength, contexts)
     return (rng.random((contexts, questions)) < p[:, None]) * 1.0
 
 
-def changes(
-    rng: np.random.Generator, lost: float, gained: float, contexts: int
-) -> tuple[Floats, Floats]:
+def changes(rng: np.random.Generator, lost: float, gained: float, contexts: int) -> tuple[Floats, Floats]:
     """0/1 scores of two runs `[contexts, QUESTIONS]`; some contexts change more than others."""
     scale = 2 * rng.beta(0.5, 0.5, contexts)[:, None]
     draw = rng.random((contexts, QUESTIONS))
@@ -46,9 +42,7 @@ def names(contexts: int, questions: int = QUESTIONS) -> list[str]:
     return [f"{i:03d}" for i in range(contexts) for _ in range(questions)]
 
 
-def mean_coverage(
-    level: float, icc: float, contexts: int, runs: int, questions: int = QUESTIONS
-) -> float:
+def mean_coverage(level: float, icc: float, contexts: int, runs: int, questions: int = QUESTIONS) -> float:
     """Share of the runs whose interval of the mean covers the true one."""
     rng = np.random.default_rng([contexts, int(100 * level), int(100 * icc)])
     clusters, covered = names(contexts, questions), 0
@@ -69,10 +63,7 @@ def difference_coverage(lost: float, gained: float, contexts: int, runs: int) ->
     keys = range(contexts * QUESTIONS)
     clusters, covered = dict(zip(keys, names(contexts), strict=True)), 0
     for _ in range(runs):
-        before, after = (
-            dict(zip(keys, x.ravel().tolist(), strict=True))
-            for x in changes(rng, lost, gained, contexts)
-        )
+        before, after = (dict(zip(keys, x.ravel().tolist(), strict=True)) for x in changes(rng, lost, gained, contexts))
         found = paired(after, before, clusters)
         covered += found.lo <= gained - lost <= found.hi
     return covered / runs

@@ -29,9 +29,7 @@ FILE = Artifacts(
     command="make map --of {model} --as {kind}",
     made_for=made_for,
 )
-FOLDER = dataclasses.replace(
-    FILE, noun="maps", option="maps", pattern="{model}-{kind}", files=("a.json", "b.bin")
-)
+FOLDER = dataclasses.replace(FILE, noun="maps", option="maps", pattern="{model}-{kind}", files=("a.json", "b.bin"))
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +70,7 @@ def test_the_named_goes_before_the_shipped_and_that_before_the_users(
 ) -> None:
     with pytest.raises(UserError) as error:
         sort.find("org/name", ("x",))
-    assert f"model org/name has no x {sort.noun}; run `make map --of org/name --as x`" in str(
-        error.value
-    )
+    assert f"model org/name has no x {sort.noun}; run `make map --of org/name --as x`" in str(error.value)
     assert "\n" not in str(error.value)
     own = write(sort, sort.user_path("org/name", "x"))
     assert cache in own.parents
@@ -124,9 +120,7 @@ def test_the_users_own_of_other_weights_is_refused(sort: Artifacts, tmp_path: Pa
     assert sort.find(str(folder), ("x",), str(path)) == path
 
 
-def test_a_copy_of_the_reference_model_has_what_ships_for_it(
-    sort: Artifacts, tmp_path: Path
-) -> None:
+def test_a_copy_of_the_reference_model_has_what_ships_for_it(sort: Artifacts, tmp_path: Path) -> None:
     folder = tmp_path / reference.NAME
     shutil.copytree(reference.path(), folder)
     name = sort.pattern.format(model=reference.NAME, kind="x")

@@ -62,9 +62,7 @@ def test_half_an_entry_is_kept() -> None:
     assert Budget.parse("0.15").per_head(10) == 2  # 0.15 * 10 is 1.4999... in floating point
 
 
-@pytest.mark.parametrize(
-    "wrong", ["0", 0, -1, "-0.2", "nan", float("nan"), "inf", 1.5, "1.5", "abc", "", True, "1/0"]
-)
+@pytest.mark.parametrize("wrong", ["0", 0, -1, "-0.2", "nan", float("nan"), "inf", 1.5, "1.5", "abc", "", True, "1/0"])
 def test_what_is_no_budget_is_refused_in_one_line(wrong: object) -> None:
     with pytest.raises(UserError, match="budget") as caught:
         Budget.parse(wrong)  # type: ignore[arg-type]
@@ -72,9 +70,7 @@ def test_what_is_no_budget_is_refused_in_one_line(wrong: object) -> None:
 
 
 @given(text=st.integers(1, 10**5), seen=st.integers(1, 10**5), tokens=st.integers(1, 10**5))
-def test_a_visual_budget_is_all_text_and_some_visual_tokens(
-    text: int, seen: int, tokens: int
-) -> None:
+def test_a_visual_budget_is_all_text_and_some_visual_tokens(text: int, seen: int, tokens: int) -> None:
     budget = Budget.parse(f"visual:{tokens}")
     assert budget.per_head(text + seen, seen) == text + min(tokens, seen)
     assert budget.per_head(text) == text

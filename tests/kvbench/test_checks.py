@@ -87,21 +87,16 @@ def test_a_score_of_the_wrong_shape(tmp_path: Path) -> None:
         ("to(torch.complex64)", "complex64", "abs"),
     ],
 )
-def test_a_score_that_is_not_floating_point(
-    tmp_path: Path, cast: str, kind: str, mend: str
-) -> None:
+def test_a_score_that_is_not_floating_point(tmp_path: Path, cast: str, kind: str, mend: str) -> None:
     body = f"def mine(v):\n    return v.value.float().norm(dim=-1).{cast}\n"
     results = check(tmp_path, body, "mine")
     assert results["scores are finite and inputs untouched"].detail == (
-        f"layer 0: the score returned {kind}, not floating-point; convert it, for example with "
-        f".{mend}()"
+        f"layer 0: the score returned {kind}, not floating-point; convert it, for example with .{mend}()"
     )
 
 
 def test_a_score_that_sees_padding(tmp_path: Path) -> None:
-    body = (
-        "def mine(v):\n    return (v.value.float() - v.value.float().mean(2, True)).norm(dim=-1)\n"
-    )
+    body = "def mine(v):\n    return (v.value.float() - v.value.float().mean(2, True)).norm(dim=-1)\n"
     results = check(tmp_path, body, "mine")
     assert failed(results) == {"a padded row keeps what it keeps alone"}
     assert "of padding" in results["a padded row keeps what it keeps alone"].detail

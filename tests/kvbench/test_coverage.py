@@ -87,9 +87,7 @@ def test_an_unchanged_program_rarely_fails_however_many_cells_it_has() -> None:
     for _ in range(100):
         p = []
         for _ in range(15):
-            before, after = (
-                dict(zip(keys, x.ravel(), strict=True)) for x in changes(rng, 0.1, 0.1, 20)
-            )
+            before, after = (dict(zip(keys, x.ravel(), strict=True)) for x in changes(rng, 0.1, 0.1, 20))
             p.append(paired_p(after, before, by_key, draws=400))
         plain += min(p) < 0.05
         corrected += min(holm(p)) < 0.05

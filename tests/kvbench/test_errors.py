@@ -28,9 +28,7 @@ class NoText(Exception):
         return 3  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(
-    "value", ["x" * 5000, "x y " * 2000, ["a"] * 5000, 10**400, [10**5000], {"a": "b" * 300}]
-)
+@pytest.mark.parametrize("value", ["x" * 5000, "x y " * 2000, ["a"] * 5000, 10**400, [10**5000], {"a": "b" * 300}])
 def test_a_quoted_value_has_at_most_200_characters(value: object) -> None:
     assert len(quoted(value)) <= 200
 

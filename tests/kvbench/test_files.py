@@ -63,9 +63,7 @@ def test_processes_wait_for_each_other(tmp_path: Path) -> None:
         "    print(len(journal.entries())); journal.append([{'text': 'theirs'}])\n"
     )
     with locked_journal(path) as journal:
-        other = subprocess.Popen(
-            [sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True
-        )
+        other = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True)
         assert other.stdout is not None
         assert other.stdout.readline() == "waiting\n"
         add(journal, "ours")
@@ -88,9 +86,7 @@ def test_threads_wait_for_each_other(tmp_path: Path) -> None:
     assert entries(path) == [str(i) for i in range(8)]
 
 
-def test_a_full_disk_leaves_the_file_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl"
     with locked_journal(path) as journal:
         add(journal, "k")
@@ -198,9 +194,7 @@ def test_a_file_replaced_with_its_size_and_time_kept_has_a_new_digest(
     assert file_digests([weights]) == moved
 
 
-def test_a_digest_of_a_file_that_has_just_changed_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_digest_of_a_file_that_has_just_changed_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(files, "state_of", lambda path: (3, 5, time.time_ns(), 7, 8))
     weights = tmp_path / "weights"
@@ -239,9 +233,7 @@ def test_devices_pipes_and_links_stay_what_they_are(tmp_path: Path) -> None:
     assert out.stdout == b"text"
 
 
-def test_a_read_only_file_system_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_file_system_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 

@@ -65,9 +65,7 @@ def test_the_best_reference_counts() -> None:
 
 # Pieces that the benchmarks treat differently: empty texts, articles, and marks beyond ASCII.
 TEXTS = st.lists(
-    st.sampled_from(
-        ["the", "The", "a", "red", "Red!", "house", "\u201cthe", "an\u2014a", "...", " "]
-    ),
+    st.sampled_from(["the", "The", "a", "red", "Red!", "house", "\u201cthe", "an\u2014a", "...", " "]),
     max_size=6,
 ).map(" ".join)
 
@@ -111,8 +109,7 @@ def test_coqa_scores_two_texts_without_words_1(response: str, reference: str) ->
 @given(TEXTS, TEXTS)
 def test_own_data_keeps_articles_that_touch_other_marks(response: str, reference: str) -> None:
     found, wanted = (
-        [word for word in bare(text).split() if word not in ("a", "an", "the")]
-        for text in (response, reference)
+        [word for word in bare(text).split() if word not in ("a", "an", "the")] for text in (response, reference)
     )
     expected = slow_f1(found, wanted) if found and wanted else float(found == wanted)
     assert own.f1(response, [reference]) == pytest.approx(expected)

@@ -87,9 +87,7 @@ def test_a_function_without_defaults_is_refused() -> None:
     st.lists(st.lists(st.integers(-1, 4), min_size=7, max_size=7), min_size=1, max_size=3),
     st.data(),
 )
-def test_the_best_are_the_largest_and_of_equals_the_first(
-    rows: list[list[int]], data: st.DataObject
-) -> None:
+def test_the_best_are_the_largest_and_of_equals_the_first(rows: list[list[int]], data: st.DataObject) -> None:
     count = [data.draw(st.integers(0, sum(x >= 0 for x in row))) for row in rows]
     found = best(torch.tensor(rows), torch.tensor(count))
     for row, n, mask in zip(rows, count, found.tolist(), strict=True):

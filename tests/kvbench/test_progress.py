@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from kvbench.progress import Bar, Late, Lines, Reporter, Silent, duration, reporter
+from kvbench.progress import Bar, Late, LineProgress, Reporter, Silent, duration, reporter
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 def test_lines_come_now_and_then_with_the_time_left() -> None:
     said: list[str] = []
     clock = Clock()
-    lines = Lines(said.append, min_interval=10, clock=clock)
+    lines = LineProgress(said.append, min_interval=10, clock=clock)
     lines.start(100, "vt")
     for _ in range(30):
         clock.now += 1
@@ -34,7 +34,7 @@ def test_lines_come_now_and_then_with_the_time_left() -> None:
 
 def test_a_new_stretch_of_work_ends_the_one_before() -> None:
     said: list[str] = []
-    lines = Lines(said.append, clock=Clock())
+    lines = LineProgress(said.append, clock=Clock())
     lines.start(5, "one")
     lines.advance(5)
     lines.start(5, "two")
@@ -47,7 +47,7 @@ def test_a_new_stretch_of_work_ends_the_one_before() -> None:
 def test_the_console_decides_between_bar_and_lines(terminal: bool) -> None:
     text = io.StringIO()
     found = reporter(Console(file=text, force_terminal=terminal, width=100))
-    assert isinstance(found, Bar if terminal else Lines)
+    assert isinstance(found, Bar if terminal else LineProgress)
     found.stop()
     found.start(4, "vt [1/2]")
     found.advance(4)
@@ -66,9 +66,7 @@ def test_the_silent_one_is_a_reporter() -> None:
     found.stop()
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
-)
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")])
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
@@ -76,7 +74,7 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 def test_a_stretch_is_told_of_once_it_has_taken_seconds() -> None:
     said: list[str] = []
     clock = Clock()
-    lines = Lines(said.append, min_interval=2, clock=clock)
+    lines = LineProgress(said.append, min_interval=2, clock=clock)
     quick = Late(lines, 100, "quick", clock)
     for _ in range(100):
         quick.advance()

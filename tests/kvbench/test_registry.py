@@ -89,9 +89,7 @@ def test_an_unknown_name_gives_the_nearest(install: Installer) -> None:
         ("B = 1", "AttributeError"),
     ],
 )
-def test_a_broken_package_is_named_in_one_line_and_breaks_no_other(
-    install: Installer, code: str, says: str
-) -> None:
+def test_a_broken_package_is_named_in_one_line_and_breaks_no_other(install: Installer, code: str, says: str) -> None:
     name = f"theirs_{abs(hash(code))}"
     install(name, code, f"[kvbench.tasks]\nbroken_group = {name}:A\n")
     with pytest.raises(UserError, match=says) as caught:
@@ -107,9 +105,7 @@ def test_a_broken_package_is_named_in_one_line_and_breaks_no_other(
 def test_a_name_claimed_by_two_packages_is_refused(install: Installer) -> None:
     install("theirs_d", "A = 1", "[kvbench.policies]\nshared_name = theirs_d:A\n")
     install("theirs_e", "A = 1", "[kvbench.policies]\nshared_name = theirs_e:A\n")
-    with pytest.raises(
-        UserError, match=r"two packages: theirs_., .*theirs_|two packages"
-    ) as caught:
+    with pytest.raises(UserError, match=r"two packages: theirs_., .*theirs_|two packages") as caught:
         registry.get(registry.POLICIES, "shared_name")
     assert "theirs_d==2.0" in str(caught.value)
     assert "theirs_e==2.0" in str(caught.value)
@@ -241,9 +237,7 @@ def test_a_file_without_modules_beside_it_keeps_its_digest(tmp_path: Path) -> No
         ("A = 1", "", "does not name an object"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(
-    script: Callable[[str], str], code: str, name: str, says: str
-) -> None:
+def test_what_is_wrong_with_a_file_is_said(script: Callable[[str], str], code: str, name: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as caught:
         registry.load_file(f"{script(code)}:{name}")
     assert "\n" not in str(caught.value)

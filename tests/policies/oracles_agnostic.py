@@ -197,9 +197,7 @@ def leverage_of(layer: Layer, held: Held, noise: list[np.ndarray] | None) -> lis
     return out
 
 
-def chunk_attention(
-    layer: Layer, chunk: int, first: int, last: int, padded: bool
-) -> list[list[float]]:
+def chunk_attention(layer: Layer, chunk: int, first: int, last: int, padded: bool) -> list[list[float]]:
     """`[H][T]`: what tokens receive in their chunks, times the value's length, pooled."""
     stop = max(first, layer.tokens - last)
     out = []
@@ -257,9 +255,7 @@ def compactor(
     attention = standardised([{i: found[h][i] for i in tokens} for h, tokens in enumerate(rated)])
     value, classes = [], []
     for h, tokens in enumerate(held):
-        value.append(
-            [blend * outliers[h][i] + attention[h][i] if i in rated[h] else 0.0 for i in tokens]
-        )
+        value.append([blend * outliers[h][i] + attention[h][i] if i in rated[h] else 0.0 for i in tokens])
         row = []
         for i in tokens:
             c = WINDOW if newest - i < recent else FREE
@@ -274,8 +270,5 @@ def compactor(
 
 def qfilters(layer: Layer, held: Held, filters: np.ndarray, recent: int = 0) -> Worth:
     """`filters[h]` is the filter of a KV head."""
-    value = [
-        [-float(layer.k[h, i] @ filters[h].astype(float)) for i in tokens]
-        for h, tokens in enumerate(held)
-    ]
+    value = [[-float(layer.k[h, i] @ filters[h].astype(float)) for i in tokens] for h, tokens in enumerate(held)]
     return Worth(value, [last_tokens(tokens, layer.tokens - 1, recent) for tokens in held])

@@ -46,9 +46,7 @@ def pyramidkv(layers: list[o.Layer], b: int, window: int, steepness: float = 20)
     return kept
 
 
-def ada_pyramidkv(
-    layers: list[o.Layer], b: int, window: int, steepness: float = 20, safeguard: float = 0.2
-) -> Kept:
+def ada_pyramidkv(layers: list[o.Layer], b: int, window: int, steepness: float = 20, safeguard: float = 0.2) -> Kept:
     shares = pyramid(len(layers), layers[0].tokens, b, window, steepness)
     kept = []
     for layer, share in zip(layers, shares, strict=True):

@@ -47,9 +47,7 @@ def query_heads(layer: Layer, h: int) -> range:
 def logit(layer: Layer, g: int, t: int, i: int) -> float:
     """Scaled logit of query head `g` at token `t` on token `i`."""
     key = layer.k[g // layer.group, i]
-    return sum(float(a) * float(b) for a, b in zip(layer.q[g, t], key, strict=True)) / math.sqrt(
-        layer.dim
-    )
+    return sum(float(a) * float(b) for a, b in zip(layer.q[g, t], key, strict=True)) / math.sqrt(layer.dim)
 
 
 def softmax(logits: list[float]) -> list[float]:
@@ -145,9 +143,7 @@ def roco_protection(
     return classes
 
 
-def roco(
-    layer: Layer, held: Held, b: int, b_std: float = 0.1, window: int = 10, sinks: int = 4
-) -> Worth:
+def roco(layer: Layer, held: Held, b: int, b_std: float = 0.1, window: int = 10, sinks: int = 4) -> Worth:
     mean, std = mean_and_std(layer)
     newest, tokens = layer.tokens - 1, tuple(range(layer.tokens))
     classes = [roco_protection(s, tokens, newest, b, b_std, window, sinks) for s in std]

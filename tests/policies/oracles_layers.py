@@ -27,9 +27,7 @@ def columns(layer: o.Layer, g: int, window: int) -> list[list[float]]:
     return [[float(row[i]) for row in rows] for i in past]
 
 
-def spread_by_weight(
-    weights: list[float], base: float, total: int, most: int, heads: int
-) -> Shares:
+def spread_by_weight(weights: list[float], base: float, total: int, most: int, heads: int) -> Shares:
     """A base for all, the rest by weight, none above `most`; rounded by largest remainder."""
     flat = [w for w in weights for _ in range(heads)]
     if base * len(flat) >= total:
@@ -89,9 +87,7 @@ def preference(layer: o.Layer, window: int, tau1: float, tau2: float) -> float:
     return float(entropy ** (1 / tau1) * shift ** (1 / tau2))
 
 
-def cake(
-    layers: list[o.Layer], b: int, window: int = 32, tau1: float = 1.0, tau2: float = 1.0
-) -> Shares:
+def cake(layers: list[o.Layer], b: int, window: int = 32, tau1: float = 1.0, tau2: float = 1.0) -> Shares:
     weights = [preference(layer, window, tau1, tau2) for layer in layers]
     heads, tokens = layers[0].heads, layers[0].tokens
     return spread_by_weight(weights, window, b * len(layers) * heads, tokens, heads)
@@ -116,9 +112,7 @@ def entries(layer: o.Layer, window: int, mass: float) -> float:
     return sum(counts) / len(counts)
 
 
-def zigzagkv(
-    layers: list[o.Layer], b: int, window: int = 32, mass: float = 0.9, bound: float = 0.2
-) -> Shares:
+def zigzagkv(layers: list[o.Layer], b: int, window: int = 32, mass: float = 0.9, bound: float = 0.2) -> Shares:
     weights = [entries(layer, window, mass) for layer in layers]
     heads, tokens = layers[0].heads, layers[0].tokens
     return spread_by_weight(weights, bound * b, b * len(layers) * heads, tokens, heads)
@@ -138,9 +132,7 @@ def laziness(layer: o.Layer, sinks: int, recent: int, window: int) -> float:
     return total / (len(layer.q) * (layer.tokens - first))
 
 
-def lazy_layers(
-    layers: list[o.Layer], b: int, sinks: int = 4, recent: int = 1024, window: int = 32
-) -> Shares:
+def lazy_layers(layers: list[o.Layer], b: int, sinks: int = 4, recent: int = 1024, window: int = 32) -> Shares:
     heads, tokens = layers[0].heads, layers[0].tokens
     floor = min(sinks + recent, b, tokens)
     shares = [[floor] * heads for _ in layers]

@@ -56,10 +56,7 @@ def spread(logs: list[float], total: int, low: list[int], high: list[int]) -> li
     """Integers `clip(exp(log + c))` that sum to the total, by bisection on `c`."""
 
     def at(c: float) -> list[float]:
-        return [
-            min(max(math.exp(min(x + c, 60.0)), a), z)
-            for x, a, z in zip(logs, low, high, strict=True)
-        ]
+        return [min(max(math.exp(min(x + c, 60.0)), a), z) for x, a, z in zip(logs, low, high, strict=True)]
 
     below, above = -max(logs) - 60.0, -min(logs) + 60.0
     for _ in range(300):
@@ -238,9 +235,7 @@ def value_merge(
 # --- merging by a convolution ---------------------------------------------------------------------
 
 
-def channels(
-    rows: Vectors, weight: np.ndarray, bias: np.ndarray, kernel_size: int
-) -> list[list[float]]:
+def channels(rows: Vectors, weight: np.ndarray, bias: np.ndarray, kernel_size: int) -> list[list[float]]:
     """`relu` of a convolution along rows, `[S][len(rows)]`; beyond the ends there are zeros."""
     out = []
     for s in range(len(bias)):

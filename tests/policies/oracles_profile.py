@@ -49,9 +49,7 @@ def head_profile(
     return [shares[i * heads : (i + 1) * heads] for i in range(layers)]
 
 
-def retrieval(
-    p: Profile, b: int, tokens: int, sinks: int = 64, recent: int = 256
-) -> list[list[int]]:
+def retrieval(p: Profile, b: int, tokens: int, sinks: int = 64, recent: int = 256) -> list[list[int]]:
     """DuoAttention: a reserve for every head, then the top heads keep all until N is spent."""
     layers, heads = len(p), len(p[0])
     reserve = min(sinks + recent, b, tokens)
@@ -66,9 +64,7 @@ def retrieval(
     return shares
 
 
-def sinks_and_recent(
-    layer: Layer, ranked: Ranked, shares: list[int], sinks: int
-) -> list[list[int]]:
+def sinks_and_recent(layer: Layer, ranked: Ranked, shares: list[int], sinks: int) -> list[list[int]]:
     """The first `sinks` tokens, then the most recent ones; the last token stays before any sink."""
     kept = []
     for n in shares:

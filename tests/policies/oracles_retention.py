@@ -85,16 +85,10 @@ def cut(
     """
     if everywhere:
         return ranked(entries, learned, newest, worth)[: heads * budget]
-    return [
-        entry
-        for mine in heads_of(entries).values()
-        for entry in ranked(mine, learned, newest, worth)[:budget]
-    ]
+    return [entry for mine in heads_of(entries).values() for entry in ranked(mine, learned, newest, worth)[:budget]]
 
 
-def one_at_a_time(
-    entries: list[Entry], learned: Learned, newest: int, worth: Worth, budget: int
-) -> list[Entry]:
+def one_at_a_time(entries: list[Entry], learned: Learned, newest: int, worth: Worth, budget: int) -> list[Entry]:
     """What is left after the least of every head has gone, again and again, while it is full."""
     left = []
     for mine in heads_of(entries).values():
@@ -102,26 +96,20 @@ def one_at_a_time(
         while len(held) > budget:
             least = held[0]
             for entry in held[1:]:  # from old to new: of equals the oldest goes
-                if worth(learned[entry], newest - entry.position) < worth(
-                    learned[least], newest - least.position
-                ):
+                if worth(learned[entry], newest - entry.position) < worth(learned[least], newest - least.position):
                     least = entry
             held.remove(least)
         left += held
     return left
 
 
-def predicted(
-    entries: list[Entry], learned: Learned, budget: int, *, newest_entries: int
-) -> list[Entry]:
+def predicted(entries: list[Entry], learned: Learned, budget: int, *, newest_entries: int) -> list[Entry]:
     """Every head's newest entries, as far as they fit, and then those of largest logit."""
     left = []
     for mine in heads_of(entries).values():
         by_time = sorted(mine, key=lambda e: -e.position)
         kept = by_time[: min(budget, newest_entries)]
-        others = sorted(
-            (e for e in mine if e not in kept), key=lambda e: (-learned[e], -e.position)
-        )
+        others = sorted((e for e in mine if e not in kept), key=lambda e: (-learned[e], -e.position))
         left += kept + others[: budget - len(kept)]
     return left
 
@@ -136,9 +124,7 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 def gate(x: np.ndarray, tensors: dict[str, np.ndarray], layer: int) -> np.ndarray:
     """What an untied gate says of one token, `[H]`, before any sigmoid."""
-    of = {
-        name.removeprefix(f"layers.{layer}."): t.astype(np.float64) for name, t in tensors.items()
-    }
+    of = {name.removeprefix(f"layers.{layer}."): t.astype(np.float64) for name, t in tensors.items()}
     if "linear1.weight" in of:
         x = silu(of["linear1.weight"] @ x + of.get("linear1.bias", 0.0))
     return of["linear2.weight"] @ x + of.get("linear2.bias", 0.0) + of.get("bias", 0.0)

@@ -13,9 +13,7 @@ from . import oracles as o
 Kept = list[list[list[int]]]
 
 
-def chunkkv(
-    layers: list[o.Layer], b: int, window: int = 32, chunk_length: int = 10, joint: bool = True
-) -> Kept:
+def chunkkv(layers: list[o.Layer], b: int, window: int = 32, chunk_length: int = 10, joint: bool = True) -> Kept:
     out = []
     for layer in layers:
         ranked = o.window_score(layer, window=window, kernel=1)
@@ -40,11 +38,7 @@ def chunked(ranked: o.Ranked, shares: list[int], chunk_length: int, joint: bool)
             if numbers:
                 worth[chunk] = sum(numbers) / len(numbers)
         for chunk in sorted(worth, key=lambda c: (worth[c], c), reverse=True):
-            order += [
-                t
-                for t in reversed(tokens)
-                if t // chunk_length == chunk and not ranked.classes[h][t]
-            ]
+            order += [t for t in reversed(tokens) if t // chunk_length == chunk and not ranked.classes[h][t]]
         kept.append(sorted(order[: shares[h]]))
     return kept
 
@@ -79,17 +73,13 @@ def cosine_shares(layers: int, tokens: int, b: int, window: int, ratio: float) -
     while True:
         left = layers * inner - len(full) * (tokens - even)
         free = sum(w for i, w in enumerate(weights) if i not in full)
-        real = [
-            float(tokens - even) if i in full else left * w / free for i, w in enumerate(weights)
-        ]
+        real = [float(tokens - even) if i in full else left * w / free for i, w in enumerate(weights)]
         above = {i for i, x in enumerate(real) if x > tokens - even + 1e-9}
         if not above:
             break
         full |= above
     shares = [math.floor(x + 1e-9) for x in real]
-    by_fraction = sorted(
-        (i for i in range(layers) if i not in full), key=lambda i: (-(real[i] - shares[i]), i)
-    )
+    by_fraction = sorted((i for i in range(layers) if i not in full), key=lambda i: (-(real[i] - shares[i]), i))
     for i in by_fraction[: layers * inner - sum(shares)]:
         shares[i] += 1
     return [share + even for share in shares]
@@ -106,8 +96,7 @@ def pyramidinfer(
     shares = cosine_shares(len(layers), layers[0].tokens, b, window, decay_ratio)
     ranked = [pyramidinfer_score(x, window, sinks, distance_weight) for x in layers]
     return [
-        o.top_k(layer, own, [share] * layer.heads)
-        for layer, own, share in zip(layers, ranked, shares, strict=True)
+        o.top_k(layer, own, [share] * layer.heads) for layer, own, share in zip(layers, ranked, shares, strict=True)
     ]
 
 
@@ -131,9 +120,7 @@ def missed(layer: o.Layer, history: int, window: int, group: str) -> o.Ranked:
     return o.Ranked(value, [classes] * layer.heads)
 
 
-def scissorhands(
-    layers: list[o.Layer], b: int, history: int = 400, window: int = 10, group: str = "mean"
-) -> Kept:
+def scissorhands(layers: list[o.Layer], b: int, history: int = 400, window: int = 10, group: str = "mean") -> Kept:
     ranked = [missed(layer, history, window, group) for layer in layers]
     return [o.top_k(x, own, [b] * x.heads) for x, own in zip(layers, ranked, strict=True)]
 

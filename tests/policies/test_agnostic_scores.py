@@ -35,9 +35,7 @@ def of(score: Callable[..., o.Worth], **how: object) -> Score:
 
 
 def curdkv(sketch: int, **how: object) -> Score:
-    return lambda layer, held, noise, kept: oa.curdkv(
-        layer, held, [x / sketch**0.5 for x in noise], **how
-    )
+    return lambda layer, held, noise, kept: oa.curdkv(layer, held, [x / sketch**0.5 for x in noise], **how)
 
 
 SCORES: dict[str, Score] = {
@@ -62,9 +60,7 @@ SCORES: dict[str, Score] = {
         oa.compactor, noise=None, blend=0.35, chunk=8, sinks=3, recent=0
     ),
     "compactor:blend=2:chunk=11:recent=9:variant=release:sketch=5": (
-        lambda layer, held, noise, kept: oa.compactor(
-            layer, held, noise, 2.0, recent=9, chunk=11, padded=True
-        )
+        lambda layer, held, noise, kept: oa.compactor(layer, held, noise, 2.0, recent=9, chunk=11, padded=True)
     ),
     "curdkv": curdkv(20),
     "curdkv:sketch=3:leverage=mean": curdkv(3, leverage="mean"),
@@ -98,9 +94,7 @@ def noise_of(chosen: Policy, made: Case, budget: Sequence[int]) -> list[np.ndarr
     """Normal noise that every layer draws for its random projection, `[B, H, d, sketch]`."""
     assert chosen.score is not None
     sketch = chosen.score.parameters().get("sketch", 0)
-    return [
-        gaussian(v, v.model.head_dim, sketch).double().numpy() for v in made.views(chosen, budget)
-    ]
+    return [gaussian(v, v.model.head_dim, sketch).double().numpy() for v in made.views(chosen, budget)]
 
 
 @pytest.mark.parametrize("spec", SCORES)
@@ -203,9 +197,7 @@ def test_moments_of_queries_do_not_depend_on_the_pieces_they_come_in(sizes: list
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (2, 3), (5, 1)])
-def test_chunks_do_not_depend_on_the_pieces_they_come_in(
-    sizes: list[int], first: int, last: int
-) -> None:
+def test_chunks_do_not_depend_on_the_pieces_they_come_in(sizes: list[int], first: int, last: int) -> None:
     made = random_case((23, 19, 2), layers=1)
     need = ChunkAttention(4, first, last, padded=first == 2)
     observer = in_pieces(need, made, sizes)
@@ -234,9 +226,7 @@ def test_expected_attention_finds_keys_where_queries_spread() -> None:
     assert float(scores.value.sum()) == pytest.approx(1.0)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    "spec", ["lagkv:lag=8:sinks=4", "expected_attention", "compactor", "curdkv", "curdkv:local=7"]
-)
+@pytest.mark.parametrize("spec", ["lagkv:lag=8:sinks=4", "expected_attention", "compactor", "curdkv", "curdkv:local=7"])
 @pytest.mark.parametrize("rubbish", [float("nan"), float("inf"), 1e30])
 def test_padding_may_hold_anything(spec: str, rubbish: float) -> None:
     made, chosen, budget = random_case((40, 20, 3), layers=1), policy(spec), [9, 7, 2]
@@ -273,9 +263,7 @@ def test_what_is_out_of_range_is_refused(spec: str) -> None:
 # --- statistics that were measured before ---------------------------------------------------------
 
 
-def test_expected_attention_reads_measured_statistics(
-    case: tuple[Case, list[list[Layer]]], tmp_path: Path
-) -> None:
+def test_expected_attention_reads_measured_statistics(case: tuple[Case, list[list[Layer]]], tmp_path: Path) -> None:
     layers, rows = case
     draw = torch.Generator().manual_seed(4)
     heads = rows[0][0].group * 2

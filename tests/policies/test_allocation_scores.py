@@ -43,12 +43,8 @@ ORACLES: dict[str, Oracle] = {
     "defensivekv:window=5": partial(oa.defensivekv, window=5),
     "defensivekv:window=1:mass=0.6:kernel=1": partial(oa.defensivekv, window=1, mass=0.6, kernel=1),
     "defensivekv:variant=release": partial(oa.defensivekv, variant="release"),
-    "defensivekv:window=7:kernel=3:variant=release": partial(
-        oa.defensivekv, window=7, kernel=3, variant="release"
-    ),
-    "defensivekv:window=3:mass=1:variant=release": partial(
-        oa.defensivekv, window=3, mass=1.0, variant="release"
-    ),
+    "defensivekv:window=7:kernel=3:variant=release": partial(oa.defensivekv, window=7, kernel=3, variant="release"),
+    "defensivekv:window=3:mass=1:variant=release": partial(oa.defensivekv, window=3, mass=1.0, variant="release"),
     "defensivekv:window=5:mass=0": partial(oa.defensivekv, window=5, mass=0.0),
     "layer_defensivekv": oa.layer_defensivekv,
     "layer_defensivekv:window=5": partial(oa.layer_defensivekv, window=5),
@@ -149,10 +145,7 @@ def test_mass_selects_for_any_score(score: str, case: tuple[Case, list[list[o.La
     for budget in budgets(layers.lengths):
         for r, row in enumerate(rows):
             b = budget[r]
-            expected = [
-                oa.by_mass(layer, ranks(layer, b), [b] * layer.heads, b, window, 0.8)
-                for layer in row
-            ]
+            expected = [oa.by_mass(layer, ranks(layer, b), [b] * layer.heads, b, window, 0.8) for layer in row]
             assert layers.kept_tokens(chosen, budget, r) == expected, (budget, r)
 
 
@@ -172,8 +165,7 @@ def test_a_share_below_the_first_stage_loses_its_least_attended_entries() -> Non
     assert shares[-1] < 24
     (stage1,) = (oa.first_stage(rows[-1], [list(range(96, 100))] * 2, 24, 4, 1.0),)
     expected = [
-        sorted([*sorted(taken, key=lambda i: -taken[i])[: shares[-1] - 4], *range(96, 100)])
-        for taken in stage1
+        sorted([*sorted(taken, key=lambda i: -taken[i])[: shares[-1] - 4], *range(96, 100)]) for taken in stage1
     ]
     assert [len(taken) for taken in stage1] == [20, 20]
     assert case.kept_tokens(chosen, [24], 0)[-1] == expected
@@ -236,9 +228,7 @@ def test_heads_share_a_token_wherever_they_hold_it() -> None:
 @pytest.mark.parametrize("decay", [1.0, 0.9, 0.7, 0.0])
 @pytest.mark.parametrize("sinks", [4, 0, 2])
 @pytest.mark.parametrize("variant", ["paper", "release"])
-def test_surprisal_with_turns_agrees_with_the_oracle(
-    decay: float, sinks: int, variant: str
-) -> None:
+def test_surprisal_with_turns_agrees_with_the_oracle(decay: float, sinks: int, variant: str) -> None:
     lengths = [63, 40, 3]
     case = random_case(lengths, layers=LAYERS, seed=8)
     column = torch.arange(63).flip(0)
@@ -262,16 +252,12 @@ def test_surprisal_with_turns_agrees_with_the_oracle(
 # --- all ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "spec", ["pyramidkv:window=5", "ada_pyramidkv:window=5", "defensivekv:window=5"]
-)
+@pytest.mark.parametrize("spec", ["pyramidkv:window=5", "ada_pyramidkv:window=5", "defensivekv:window=5"])
 def test_bfloat16_is_scored_in_float32(spec: str) -> None:
     case = random_case((63, 50), layers=LAYERS, group=2, dtype=torch.bfloat16)
     for budget in ([13, 10], [30, 21]):
         for r in range(2):
-            assert case.kept_tokens(policy(spec), budget, r) == ORACLES[spec](
-                case.row(r), budget[r]
-            )
+            assert case.kept_tokens(policy(spec), budget, r) == ORACLES[spec](case.row(r), budget[r])
 
 
 SCORES = ["snapkv:window=5", "defensivekv:window=3", "sirllm", "knorm", "h2o", "streaming_llm"]
@@ -315,9 +301,7 @@ def test_any_with_any_keeps_exactly_its_budget(
 
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(spec=specs(), lengths=st.lists(st.integers(15, 40), min_size=2, max_size=3), data=st.data())
-def test_a_padded_row_keeps_what_it_keeps_alone(
-    spec: str, lengths: list[int], data: st.DataObject
-) -> None:
+def test_a_padded_row_keeps_what_it_keeps_alone(spec: str, lengths: list[int], data: st.DataObject) -> None:
     budget = [data.draw(st.integers(1, t)) for t in lengths]
     case = random_case(lengths, seed=sum(lengths))
     for r, t in enumerate(lengths):
@@ -367,7 +351,5 @@ def test_later_cuts_leave_exactly_the_budget(name: str, tiny_llama: LlamaForCaus
                 held = [c.live_entries(row) for row in range(2)]
                 assert held == [most, most if end > 20 else 13 * 4]
     with torch.no_grad(), kvbench.attach(tiny_llama, f"{name}:buffer=0", 16, moment="decode") as c:
-        tiny_llama.generate(
-            ids, attention_mask=mask, past_key_values=c, max_new_tokens=9, do_sample=False
-        )
+        tiny_llama.generate(ids, attention_mask=mask, past_key_values=c, max_new_tokens=9, do_sample=False)
         assert [c.live_entries(row) for row in range(2)] == [most, most]

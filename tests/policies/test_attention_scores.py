@@ -37,20 +37,14 @@ SCORES: dict[str, Score] = {
     "obcache:window=1": of(o.obcache, window=1),
     "obcache:window=8:variant=value": of(o.obcache, window=8, variant="value"),
     "obcache:window=8:variant=key:group=mean": of(o.obcache, window=8, variant="key", group="mean"),
-    "obcache:window=5:kernel=5:pool=avg:group=max": of(
-        o.obcache, window=5, kernel=5, pool="avg", group="max"
-    ),
+    "obcache:window=5:kernel=5:pool=avg:group=max": of(o.obcache, window=5, kernel=5, pool="avg", group="max"),
     "obcache:window=5:kernel=7": of(o.obcache, window=5, kernel=7),
     "rkv": of(o.rkv),
     "rkv:redundancy=0": of(o.rkv, redundancy=0.0),
     "rkv:redundancy=1": of(o.rkv, redundancy=1.0),
     "rkv:variant=release": of(o.rkv, variant="release"),
-    "rkv:variant=release:redundancy=1:window=5": of(
-        o.rkv, variant="release", redundancy=1.0, window=5
-    ),
-    "rkv:redundancy=0.3:window=3:kernel=1:group=mean": of(
-        o.rkv, redundancy=0.3, window=3, kernel=1, group="mean"
-    ),
+    "rkv:variant=release:redundancy=1:window=5": of(o.rkv, variant="release", redundancy=1.0, window=5),
+    "rkv:redundancy=0.3:window=3:kernel=1:group=mean": of(o.rkv, redundancy=0.3, window=3, kernel=1, group="mean"),
 }
 
 SHAPES = [((63,), 1), ((63, 40, 20), 4), ((70, 69, 33), 2), ((101,), 4), ((40, 7, 1), 2)]
@@ -138,8 +132,7 @@ def later_views(
         wide = col[..., None].expand(-1, -1, -1, v.key.shape[-1])
         by_query_head = col.repeat_interleave(v.model.group, 1)
         v.obs = {
-            need: x.gather(-1, by_query_head) if isinstance(need, AttentionMass) else x
-            for need, x in v.obs.items()
+            need: x.gather(-1, by_query_head) if isinstance(need, AttentionMass) else x for need, x in v.obs.items()
         }
         v.position, v.turns_ago = v.position.gather(-1, col), torch.zeros_like(col)
         v.key, v.value = v.key.gather(2, wide), v.value.gather(2, wide)
@@ -295,9 +288,7 @@ def test_obcache_is_the_second_order_term_of_the_change_of_the_output(variant: s
 
 
 @pytest.mark.parametrize("variant", ["joint", "value", "key"])
-def test_obcache_does_not_depend_on_its_blocks(
-    variant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_obcache_does_not_depend_on_its_blocks(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = random_case((63, 20), group=2, layers=1)
     chosen = policy("obcache", window=8, variant=variant)
     (view,) = made.views(chosen, [5, 5])
@@ -369,9 +360,7 @@ def test_padding_may_hold_anything(spec: str, rubbish: float) -> None:
 @pytest.mark.parametrize("spec", ["tova", "roco:b_std=0.4", "obcache:window=4", "rkv:window=3"])
 @pytest.mark.parametrize("allocate", ["uniform", "head_adaptive", "global"])
 @pytest.mark.parametrize("select", ["topk", "two_stage"])
-def test_any_allocator_and_selector_keep_exactly_the_budget(
-    spec: str, allocate: str, select: str
-) -> None:
+def test_any_allocator_and_selector_keep_exactly_the_budget(spec: str, allocate: str, select: str) -> None:
     made = random_case((30, 13, 1), group=2, seed=9)
     for budget in ([1, 1, 1], [9, 4, 1], [30, 13, 1]):
         kept = made.keep(policy(f"{spec}:allocate={allocate}:select={select}"), budget)

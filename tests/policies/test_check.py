@@ -16,9 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(duo_attention|simlayerkv)")
 def shipped() -> list[str]:
     """Names of kvbench's own policies, and those of them that have a release variant, with it."""
     names = [
-        n
-        for n in registry.names(registry.POLICIES)
-        if registry.origin(registry.POLICIES, n).startswith("kvbench==")
+        n for n in registry.names(registry.POLICIES) if registry.origin(registry.POLICIES, n).startswith("kvbench==")
     ]
     released = []
     for name in names:

@@ -84,9 +84,7 @@ def test_on_bare_layers_padding_is_never_seen(
     budget = [data.draw(st.integers(1, t)) for t in lengths]
     note(repr((policy, lengths, budget, group, heads, layers, bf16)))
     dtype = torch.bfloat16 if bf16 else torch.float32
-    case = random_case(
-        lengths, group=group, heads=heads, layers=layers, seed=sum(lengths), dtype=dtype
-    )
+    case = random_case(lengths, group=group, heads=heads, layers=layers, seed=sum(lengths), dtype=dtype)
     policy = equipped(policy, case.info)
     before = [x.clone() for xs in (case.q, case.k, case.v) for x in xs]
     with unless_refused():
@@ -118,9 +116,7 @@ lengths_of = st.lists(st.integers(1, 40), min_size=1, max_size=3)
 @fixed(max_examples=40)
 @given(policy=policies(), group=st.sampled_from([1, 2, 4]), lengths=lengths_of, data=st.data())
 @torch.no_grad()
-def test_keeps_its_budget_and_goes_on(
-    policy: Policy, group: int, lengths: list[int], data: st.DataObject
-) -> None:
+def test_keeps_its_budget_and_goes_on(policy: Policy, group: int, lengths: list[int], data: st.DataObject) -> None:
     model, rows = llama(group), tokens(lengths)
     policy = equipped(policy, model)
     ids, valid = padded(rows)
@@ -209,9 +205,7 @@ def tails_of(moment: Moment) -> list[Tensor]:
     return [torch.arange(n)[None] + 11 * i for i, n in enumerate(SIZES[moment])]
 
 
-def meets_its_budget(
-    held: list[int], tokens: int, budget: int, moment: Moment, policy: Policy
-) -> None:
+def meets_its_budget(held: list[int], tokens: int, budget: int, moment: Moment, policy: Policy) -> None:
     """A cut leaves the budget exactly; between cuts at decode no more than the buffer is added."""
     heads, sizes = LAYERS * HEADS, SIZES[moment]
     for number, count in enumerate(held):
@@ -343,9 +337,7 @@ def test_cells_do_not_depend_on_their_order(
     budgets=st.lists(st.integers(1, 60), min_size=2, max_size=4, unique=True),
 )
 @torch.no_grad()
-def test_budgets_decided_together_are_those_decided_alone(
-    drawn: list[Policy], length: int, budgets: list[int]
-) -> None:
+def test_budgets_decided_together_are_those_decided_alone(drawn: list[Policy], length: int, budgets: list[int]) -> None:
     note(repr((drawn, length, budgets)))
     model = llama(2)
     ids, valid = padded(tokens([length]))

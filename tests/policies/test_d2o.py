@@ -115,9 +115,7 @@ def test_release_needs_room_for_three_whole_layers() -> None:
     chosen = policy("d2o:variant=release")
     first, second, *others, last = (int(k.sum()) for k in case.keep(chosen, [31]))
     assert (first, second, sum(others), last) == (100, 100, 10, 100)
-    with pytest.raises(
-        BudgetError, match=r"300 entries .* at least 4, .* allows 300; use a budget of 31 entries"
-    ):
+    with pytest.raises(BudgetError, match=r"300 entries .* at least 4, .* allows 300; use a budget of 31 entries"):
         case.keep(chosen, [30])
     with pytest.raises(BudgetError):
         random_case((50,), layers=3).keep(chosen, [49])
@@ -163,9 +161,7 @@ def expected_shares(
 
 @pytest.mark.parametrize("spec", ["d2o", "d2o:variant=release", "cam", "cam:merge_span=3"])
 @pytest.mark.parametrize(("lengths", "group"), [((63,), 2), ((57, 41, 50), 1)], ids=str)
-def test_a_policy_agrees_with_its_oracle_over_cuts_at_decode(
-    spec: str, lengths: tuple[int, ...], group: int
-) -> None:
+def test_a_policy_agrees_with_its_oracle_over_cuts_at_decode(spec: str, lengths: tuple[int, ...], group: int) -> None:
     chosen = policy(spec)
     assert chosen.merge is not None
     release, d2o = "release" in spec, spec.startswith("d2o")
@@ -192,9 +188,7 @@ def test_a_policy_agrees_with_its_oracle_over_cuts_at_decode(
                 for h, head in enumerate(row.heads):
                     share = got[r][i][h]
                     recent, sinks = (0.5 if release or not d2o else 0.25), (4 if d2o else 0)
-                    expected = om.important_recent(
-                        head.mass, head.positions, cache.lengths[r], share, recent, sinks
-                    )
+                    expected = om.important_recent(head.mass, head.positions, cache.lengths[r], share, recent, sinks)
                     at = cache.place(views[i].shape[2], len(head.positions))
                     assert set(kept[i][r, h, at].nonzero()[:, 0].tolist()) == expected
             assert cache.cut(views[i], kept[i], chosen.merge, oracles[i]) < 1e-5
@@ -223,9 +217,7 @@ def test_between_turns_the_variance_is_that_of_what_every_head_holds(options: st
         heads = [cache.rows[r].heads for cache in caches]
         expected = om.inverse_variance(
             [
-                [h.mass for h in layer]
-                if given.get("heads") == "kv"
-                else [x for h in layer for x in h.per_query_head]
+                [h.mass for h in layer] if given.get("heads") == "kv" else [x for h in layer for x in h.per_query_head]
                 for layer in heads
             ],
             caches[0].lengths[r],

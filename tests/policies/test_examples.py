@@ -41,9 +41,7 @@ def test_an_installed_package_is_found_by_its_entry_point(tmp_path: Path) -> Non
     source = shutil.copytree(EXAMPLES / "kvbench_example_policy", tmp_path / "source")
     target = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run(
-        [*install, "--no-build-isolation", "--target", str(target), str(source)], check=True
-    )
+    subprocess.run([*install, "--no-build-isolation", "--target", str(target), str(source)], check=True)
     script = (
         "import kvbench; from kvbench import registry\n"
         "print(kvbench.policy('example_vatp:window=8'))\n"

@@ -39,9 +39,7 @@ def checkpoint(layers: int = 3, *, biased: bool, linear: bool = False) -> dict[s
 
 @pytest.mark.parametrize(("biased", "linear"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_public_checkpoint_is_converted(
-    biased: bool, linear: bool, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_public_checkpoint_is_converted(biased: bool, linear: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {k: v.to(dtype) for k, v in checkpoint(biased=biased, linear=linear).items()}
     half = len(tensors) // 2
     for part, names in enumerate((list(tensors)[:half], list(tensors)[half:])):
@@ -51,10 +49,7 @@ def test_a_public_checkpoint_is_converted(
     assert (again.config.kind, again.config.gating) == ("trimkv", "multiplicative")
     hidden = inputs()[0]
     for i in range(3):
-        own = {
-            k.replace(f"model.layers.{i}.self_attn.retention_gate", f"layers.{i}"): v
-            for k, v in tensors.items()
-        }
+        own = {k.replace(f"model.layers.{i}.self_attn.retention_gate", f"layers.{i}"): v for k, v in tensors.items()}
         weights = {k: v.float().numpy() for k, v in own.items()}
         found = again.log_beta(i, hidden)
         for row in range(2):
@@ -129,9 +124,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
         read_checkpoint(tmp_path)
 
 
-def test_the_converter_is_a_program(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], cache: Path
-) -> None:
+def test_the_converter_is_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], cache: Path) -> None:
     model = llama(2)
     model.save_pretrained(tmp_path / "model")
     info = model_info(model)

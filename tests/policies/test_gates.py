@@ -90,20 +90,13 @@ def test_a_gate_is_its_equation(changes: dict[str, Any]) -> None:
     for row in range(2):
         for t in range(9):
             x = source[row, t].double().numpy()
-            want: Any = (
-                o.tied_gate(x, weights, 2, 2) if gates.config.tied else o.gate(x, weights, 2)
-            )
-            assert found[row, :, t].double().numpy() == pytest.approx(
-                np.array(want), rel=1e-5, abs=1e-5
-            )
+            want: Any = o.tied_gate(x, weights, 2, 2) if gates.config.tied else o.gate(x, weights, 2)
+            assert found[row, :, t].double().numpy() == pytest.approx(np.array(want), rel=1e-5, abs=1e-5)
 
 
 def test_the_papers_sizes() -> None:
     shapes = {
-        kind: {
-            n: tuple(x.shape)
-            for n, x in RetentionGates(GateConfig.of(kind, MODEL)).state_dict().items()
-        }  # type: ignore[arg-type]
+        kind: {n: tuple(x.shape) for n, x in RetentionGates(GateConfig.of(kind, MODEL)).state_dict().items()}  # type: ignore[arg-type]
         for kind in ("trimkv", "dbtrimkv", "locret", "kvzap")
     }
     assert shapes["trimkv"]["layers.0.linear1.weight"] == (512, 24)

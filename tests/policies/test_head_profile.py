@@ -126,19 +126,14 @@ def test_kept_sets_agree_with_the_oracle(
         for r, row in enumerate(rows):
             tokens = layers.lengths[r]
             shares = allocate(PROFILES[name], budget[r], tokens)
-            got = [
-                [(head.nonzero()[:, 0] - (max(layers.lengths) - tokens)).tolist() for head in k[r]]
-                for k in kept
-            ]
+            got = [[(head.nonzero()[:, 0] - (max(layers.lengths) - tokens)).tolist() for head in k[r]] for k in kept]
             assert [[len(head) for head in layer] for layer in got] == shares
             expected = [select(*known) for known in zip(row, ranked[r], shares, strict=True)]
             assert got == expected, (budget, r)
 
 
 @pytest.mark.parametrize("spec", ["headkv:window=4", "duo_attention:sinks=2:recent=4"])
-def test_random_profiles_of_many_heads_are_spread_as_the_oracle_spreads(
-    spec: str, tmp_path: Path
-) -> None:
+def test_random_profiles_of_many_heads_are_spread_as_the_oracle_spreads(spec: str, tmp_path: Path) -> None:
     rng = random.Random(0)
     for trial in range(30):
         layers, heads = rng.randint(1, 9), rng.randint(1, 5)
@@ -171,9 +166,7 @@ def layer_of(case: Case, chosen: Policy, budget: list[int], layer: int) -> Score
 
 @pytest.mark.parametrize("spec", ["headkv:window=4", "duo_attention:sinks=2:recent=4"])
 @pytest.mark.parametrize("name", PROFILES)
-def test_any_total_is_spread_exactly_within_what_the_heads_hold(
-    spec: str, name: str, files: dict[str, Path]
-) -> None:
+def test_any_total_is_spread_exactly_within_what_the_heads_hold(spec: str, name: str, files: dict[str, Path]) -> None:
     case = random_case((50, 31), heads=HEADS, layers=LAYERS, seed=3)
     chosen = policy(spec, profile=str(files[name]))
     budget = [11, 7]

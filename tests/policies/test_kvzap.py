@@ -30,9 +30,7 @@ def gelu(x: float) -> float:
 
 def predicted(weights: dict[str, np.ndarray], layer: int, x: np.ndarray) -> list[float]:
     """What the network of a layer says of one token, per KV head."""
-    own = {
-        name.removeprefix(f"layers.{layer}."): w.astype(np.float64) for name, w in weights.items()
-    }
+    own = {name.removeprefix(f"layers.{layer}."): w.astype(np.float64) for name, w in weights.items()}
     if "linear1.weight" in own:
         inner = [
             sum(float(w) * float(z) for w, z in zip(row, x, strict=True)) + float(b)
@@ -70,9 +68,7 @@ def ranked(model: Any, folder: Path, ids: Tensor, window: int) -> list[o.Ranked]
     return out
 
 
-@pytest.mark.parametrize(
-    ("group", "gate", "window"), [(1, "mlp", 5), (2, "linear", 0), (4, "mlp", 128), (2, "mlp", 8)]
-)
+@pytest.mark.parametrize(("group", "gate", "window"), [(1, "mlp", 5), (2, "linear", 0), (4, "mlp", 128), (2, "mlp", 8)])
 def test_kept_sets_agree_with_the_oracle(
     group: int, gate: Literal["mlp", "linear"], window: int, tmp_path: Path
 ) -> None:

@@ -102,9 +102,7 @@ def kept(model: Any, spec: str, budget: int) -> list[list[list[list[int]]]]:
         (2, 13, 0, True, "head"),
     ],
 )
-def test_kept_sets_agree_with_the_oracle(
-    group: int, chunk: int, sinks: int, plus: bool, level: str
-) -> None:
+def test_kept_sets_agree_with_the_oracle(group: int, chunk: int, sinks: int, plus: bool, level: str) -> None:
     model: Any = llama(group)
     rows = [row[None] for row in tokens(LENGTHS)]
     worth = [received(model, ids, chunk, sinks, plus) for ids in rows]

@@ -27,15 +27,10 @@ def keep(
     layers: list[o.Layer],
     b: int,
 ) -> Kept:
-    return [
-        o.top_k(layer, score(layer), own)
-        for layer, own in zip(layers, shares(layers, b), strict=True)
-    ]
+    return [o.top_k(layer, score(layer), own) for layer, own in zip(layers, shares(layers, b), strict=True)]
 
 
-def of(
-    score: Callable[[o.Layer], o.Ranked], shares: Callable[..., ol.Shares]
-) -> Callable[..., Kept]:
+def of(score: Callable[[o.Layer], o.Ranked], shares: Callable[..., ol.Shares]) -> Callable[..., Kept]:
     return partial(keep, score, shares)
 
 

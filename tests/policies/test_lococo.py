@@ -98,9 +98,7 @@ def test_merged_entries_agree_with_the_oracle_over_several_cuts(
 
 
 @pytest.mark.parametrize(("lengths", "group"), [((63,), 1), ((57, 41, 7), 2), ((45,), 4)], ids=str)
-def test_the_policy_agrees_with_its_oracle_over_cuts(
-    lengths: tuple[int, ...], group: int, tmp_path: Path
-) -> None:
+def test_the_policy_agrees_with_its_oracle_over_cuts(lengths: tuple[int, ...], group: int, tmp_path: Path) -> None:
     convolutions = made(info(2, group, layers=2))
     found = chosen(convolutions, tmp_path)
     for b in (1, 2, 10, 41, max(lengths)):
@@ -188,9 +186,7 @@ def rows_of(cache: Cache) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize(("lengths", "group"), [((31,), 2), ((40, 17, 3), 1)], ids=str)
 @pytest.mark.parametrize("budget", [1, 8, 60])
-def test_training_cuts_as_the_policy_does(
-    lengths: tuple[int, ...], group: int, budget: int, tmp_path: Path
-) -> None:
+def test_training_cuts_as_the_policy_does(lengths: tuple[int, ...], group: int, budget: int, tmp_path: Path) -> None:
     convolutions = made(info(2, group))
     found = chosen(convolutions, tmp_path)
     cache = Cache(list(lengths), heads=2, group=group, rng=np.random.default_rng(3))

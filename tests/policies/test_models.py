@@ -77,8 +77,7 @@ def profiled(score: Any, allocate: Any, select: Any) -> Oracle:
 
 def layered(score: Any, allocate: Any) -> Oracle:
     return lambda layers, b: [
-        o.top_k(layer, score(layer), own)
-        for layer, own in zip(layers, allocate(layers, b), strict=True)
+        o.top_k(layer, score(layer), own) for layer, own in zip(layers, allocate(layers, b), strict=True)
     ]
 
 
@@ -88,10 +87,7 @@ def d2o(layers: list[o.Layer], b: int) -> Kept:
     assert shares is not None
     sums = accumulated(layers)
     return [
-        [
-            sorted(merging.important_recent(sums[i][h], [*range(tokens)], tokens, own[h], 0.25, 4))
-            for h in range(heads)
-        ]
+        [sorted(merging.important_recent(sums[i][h], [*range(tokens)], tokens, own[h], 0.25, 4)) for h in range(heads)]
         for i, own in enumerate(shares)
     ]
 
@@ -126,15 +122,11 @@ ORACLES: dict[str, Oracle] = {
     "criticalkv:window=8": made_of(window, o.head_adaptive, o.two_stage),
     "cake:window=8": layered(partial(ol.cake_score, window=8), partial(ol.cake, window=8)),
     "zigzagkv:window=8": layered(window, partial(ol.zigzagkv, window=8)),
-    "simlayerkv:recent=5": layered(
-        partial(o.recency_score, sinks=4), partial(ol.lazy_layers, recent=5)
-    ),
+    "simlayerkv:recent=5": layered(partial(o.recency_score, sinks=4), partial(ol.lazy_layers, recent=5)),
     "defensivekv:window=8": partial(allocation.defensivekv, window=8),
     "layer_defensivekv:window=8": partial(allocation.layer_defensivekv, window=8),
     "headkv:window=8": profiled(window, partial(profile.head_profile, window=8), o.top_k),
-    "critical_headkv:window=8": profiled(
-        window, partial(profile.head_profile, window=8), o.two_stage
-    ),
+    "critical_headkv:window=8": profiled(window, partial(profile.head_profile, window=8), o.two_stage),
     "chunkkv:window=8": partial(windows.chunkkv, window=8),
     "pyramidinfer:window=5": partial(windows.pyramidinfer, window=5),
     "scissorhands": windows.scissorhands,
@@ -212,11 +204,7 @@ def kept_tokens(model: nn.Module, ids: Tensor, chosen: Any, budget: str) -> list
     mask = torch.arange(63) >= 63 - torch.tensor(LENGTHS)[:, None]
     kept = kvbench.kept(model, ids, chosen, budget, attention_mask=mask)
     return [
-        [
-            [head.nonzero()[:, 0].sub(63 - t).tolist() for head in layer[r]]
-            for layer in kept
-            if layer is not None
-        ]
+        [[head.nonzero()[:, 0].sub(63 - t).tolist() for head in layer[r]] for layer in kept if layer is not None]
         for r, t in enumerate(LENGTHS)
     ]
 

@@ -26,9 +26,7 @@ def made_of(
 
 
 def mass(**how: object) -> Oracle:
-    return lambda layers, b: o.keep(
-        layers, partial(o.mass_score, b=b, **how), partial(o.uniform, b=b)
-    )
+    return lambda layers, b: o.keep(layers, partial(o.mass_score, b=b, **how), partial(o.uniform, b=b))
 
 
 def release(window: int, safeguard: float) -> Oracle:
@@ -53,17 +51,11 @@ ORACLES: dict[str, Oracle] = {
     "snapkv:window=8:kernel=3:group=max": made_of(partial(window, window=8, kernel=3, group="max")),
     "snapkv:window=1:kernel=1:group=sum": made_of(partial(window, window=1, kernel=1, group="sum")),
     "adakv": made_of(window, o.head_adaptive),
-    "adakv:window=2:safeguard=0.8": made_of(
-        partial(window, window=2), partial(o.head_adaptive, safeguard=0.8)
-    ),
-    "adakv:window=8:safeguard=0.55": made_of(
-        partial(window, window=8), partial(o.head_adaptive, safeguard=0.55)
-    ),
+    "adakv:window=2:safeguard=0.8": made_of(partial(window, window=2), partial(o.head_adaptive, safeguard=0.8)),
+    "adakv:window=8:safeguard=0.55": made_of(partial(window, window=8), partial(o.head_adaptive, safeguard=0.55)),
     "snapkv:window=8:allocate=global": made_of(partial(window, window=8), o.global_shares),
     "knorm:allocate=global": made_of(o.knorm_score, o.global_shares),
-    "keydiff:allocate=head_adaptive:safeguard=0": made_of(
-        o.keydiff_score, partial(o.head_adaptive, safeguard=0)
-    ),
+    "keydiff:allocate=head_adaptive:safeguard=0": made_of(o.keydiff_score, partial(o.head_adaptive, safeguard=0)),
     "critical_snapkv": made_of(window, o.uniform, o.two_stage),
     "critical_snapkv:window=4:norm=l2:first_stage=0.29:eps=0.01": made_of(
         partial(window, window=4),
@@ -75,15 +67,11 @@ ORACLES: dict[str, Oracle] = {
     "criticalkv:variant=release": release(32, 0.2),
     "criticalkv:window=2:safeguard=0.8:variant=release": release(2, 0.8),
     "knorm:select=two_stage": made_of(o.knorm_score, o.uniform, o.two_stage),
-    "knorm:select=two_stage:variant=release": made_of(
-        o.knorm_score, o.uniform, partial(o.two_stage, release=0.2)
-    ),
+    "knorm:select=two_stage:variant=release": made_of(o.knorm_score, o.uniform, partial(o.two_stage, release=0.2)),
     "local:select=two_stage:variant=release:first_stage=0.25": made_of(
         o.age_score, o.uniform, partial(o.two_stage, release=0.2, first_stage=0.25)
     ),
-    "keydiff:allocate=global:select=two_stage": made_of(
-        o.keydiff_score, o.global_shares, o.two_stage
-    ),
+    "keydiff:allocate=global:select=two_stage": made_of(o.keydiff_score, o.global_shares, o.two_stage),
 }
 
 SHAPES = [((63,), 1), ((63, 40, 20), 4), ((100, 99, 33), 2), ((257,), 4), ((100, 7, 64), 1)]
@@ -125,16 +113,12 @@ def test_random_keeps_the_largest_noise(case: tuple[Case, list[list[o.Layer]]]) 
     for r in range(len(rows)):
         t = layers.lengths[r]
         ranked = [o.given_score(x[r, :, -t:].numpy()) for x in noise]
-        expected = [
-            o.top_k(*row) for row in zip(rows[r], ranked, o.uniform(ranked, budget[r]), strict=True)
-        ]
+        expected = [o.top_k(*row) for row in zip(rows[r], ranked, o.uniform(ranked, budget[r]), strict=True)]
         assert layers.kept_tokens(chosen, budget, r) == expected
 
 
 @pytest.mark.parametrize("safeguard", [0.0, 0.2, 0.35, 1.0])
-def test_mixed_safeguard_agrees_with_the_oracle(
-    safeguard: float, case: tuple[Case, list[list[o.Layer]]]
-) -> None:
+def test_mixed_safeguard_agrees_with_the_oracle(safeguard: float, case: tuple[Case, list[list[o.Layer]]]) -> None:
     layers, rows = case
     w = 4
     chosen = policy("adakv", window=w, safeguard=safeguard, safeguard_mode="mix")

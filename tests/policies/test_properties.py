@@ -76,21 +76,16 @@ def test_any_with_any_keeps_exactly_its_budget(
     lengths=st.lists(st.integers(15, 40), min_size=2, max_size=3),
     data=st.data(),
 )
-def test_a_padded_row_keeps_what_it_keeps_alone(
-    spec: str, lengths: list[int], data: st.DataObject
-) -> None:
+def test_a_padded_row_keeps_what_it_keeps_alone(spec: str, lengths: list[int], data: st.DataObject) -> None:
     budget = [data.draw(st.integers(1, t)) for t in lengths]
     case = random_case(lengths, seed=sum(lengths))
     for r, t in enumerate(lengths):
-        alone = Case(
-            [t], *([x[r : r + 1, :, -t:] for x in xs] for xs in (case.q, case.k, case.v)), case.w_o
-        )
+        alone = Case([t], *([x[r : r + 1, :, -t:] for x in xs] for xs in (case.q, case.k, case.v)), case.w_o)
         views = alone.views(policy(spec), [budget[r]])
         for view in views:
             view.seed = torch.tensor([r])
         expected = [
-            [head.nonzero()[:, 0].tolist() for head in layer[0]]
-            for layer in decide(policy(spec), views, [budget[r]])
+            [head.nonzero()[:, 0].tolist() for head in layer[0]] for layer in decide(policy(spec), views, [budget[r]])
         ]
         assert case.kept_tokens(policy(spec), budget, r) == expected
 
@@ -102,9 +97,7 @@ def test_ties_go_to_the_more_recent_token(allocate: str, select: str) -> None:
     case.k = [torch.ones_like(k) for k in case.k]
     case.v = [torch.ones_like(v) for v in case.v]
     chosen = policy(
-        f"knorm:allocate={allocate}:select={select}:eps=1"
-        if select == "two_stage"
-        else f"knorm:allocate={allocate}"
+        f"knorm:allocate={allocate}:select={select}:eps=1" if select == "two_stage" else f"knorm:allocate={allocate}"
     )
     for r, t in enumerate(case.lengths):
         for layer in case.kept_tokens(chosen, [7, 7], r):

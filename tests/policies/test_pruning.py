@@ -52,9 +52,7 @@ def prune(name: str, shown: VisualTokens) -> Pruned:
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
-    return float(a.double() @ b.double()) / math.sqrt(
-        float(a.double() @ a.double()) * float(b.double() @ b.double())
-    )
+    return float(a.double() @ b.double()) / math.sqrt(float(a.double() @ a.double()) * float(b.double() @ b.double()))
 
 
 def largest(values: list[float], count: int, among: list[int]) -> list[int]:
@@ -117,10 +115,7 @@ def cdpruner(t: VisualTokens, sign: int) -> set[int]:
     low, high = min(relevance), max(relevance)
     r = [(x - low) / max(high - low, 1e-6) + 1e-6 for x in relevance]
     kernel = torch.tensor(
-        [
-            [r[i] * cosine(a, b) * r[j] for j, b in enumerate(t.feature)]
-            for i, a in enumerate(t.feature)
-        ],
+        [[r[i] * cosine(a, b) * r[j] for j, b in enumerate(t.feature)] for i, a in enumerate(t.feature)],
         dtype=torch.float64,
     )
     chosen: list[int] = []
@@ -230,9 +225,7 @@ def test_prumerge_adds_neighbours_by_their_attention(count: int, keep: int) -> N
 
 
 @pytest.mark.parametrize(("count", "keep"), SIZES)
-def test_prumerge_of_the_paper_averages_neighbours_by_their_attention(
-    count: int, keep: int
-) -> None:
+def test_prumerge_of_the_paper_averages_neighbours_by_their_attention(count: int, keep: int) -> None:
     for seed in range(3):
         t = tokens(count, keep, seed)
         assert t.salience is not None and t.patch_key is not None
@@ -249,9 +242,7 @@ def test_prumerge_of_the_paper_averages_neighbours_by_their_attention(
             assert torch.allclose(value[i], torch.as_tensor(mean), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "spelling", ["fastv:layer=0", "dart:visual_pivots=0", "visionzip:contextual=1.5"]
-)
+@pytest.mark.parametrize("spelling", ["fastv:layer=0", "dart:visual_pivots=0", "visionzip:contextual=1.5"])
 def test_parameters_out_of_range_are_refused(spelling: str) -> None:
     with pytest.raises(UserError):
         kvbench.policy(spelling)

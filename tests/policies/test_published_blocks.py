@@ -31,9 +31,7 @@ SETTINGS = {
 }
 
 
-def published(
-    model: ModelInfo, width: int, *, norms: bool = False, mean: bool = False
-) -> dict[str, Tensor]:
+def published(model: ModelInfo, width: int, *, norms: bool = False, mean: bool = False) -> dict[str, Tensor]:
     """Tensors under the authors' names."""
     g = torch.Generator().manual_seed(4)
     heads, dim, group = model.kv_heads, model.head_dim, model.query_heads // model.kv_heads
@@ -128,9 +126,7 @@ NAME = "model.layers.1.self_attn.attn_gate.attngate_"
         ({NAME + "linear_v.weight": torch.ones(4)}, "layer 1: attngate_linear_v.weight is unknown"),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_named(
-    change: dict[str, Tensor | None], message: str, tmp_path: Path
-) -> None:
+def test_a_tensor_that_does_not_fit_is_named(change: dict[str, Tensor | None], message: str, tmp_path: Path) -> None:
     model = shown(2, 5, 23).model
     tensors = {**published(model, 4), **change}
     written(tmp_path, {k: x for k, x in tensors.items() if x is not None})
@@ -147,9 +143,7 @@ def test_a_tensor_that_does_not_fit_is_named(
         ({"seerattn_gate_block_size": 0}, "block=0 is invalid"),
     ],
 )
-def test_gates_that_kvbench_does_not_have_are_refused(
-    settings: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_gates_that_kvbench_does_not_have_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     model = shown(2, 5, 23).model
     written(tmp_path, published(model, 4), **settings)
     with pytest.raises(UserError, match=message):

@@ -83,18 +83,14 @@ def test_quest_bounds_the_products_with_a_page(group: int, block: int, length: i
                 for g in range(group):
                     q = v.query[h, g, n].tolist()
                     channels = [[key[c] for key in keys] for c in range(DIM)]
-                    bounds.append(
-                        sum(max(q[c] * min(x), q[c] * max(x)) for c, x in enumerate(channels))
-                    )
+                    bounds.append(sum(max(q[c] * min(x), q[c] * max(x)) for c, x in enumerate(channels)))
                 assert float(rating[h, n, k]) == pytest.approx(max(bounds), abs=1e-5)
                 product = (v.query[h, :, n] @ v.key[h, k].T).max()
                 assert float(rating[h, n, k]) >= float(product) - 1e-5
 
 
 @pytest.mark.parametrize(("page", "held"), [(4, 21), (4, 24), (16, 53)])
-def test_quest_reads_the_newest_page_and_the_best_others_as_the_authors_kernels_do(
-    page: int, held: int
-) -> None:
+def test_quest_reads_the_newest_page_and_the_best_others_as_the_authors_kernels_do(page: int, held: int) -> None:
     v = shown(2, page, held)
     rating = PageBound(page=page).rate(v)
     newest, last = (held - 1) // page, (held - 1) % page + 1
@@ -113,9 +109,7 @@ def test_quest_reads_the_newest_page_and_the_best_others_as_the_authors_kernels_
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("gate_dim", [2, 4, 8])
 @pytest.mark.parametrize(("block", "length"), [(1, 5), (4, 21), (16, 35)])
-def test_gates_rate_blocks_as_the_equations_say(
-    group: int, gate_dim: int, block: int, length: int
-) -> None:
+def test_gates_rate_blocks_as_the_equations_say(group: int, gate_dim: int, block: int, length: int) -> None:
     v = shown(group, block, length)
     config = GateConfig.of("seerattn_r", v.model, gate_dim=gate_dim, block=block)
     torch.manual_seed(3)
@@ -139,9 +133,7 @@ def test_gates_rate_blocks_as_the_equations_say(
 
 def test_ratings_do_not_depend_on_the_dtype_of_the_cache() -> None:
     v = shown(2, 4, 21)
-    half = Blocks(
-        v.layer, v.query.bfloat16(), v.query_position, v.key.bfloat16(), v.position, v.model
-    )
+    half = Blocks(v.layer, v.query.bfloat16(), v.query_position, v.key.bfloat16(), v.position, v.model)
     for rating in (
         PageBound(page=4).rate(half),
         BlockGates(GateConfig.of("seerattn_r", v.model, block=4)).rate(half),
@@ -170,9 +162,7 @@ def test_a_width_must_divide_the_head_dim(width: int) -> None:
 
 def test_channels_that_rope_leaves_alone_need_a_fitting_width() -> None:
     v = shown(1, 4, 21)
-    partial = ModelInfo(
-        "made/up", 2, 2, 2, 8, 24, v.model.output_weight, rotary=lambda _, p: rotary(p, 6)
-    )
+    partial = ModelInfo("made/up", 2, 2, 2, 8, 24, v.model.output_weight, rotary=lambda _, p: rotary(p, 6))
     narrow = BlockGates(GateConfig.of("seerattn_r", partial, gate_dim=4, block=4))
     with pytest.raises(UserError, match="RoPE turns 6 channels of 8; use 8"):
         narrow.rate(Blocks(v.layer, v.query, v.query_position, v.key, v.position, partial))

@@ -58,9 +58,7 @@ def views(
     layers, batch, heads, n = learned.shape
     valid = torch.arange(n) >= n - torch.tensor(lengths)[:, None]
     if position is None:
-        position = (
-            (valid.long().cumsum(-1) - 1)[:, None].expand(-1, heads, -1).expand(layers, -1, -1, -1)
-        )
+        position = (valid.long().cumsum(-1) - 1)[:, None].expand(-1, heads, -1).expand(layers, -1, -1, -1)
     assert isinstance(chosen.score, Learned)
     return [
         View(
@@ -127,8 +125,7 @@ def test_a_context_is_cut_to_the_entry(spec: str, lengths: tuple[int, ...], whic
     of_rows = [entries(at_once, row) for row in range(len(lengths))]
     orders = [o.ranked(*of_rows[r], t - 1, worth) for r, t in enumerate(lengths)]
     values = [
-        {e: worth(said[e], t - 1 - e.position) for e in held}
-        for (held, said), t in zip(of_rows, lengths, strict=True)
+        {e: worth(said[e], t - 1 - e.position) for e in held} for (held, said), t in zip(of_rows, lengths, strict=True)
     ]
     for b in range(1, max(lengths) + 1):
         budget = [min(b, t) for t in lengths]
@@ -326,12 +323,7 @@ def test_locret_is_told_which_cut_is_the_last(tmp_path: Path) -> None:
         for n in (20, 5):
             protected = [seen - 1 - j for j in range(5)]
             held = held_by(cache, 0, 0)
-            assert all(
-                o.Entry(i, h, p) in held
-                for i in range(LAYERS)
-                for h in range(HEADS)
-                for p in protected
-            )
+            assert all(o.Entry(i, h, p) in held for i in range(LAYERS) for h in range(HEADS) for p in protected)
             assert cache.upkeep is not None
             cache.upkeep.final = seen + n >= 45
             forward(model, cache, ids[None, seen : seen + n])
@@ -346,9 +338,7 @@ def test_locret_is_told_which_cut_is_the_last(tmp_path: Path) -> None:
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("spec", ["trimkv", "dbtrimkv", "locret"])
 @torch.no_grad()
-def test_what_stays_beside_an_entry_is_the_gate_on_the_hidden_state(
-    spec: str, group: int, tmp_path: Path
-) -> None:
+def test_what_stays_beside_an_entry_is_the_gate_on_the_hidden_state(spec: str, group: int, tmp_path: Path) -> None:
     """Nothing is evicted: it is what a loop over the gate's weights gives for the full run."""
     model, lengths = llama(group), [19, 12, 11]
     chosen = policy(spec).stand_in(model_info(model), tmp_path)
@@ -359,9 +349,7 @@ def test_what_stays_beside_an_entry_is_the_gate_on_the_hidden_state(
     shown: list[Tensor] = []
     hooks = [
         layer.self_attn.register_forward_pre_hook(
-            lambda _, args, kwargs: shown.append(
-                kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            ),
+            lambda _, args, kwargs: shown.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]),
             with_kwargs=True,
         )
         for layer in model.model.layers

@@ -40,11 +40,7 @@ VARIANTS = {
     "sirllm:sinks=0": {},
     "sirllm:sinks=0:variant=release": {},
 }
-NAMES = [
-    n
-    for n in registry.names(registry.POLICIES)
-    if registry.origin(registry.POLICIES, n).startswith("kvbench==")
-]
+NAMES = [n for n in registry.names(registry.POLICIES) if registry.origin(registry.POLICIES, n).startswith("kvbench==")]
 
 
 @pytest.mark.parametrize("name", NAMES)

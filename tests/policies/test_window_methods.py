@@ -44,12 +44,8 @@ def every_chunk(score: Callable[..., o.Ranked], chunk_length: int) -> Callable[.
 ORACLES: dict[str, Callable[..., Kept]] = {
     "chunkkv": windows.chunkkv,
     "chunkkv:chunk_length=4:window=5": partial(windows.chunkkv, window=5, chunk_length=4),
-    "chunkkv:chunk_length=20:joint=false:window=3": partial(
-        windows.chunkkv, window=3, chunk_length=20, joint=False
-    ),
-    "chunkkv:chunk_length=1:joint=false:window=8": partial(
-        windows.chunkkv, window=8, chunk_length=1, joint=False
-    ),
+    "chunkkv:chunk_length=20:joint=false:window=3": partial(windows.chunkkv, window=3, chunk_length=20, joint=False),
+    "chunkkv:chunk_length=1:joint=false:window=8": partial(windows.chunkkv, window=8, chunk_length=1, joint=False),
     "knorm:select=chunk:chunk_length=7": select_chunks(o.knorm_score, joint=True),
     "keydiff:select=chunk:chunk_length=7:joint=false": select_chunks(o.keydiff_score, joint=False),
     "pyramidinfer": windows.pyramidinfer,
@@ -60,14 +56,10 @@ ORACLES: dict[str, Callable[..., Kept]] = {
     "pyramidinfer:window=1:sinks=6": partial(windows.pyramidinfer, window=1, sinks=6),
     "scissorhands": windows.scissorhands,
     "scissorhands:history=16:window=3": partial(windows.scissorhands, history=16, window=3),
-    "scissorhands:history=9:window=0:group=max": partial(
-        windows.scissorhands, history=9, window=0, group="max"
-    ),
+    "scissorhands:history=9:window=0:group=max": partial(windows.scissorhands, history=9, window=0, group="max"),
     "finch": windows.finch,
     "finch:variant=release:window=8": partial(windows.finch, question=8, release=True),
-    "finch:window=40:longest=5:chunk_length=6": partial(
-        windows.finch, question=5, longest=5, chunk_length=6
-    ),
+    "finch:window=40:longest=5:chunk_length=6": partial(windows.finch, question=5, longest=5, chunk_length=6),
     "knorm:select=every_chunk:chunk_length=11": every_chunk(o.knorm_score, 11),
 }
 

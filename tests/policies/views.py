@@ -114,10 +114,7 @@ class Case:
     def kept_tokens(self, policy: Policy, budget: Sequence[int], row: int) -> list[list[list[int]]]:
         """Sorted tokens of one sequence, by layer and head, counted from its first token."""
         first = max(self.lengths) - self.lengths[row]
-        return [
-            [(head.nonzero()[:, 0] - first).tolist() for head in layer[row]]
-            for layer in self.keep(policy, budget)
-        ]
+        return [[(head.nonzero()[:, 0] - first).tolist() for head in layer[row]] for layer in self.keep(policy, budget)]
 
     def row(self, row: int) -> list[Layer]:
         """One sequence without its padding, for an oracle."""
@@ -190,9 +187,7 @@ def decide(policy: Policy, views: list[View], budget: Sequence[int]) -> list[Ten
     else:
         of_layer = policy.allocate.shares(info, length, mean)
         assert of_layer.sum(1).tolist() == total.tolist()
-        shares = torch.cat(
-            [policy.allocate.allocate([s], of_layer[:, i]) for i, s in enumerate(scored)], 1
-        )
+        shares = torch.cat([policy.allocate.allocate([s], of_layer[:, i]) for i, s in enumerate(scored)], 1)
     assert shares.shape == (len(length), info.layers, info.kv_heads)
     assert shares.sum((1, 2)).tolist() == total.tolist()
     kept = []

@@ -43,9 +43,7 @@ def test_an_installed_package_is_found_by_its_entry_point_and_runs(tmp_path: Pat
     source = shutil.copytree(EXAMPLE, tmp_path / "source")
     target = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run(
-        [*install, "--no-build-isolation", "--target", str(target), str(source)], check=True
-    )
+    subprocess.run([*install, "--no-build-isolation", "--target", str(target), str(source)], check=True)
     path = os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
@@ -86,15 +84,11 @@ def test_rows_fit_and_do_not_depend_on_their_number(package: ModuleType, lexicon
 
 
 def test_the_metric_needs_the_whole_output_first(package: ModuleType) -> None:
-    spec = importlib.util.spec_from_file_location(
-        "example_metric", EXAMPLE / "kvbench_example_task" / "metric.py"
-    )
+    spec = importlib.util.spec_from_file_location("example_metric", EXAMPLE / "kvbench_example_task" / "metric.py")
     assert spec is not None
     assert spec.loader is not None
     metric = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(metric)
     doc = {"outputs": ["4409"]}
-    scores = {
-        r: metric.found(doc, [r])["found"] for r in (" 4409.", "4409 coins", "44091", "7, 4409")
-    }
+    scores = {r: metric.found(doc, [r])["found"] for r in (" 4409.", "4409 coins", "44091", "7, 4409")}
     assert scores == {" 4409.": 1.0, "4409 coins": 1.0, "44091": 0.0, "7, 4409": 0.0}

@@ -17,9 +17,7 @@ from kvbench_tasks import dialogue, longgen, niah, niah_hard, ruler
 class Size:
     """Counts words."""
 
-    def __call__(
-        self, context: str, question: str, gen_prefix: str = "", shots: Sequence[Any] = ()
-    ) -> int:
+    def __call__(self, context: str, question: str, gen_prefix: str = "", shots: Sequence[Any] = ()) -> int:
         examples = " ".join(text for shot in shots for text in shot.values())
         return len(f"{examples} {context}{question} {gen_prefix}".split())
 
@@ -31,9 +29,7 @@ class Size:
 def test_sample_rows_are_what_the_generator_gives(package: object, tmp_path: Path) -> None:
     bench = package.BENCHMARK  # type: ignore[attr-defined]
     page = (bench.yaml / "README.md").read_text()
-    shown = re.findall(
-        r"`(\w+)`, (natural|reference), (\d+) tokens[^\n]*:\n\n```json\n(.*?)```", page, re.DOTALL
-    )
+    shown = re.findall(r"`(\w+)`, (natural|reference), (\d+) tokens[^\n]*:\n\n```json\n(.*?)```", page, re.DOTALL)
     assert [lexicon for _, lexicon, _, _ in shown] == ["natural", "reference"]
     for leaf, lexicon, length, row in shown:
         rows = bench.docs(

@@ -34,9 +34,7 @@ def run(flags: str, out: Path) -> str:
 
 
 @needs_lmms_eval
-def test_mmdu_and_the_tasks_of_lmms_eval(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mmdu_and_the_tasks_of_lmms_eval(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     fetched(tmp_path / "cache", tmp_path)
     keep(SOURCES["mathvision_testmini"], raw(), tmp_path / "cache")
@@ -62,9 +60,7 @@ def test_mmdu_and_the_tasks_of_lmms_eval(
     assert mmdu.score.between(0.1, 1).all()
 
 
-def test_a_live_dialogue_keeps_its_images(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_live_dialogue_keeps_its_images(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     fetched(tmp_path / "cache", tmp_path)
     run(

@@ -25,9 +25,7 @@ def docs(
     **_: Any,
 ) -> list[Doc]:
     """The first rows, each with as many boxes as fit; see `Benchmark.docs`."""
-    return [
-        _row(random.Random(f"{leaf} {seed} {i}"), length, lexicon, size) for i in range(samples)
-    ]
+    return [_row(random.Random(f"{leaf} {seed} {i}"), length, lexicon, size) for i in range(samples)]
 
 
 def _row(rng: random.Random, length: int, lexicon: str, size: Callable[[str, str], int]) -> Doc:

@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvbench.analysis.common import Bench, analysis_model, contexts, kept_masks, stages
+from kvbench.analysis.common import CellBench, analysis_model, contexts, kept_masks, stages
 from kvbench.engine.models import full_layer_ids
 from kvbench.progress import Reporter
 from kvbench.runs.answers import Prompt
@@ -41,11 +41,9 @@ def analyze(grid: Grid, reporter: Reporter) -> Allocation:
     failures: dict[str, str] = {}
     for stage in stages(grid, reporter.message):
         with analysis_model(stage, grid, reporter.message) as model:
-            bench = Bench(model, reporter, failures, stage.vision)
+            bench = CellBench(model, reporter, failures, stage.vision)
             layers = full_layer_ids(model)
-            reporter.start(
-                sum(len(job.prompts) * len(job.cells) for job in stage.jobs), stage.model
-            )
+            reporter.start(sum(len(job.prompts) * len(job.cells) for job in stage.jobs), stage.model)
             try:
                 for job in stage.jobs:
                     entry_counts: dict[str, list[Tensor]] = {cell.cell: [] for cell in job.cells}
@@ -64,7 +62,7 @@ def analyze(grid: Grid, reporter: Reporter) -> Allocation:
 
 
 def _count(
-    bench: Bench,
+    bench: CellBench,
     prompts: list[Prompt],
     cells: list[Cell],
     entry_counts: dict[str, list[Tensor]],
@@ -77,19 +75,13 @@ def _count(
     questions: list[tuple[int, ...]] = [()]
     questions += dict.fromkeys(prompt.question_ids for prompt in prompts)
     for question in questions:
-        due_cells = [
-            candidate for candidate in cells if (candidate.moment == "question") == bool(question)
-        ]
+        due_cells = [candidate for candidate in cells if (candidate.moment == "question") == bool(question)]
         due_cells = [candidate for candidate in due_cells if candidate.cell not in bench.failed]
         if not due_cells:
             continue
 
         def prefill_question(question: tuple[int, ...] = question, fresh: bool = False) -> Any:
-            context_prefix = (
-                bench.prefill(first_prompt.context_ids, needs, first_prompt.media)
-                if fresh
-                else prefix
-            )
+            context_prefix = bench.prefill(first_prompt.context_ids, needs, first_prompt.media) if fresh else prefix
             if not question:
                 return context_prefix
             extended = context_prefix.fork()
@@ -108,17 +100,11 @@ def _count(
             context_lengths[cell.cell].append(len(first_prompt.context_ids) + len(question))
 
 
-def _rows(
-    cell: Cell, layers: list[int], entry_counts: Tensor, context_lengths: list[int]
-) -> list[dict[str, Any]]:
+def _rows(cell: Cell, layers: list[int], entry_counts: Tensor, context_lengths: list[int]) -> list[dict[str, Any]]:
     """Rows of one cell from its counts `[compressions, L, H]`."""
     even_share = entry_counts.mean((1, 2), keepdim=True)
     relative_share = (entry_counts / even_share).mean(0).tolist()
-    deviations = (
-        entry_counts.std(0, correction=1)
-        if len(entry_counts) > 1
-        else torch.zeros_like(entry_counts[0])
-    )
+    deviations = entry_counts.std(0, correction=1) if len(entry_counts) > 1 else torch.zeros_like(entry_counts[0])
     mean_counts, min_counts, max_counts = (
         entry_counts.mean(0),
         entry_counts.amin(0),

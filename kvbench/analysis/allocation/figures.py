@@ -9,8 +9,8 @@ import pandas as pd
 
 from kvbench.analysis.maps import MOST_ACROSS, Colours, figure_suffixes, head_maps, layer_head_map
 from kvbench.analysis.scopes import distinct_values, ordered_budgets, scopes
-from kvbench.report.style import plot_style
-from kvbench.report.text import counted, short, slug
+from kvbench.tables.plot_style import plot_style
+from kvbench.tables.text import counted, short, slug
 
 
 def draw_allocation(allocation_frame: pd.DataFrame, folder: Path) -> list[Path]:
@@ -28,9 +28,7 @@ def draw_allocation(allocation_frame: pd.DataFrame, folder: Path) -> list[Path]:
         for scope, scope_rows in scopes(allocation_frame):
             suffix, subtitle = figure_suffixes(allocation_frame, scope)
             for policy in distinct_values(scope_rows, "policy"):
-                policy_rows = scope_rows[scope_rows["policy"] == policy].sort_values(
-                    ["layer", "kv_head"]
-                )
+                policy_rows = scope_rows[scope_rows["policy"] == policy].sort_values(["layer", "kv_head"])
                 title = f"{short(policy)}, entries per KV head · {subtitle}"
                 paths += _map(policy_rows, title, folder / f"allocation-{slug(policy)}-{suffix}")
     return paths
@@ -40,14 +38,10 @@ def _map(policy_rows: pd.DataFrame, title: str, stem: Path) -> list[Path]:
     panels = []
     for budget in ordered_budgets(policy_rows):
         budget_rows = policy_rows[policy_rows["budget"] == budget]
-        share_map = layer_head_map(
-            policy_rows, budget_rows["share"].to_numpy(np.float64), "kv_head"
-        )
+        share_map = layer_head_map(policy_rows, budget_rows["share"].to_numpy(np.float64), "kv_head")
         panels.append((f"{budget}: mean {budget_rows['entries'].mean():.0f}", share_map))
     limit = max(0.05, *(float(np.abs(share_map - 1).max()) for _, share_map in panels))
-    panel_rows = [
-        panels[start : start + MOST_ACROSS] for start in range(0, len(panels), MOST_ACROSS)
-    ]
+    panel_rows = [panels[start : start + MOST_ACROSS] for start in range(0, len(panels), MOST_ACROSS)]
     colours = [Colours("RdBu_r", 1 - limit, 1 + limit, "entries over\nan even share")]
     # Every cell of a task compresses the same contexts, or at `question` the same questions.
     noun = "question" if (policy_rows["moment"] == "question").all() else "context"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pandas as pd
 
 from kvbench.analysis.scopes import distinct_values, ordered_budgets, scope_heading, scopes
-from kvbench.report.numbers import Kind
-from kvbench.report.table import Cell, Column, Name, Row, Table
+from kvbench.tables.numbers import NumberFormat
+from kvbench.tables.table import Cell, Column, Name, Table, TableRow
 
 _MOST_LAYERS = 12
 """A model with more layers is shown by those that get least and most."""
@@ -19,18 +19,14 @@ def allocation_tables(allocation_frame: pd.DataFrame) -> Iterator[Table]:
     for scope, scope_rows in scopes(allocation_frame):
         layers = list(dict.fromkeys(scope_rows["layer"]))
         shows_all = len(layers) <= _MOST_LAYERS
-        titles = (
-            [f"layer {layer}" for layer in layers] if shows_all else ["least layer", "most layer"]
-        )
+        titles = [f"layer {layer}" for layer in layers] if shows_all else ["least layer", "most layer"]
         columns = [Column("policy"), Column("budget")]
         count_titles = ("mean", "least KV head", "most KV head", *titles)
-        columns += [Column(heading, Kind.COUNT) for heading in count_titles]
+        columns += [Column(heading, NumberFormat.COUNT) for heading in count_titles]
         table_rows = []
         for policy in distinct_values(scope_rows, "policy"):
             for budget in ordered_budgets(scope_rows):
-                cell_rows = scope_rows[
-                    (scope_rows["policy"] == policy) & (scope_rows["budget"] == budget)
-                ]
+                cell_rows = scope_rows[(scope_rows["policy"] == policy) & (scope_rows["budget"] == budget)]
                 if not len(cell_rows):
                     continue
                 entries = cell_rows["entries"]
@@ -39,6 +35,6 @@ def allocation_tables(allocation_frame: pd.DataFrame) -> Iterator[Table]:
                     [*layer_means[layers]] if shows_all else [layer_means.min(), layer_means.max()]
                 )
                 numbers = (entries.mean(), entries.min(), entries.max())
-                table_rows.append(Row((Name(policy), Name(budget), *numbers, *layer_cells)))
+                table_rows.append(TableRow((Name(policy), Name(budget), *numbers, *layer_cells)))
         heading = (*scope_heading(scope), ": entries per layer and KV head, mean over contexts")
         yield Table(heading, tuple(columns), tuple(table_rows))

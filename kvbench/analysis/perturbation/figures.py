@@ -12,9 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from kvbench.analysis.maps import MOST_ACROSS, Colours, figure_suffixes, head_maps, layer_head_map
-from kvbench.analysis.perturbation.compare import curve, matrix
+from kvbench.analysis.perturbation.comparison import curve, matrix
 from kvbench.analysis.scopes import distinct_values, ordered_budgets, rows_in_scope, scopes
-from kvbench.report.style import (
+from kvbench.stats import Floats
+from kvbench.tables.plot_style import (
     COLUMN,
     PAGE,
     FigureLayout,
@@ -25,8 +26,7 @@ from kvbench.report.style import (
     plot_style,
     save,
 )
-from kvbench.report.text import counted, short, slug
-from kvbench.stats import Floats
+from kvbench.tables.text import counted, short, slug
 
 MOST_PAIRS = 10
 
@@ -75,9 +75,7 @@ def draw_perturbation(
                 layer_curve = curve(layer_rows, column)
                 if len(layer_curve) and layer_curve["layer"].nunique() > 1:
                     title = f"L1 change of the attention output{condition} · {subtitle}"
-                    paths += curves.over_layers(
-                        layer_curve, title, folder / f"{file_name}-{suffix}"
-                    )
+                    paths += curves.over_layers(layer_curve, title, folder / f"{file_name}-{suffix}")
             scope_cells = rows_in_scope(cells, scope)
             if scope_cells["budget"].nunique() > 1:
                 title = f"L1 change of a head's output, mean over heads and layers · {subtitle}"
@@ -91,8 +89,7 @@ def _maps(pair_rows: pd.DataFrame, pair: tuple[str, str], subtitle: str, stem: P
     questions = 0
     for budget in ordered_budgets(pair_rows):
         policy_frames = [
-            pair_rows[(pair_rows["policy"] == policy) & (pair_rows["budget"] == budget)]
-            for policy in pair
+            pair_rows[(pair_rows["policy"] == policy) & (pair_rows["budget"] == budget)] for policy in pair
         ]
         if not all(len(policy_frame) for policy_frame in policy_frames):
             continue
@@ -100,9 +97,7 @@ def _maps(pair_rows: pd.DataFrame, pair: tuple[str, str], subtitle: str, stem: P
         questions = len(policy_l1)
         win_share = 100 * ((policy_l1 < against_l1) + 0.5 * (policy_l1 == against_l1)).mean(0)
         against_mean = against_l1.mean(0)
-        mean_change = (
-            100 * (policy_l1.mean(0) - against_mean) / np.where(against_mean > 0, against_mean, 1.0)
-        )
+        mean_change = 100 * (policy_l1.mean(0) - against_mean) / np.where(against_mean > 0, against_mean, 1.0)
         budget_maps.append(
             (
                 budget,
@@ -125,9 +120,7 @@ def _maps(pair_rows: pd.DataFrame, pair: tuple[str, str], subtitle: str, stem: P
     ]
     title = f"{short(pair[0])} against {short(pair[1])}, l1 of a head's output · {subtitle}"
     title += f", n = {counted(questions, 'question')} per head"
-    return head_maps(
-        panel_rows, colours, title, "query head", sorted(set(pair_rows["layer"])), stem
-    )
+    return head_maps(panel_rows, colours, title, "query head", sorted(set(pair_rows["layer"])), stem)
 
 
 class _Curves:
@@ -144,15 +137,11 @@ class _Curves:
         """Draw the mean of every layer, a panel per budget."""
         budget_names = ordered_budgets(curve_frame)
         across = min(len(budget_names), 3)
-        layout = self._page(
-            curve_frame, title, math.ceil(len(budget_names) / across), across, "layer"
-        )
+        layout = self._page(curve_frame, title, math.ceil(len(budget_names) / across), across, "layer")
         for axes, budget in zip(layout.used(len(budget_names)), budget_names, strict=True):
             budget_rows = curve_frame[curve_frame["budget"] == budget]
             axes.set_title(f"budget {budget}", loc="left", y=1.0, pad=3)
-            self._lines(
-                axes, budget_rows, lambda policy_rows: policy_rows["layer"].to_numpy(np.float64)
-            )
+            self._lines(axes, budget_rows, lambda policy_rows: policy_rows["layer"].to_numpy(np.float64))
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         layout.axes[0, 0].set_ylim(bottom=0)  # after all panels: they share the axis
         return save(layout.figure, stem)
@@ -161,20 +150,14 @@ class _Curves:
         """Draw the mean over heads and layers by budget, a panel for shares and one for tokens."""
         curve_frame = cell_rows.rename(columns={"l1": "mean", "l1_lo": "lo", "l1_hi": "hi"})
         scale_kinds = [
-            digits_only
-            for digits_only in (False, True)
-            if (curve_frame["budget"].str.isdigit() == digits_only).any()
+            digits_only for digits_only in (False, True) if (curve_frame["budget"].str.isdigit() == digits_only).any()
         ]
         layout = self._page(curve_frame, title, 1, len(scale_kinds), "budget, log scale")
         for axes, is_absolute in zip(layout.used(len(scale_kinds)), scale_kinds, strict=True):
             scale_rows = curve_frame[curve_frame["budget"].str.isdigit() == is_absolute]
-            scale_rows = scale_rows.assign(
-                at=scale_rows["budget"].astype(float) * (1 if is_absolute else 100)
-            )
+            scale_rows = scale_rows.assign(at=scale_rows["budget"].astype(float) * (1 if is_absolute else 100))
             scale_rows = scale_rows.sort_values("at")
-            self._lines(
-                axes, scale_rows, lambda policy_rows: policy_rows["at"].to_numpy(np.float64)
-            )
+            self._lines(axes, scale_rows, lambda policy_rows: policy_rows["at"].to_numpy(np.float64))
             axes.set_xscale("log")
             ticks = sorted(set(scale_rows["at"]))
             axes.set_xticks(ticks, [f"{tick:g}" + "%" * (not is_absolute) for tick in ticks])
@@ -183,9 +166,7 @@ class _Curves:
         layout.axes[0, 0].set_ylim(bottom=0)
         return save(layout.figure, stem)
 
-    def _page(
-        self, curve_frame: pd.DataFrame, title: str, row_count: int, across: int, x_label: str
-    ) -> FigureLayout:
+    def _page(self, curve_frame: pd.DataFrame, title: str, row_count: int, across: int, x_label: str) -> FigureLayout:
         has_intervals = np.isfinite(curve_frame[["lo", "hi"]].to_numpy(dtype=np.float64)).all()
         policies = [policy for policy in self.styles if (curve_frame["policy"] == policy).any()]
         return lay_out_figure(
@@ -204,21 +185,15 @@ class _Curves:
             sharey=True,
         )
 
-    def _lines(
-        self, axes: Axes, curve_rows: pd.DataFrame, x_values_of: Callable[[pd.DataFrame], Floats]
-    ) -> None:
+    def _lines(self, axes: Axes, curve_rows: pd.DataFrame, x_values_of: Callable[[pd.DataFrame], Floats]) -> None:
         for policy, style in self.styles.items():
             policy_rows = curve_rows[curve_rows["policy"] == policy]
             if not len(policy_rows):
                 continue
             x_values = x_values_of(policy_rows)
-            lower_bounds, upper_bounds = (
-                policy_rows[band_edge].to_numpy(np.float64) for band_edge in ("lo", "hi")
-            )
+            lower_bounds, upper_bounds = (policy_rows[band_edge].to_numpy(np.float64) for band_edge in ("lo", "hi"))
             if np.isfinite([lower_bounds, upper_bounds]).all():
-                axes.fill_between(
-                    x_values, lower_bounds, upper_bounds, color=style[0], alpha=0.12, lw=0
-                )
+                axes.fill_between(x_values, lower_bounds, upper_bounds, color=style[0], alpha=0.12, lw=0)
                 # Edges tell apart bands that cover each other.
                 for band_edge in (lower_bounds, upper_bounds):
                     axes.plot(x_values, band_edge, color=style[0], lw=0.4, alpha=0.7)

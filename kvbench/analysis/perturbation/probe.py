@@ -17,9 +17,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvbench.analysis.common import Bench, analysis_model, contexts, kept_masks, stages
-from kvbench.analysis.perturbation.measure import FullCacheQuery, Perturbed, value_norms
-from kvbench.analysis.perturbation.rows import Measured, Rows
+from kvbench.analysis.common import CellBench, analysis_model, contexts, kept_masks, stages
+from kvbench.analysis.perturbation.head_outputs import FullCacheQuery, Perturbed, value_norms
+from kvbench.analysis.perturbation.rows import QuestionRow, Rows
 from kvbench.analysis.perturbation.stages import record_stage1
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import NOT_FINITE
@@ -41,7 +41,7 @@ _LAST = Queries(1)
 
 
 @dataclass
-class Held:
+class RetainedEntries:
     """What one cell keeps for one question.
 
     Attributes:
@@ -61,7 +61,7 @@ class Held:
 
 
 @dataclass
-class Asked:
+class ProbedQuestion:
     """One question on the full cache.
 
     Attributes:
@@ -80,7 +80,7 @@ class Asked:
     question_entries: list[tuple[Tensor, Tensor]]
     block_outputs: Tensor
     token: int
-    cells: list[Held] = field(default_factory=list)
+    cells: list[RetainedEntries] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def analyze(
     failures: dict[str, str] = {}
     for stage in stages(grid, reporter.message):
         with analysis_model(stage, grid, reporter.message) as model:
-            bench = Bench(model, reporter, failures, stage.vision)
+            bench = CellBench(model, reporter, failures, stage.vision)
             reporter.start(
                 sum(len(planned.prompts) * len(planned.cells) for planned in stage.jobs),
                 stage.model,
@@ -130,9 +130,7 @@ def analyze(
                 reporter.stop()
     heads, layers = pd.DataFrame(row_arrays.heads()), pd.DataFrame(row_arrays.layers())
     # A cell that failed on a later context would be compared over other contexts than the rest.
-    heads, layers = (
-        frame[~frame["cell"].isin(failures)] if len(frame) else frame for frame in (heads, layers)
-    )
+    heads, layers = (frame[~frame["cell"].isin(failures)] if len(frame) else frame for frame in (heads, layers))
     return Perturbation(heads.reset_index(drop=True), layers.reset_index(drop=True), failures)
 
 
@@ -161,19 +159,17 @@ class Probe:
         first_stage: Share of stage 1 for a policy without a parameter of that name.
     """
 
-    bench: Bench
+    bench: CellBench
     cells: Sequence[Cell]
     query: Query
     first_stage: float
 
     def __post_init__(self) -> None:
         model = self.bench.model
-        self.needs = frozenset(
-            {_LAST, *(need for cell in self.cells for need in cell.policy.needs)}
-        )
+        self.needs = frozenset({_LAST, *(need for cell in self.cells for need in cell.policy.needs)})
         self.layer_ids = full_layer_ids(model)
 
-    def context(self, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> Iterator[Measured]:
+    def context(self, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> Iterator[QuestionRow]:
         """Measure all questions about one context.
 
         Yields:
@@ -214,7 +210,7 @@ class Probe:
                     for retained in question.cells
                 ]
                 full_output = question.block_outputs[layer_index]
-                yield Measured(
+                yield QuestionRow(
                     question.prompt.request,
                     question.tokens,
                     layer_index,
@@ -226,7 +222,7 @@ class Probe:
     def _prefill(self, prompt: Prompt) -> Prefix:
         return self.bench.prefill(prompt.context_ids, self.needs, prompt.media)
 
-    def _ask(self, prefix: Prefix, prompt: Prompt, cells: Sequence[Cell]) -> Asked:
+    def _ask(self, prefix: Prefix, prompt: Prompt, cells: Sequence[Cell]) -> ProbedQuestion:
         """Ask a question on the full cache; compress the cells of moment `question`."""
         context_length = len(prompt.context_ids)
         question_cells = [
@@ -253,12 +249,11 @@ class Probe:
             with self._outputs() as outputs:
                 extended.extend(self.bench.tensor([token]))
             full_outputs = _stacked(outputs)
-        return Asked(
+        return ProbedQuestion(
             prompt=prompt,
             tokens=context_length + len(prompt.question_ids) + (self.query == "answer"),
             query=[
-                extended.cache.observers[_LAST].read(layer_index)[0, :, -1]
-                for layer_index in range(prefix.info.layers)
+                extended.cache.observers[_LAST].read(layer_index)[0, :, -1] for layer_index in range(prefix.info.layers)
             ],
             question_entries=[
                 (
@@ -283,7 +278,7 @@ class Probe:
             raise UserError(NOT_FINITE)
         return extended, _stacked(outputs), token
 
-    def _before_question(self, prefix: Prefix, cell: Cell, questions: Sequence[Asked]) -> Prefix:
+    def _before_question(self, prefix: Prefix, cell: Cell, questions: Sequence[ProbedQuestion]) -> Prefix:
         """Compress a context for a cell and ask its questions; give a prefill that is whole."""
         policy, stage1 = record_stage1(cell.policy, self.first_stage)
         reserve = max(len(candidate.prompt.question_ids) for candidate in questions) + 1
@@ -324,12 +319,12 @@ def _stacked(outputs: dict[int, Tensor]) -> Tensor:
     return torch.stack([outputs[layer_index] for layer_index in sorted(outputs)])
 
 
-def _hold(cell: Cell, policy: Policy, cache: RaggedCache, stage1: dict[int, Tensor]) -> Held:
+def _hold(cell: Cell, policy: Policy, cache: RaggedCache, stage1: dict[int, Tensor]) -> RetainedEntries:
     """Read what a compressed cache keeps, before anything is appended to it."""
     merged = None
     if policy.merge is not None:
         merged = [_spread(layer) for layer in cache.ragged]
-    return Held(
+    return RetainedEntries(
         cell,
         kept_masks(cache),
         {layer_index: stage1_mask[0] for layer_index, stage1_mask in stage1.items()},
@@ -349,7 +344,7 @@ def _spread(layer: RaggedLayer) -> tuple[Tensor, Tensor]:
     return dense_tensors[0], dense_tensors[1]
 
 
-def _measure(full_query: FullCacheQuery, retained: Held, layer_index: int) -> Perturbed:
+def _measure(full_query: FullCacheQuery, retained: RetainedEntries, layer_index: int) -> Perturbed:
     """Measure a cell in a layer; columns after the compressed part are kept, as part of stage 1."""
     later_columns = full_query.key.shape[1] - retained.kept_masks[layer_index].shape[1]
 
@@ -372,7 +367,7 @@ def _measure(full_query: FullCacheQuery, retained: Held, layer_index: int) -> Pe
     return full_query.evict(kept_mask, None if stage1_mask is None else keep_later(stage1_mask))
 
 
-def _out(retained: Held, layer_index: int) -> Tensor:
+def _out(retained: RetainedEntries, layer_index: int) -> Tensor:
     if retained.block_outputs is None:
         return torch.tensor(torch.nan)
     return retained.block_outputs[layer_index]

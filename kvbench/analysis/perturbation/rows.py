@@ -10,12 +10,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvbench.analysis.perturbation.measure import FullCacheQuery, Perturbed
+from kvbench.analysis.perturbation.head_outputs import FullCacheQuery, Perturbed
 from kvbench.harness.protocol import Request
 from kvbench.runs.cell import Cell
 
 
-class Measured(NamedTuple):
+class QuestionRow(NamedTuple):
     """One question in one layer.
 
     Attributes:
@@ -42,7 +42,7 @@ class Rows:
         self._heads: list[dict[str, Any]] = []
         self._layers: list[dict[str, Any]] = []
 
-    def add(self, query: str, layer_ids: Sequence[int], measured: Iterable[Measured]) -> None:
+    def add(self, query: str, layer_ids: Sequence[int], measured: Iterable[QuestionRow]) -> None:
         """Add what `kvbench.analysis.perturbation.probe.Probe.context` yields.
 
         Args:
@@ -54,10 +54,7 @@ class Rows:
             for cell, perturbed, cell_output in cells:
                 labels = {
                     "cell": cell.cell,
-                    **{
-                        column: cell.labels[column]
-                        for column in ("model", "task", "length", "moment")
-                    },
+                    **{column: cell.labels[column] for column in ("model", "task", "length", "moment")},
                     "query": query,
                     **{column: cell.labels[column] for column in ("policy", "budget")},
                     "sample_id": question.sample_id,
@@ -66,9 +63,7 @@ class Rows:
                     "layer": layer_ids[layer_index],
                     "tokens": tokens,
                 }
-                head_row = {
-                    column: tensor.cpu().numpy() for column, tensor in perturbed.heads.items()
-                }
+                head_row = {column: tensor.cpu().numpy() for column, tensor in perturbed.heads.items()}
                 head_row["output"] = full_query.head_output.cpu().numpy()
                 self._heads.append({**labels, "group": full_query.group, **head_row})
                 output_change = (full_output - cell_output.to(full_output.device)).abs().sum()
@@ -79,9 +74,7 @@ class Rows:
                     full_output.abs().sum(),
                 ]
                 norm_names = ("l1", "output", "l1_forward", "output_forward")
-                self._layers.append(
-                    labels | dict(zip(norm_names, torch.stack(norms).tolist(), strict=True))
-                )
+                self._layers.append(labels | dict(zip(norm_names, torch.stack(norms).tolist(), strict=True)))
 
     def heads(self) -> dict[str, Any]:
         """The columns of the table of heads."""
@@ -96,13 +89,9 @@ class Rows:
         columns: dict[str, Any] = {}
         for column, example in self._heads[0].items():
             if isinstance(example, np.ndarray):
-                columns[column] = np.concatenate(
-                    [layer_block[column] for layer_block in self._heads]
-                )
+                columns[column] = np.concatenate([layer_block[column] for layer_block in self._heads])
             elif column != "group":
-                columns[column] = _repeated(
-                    [layer_block[column] for layer_block in self._heads], block_sizes
-                )
+                columns[column] = _repeated([layer_block[column] for layer_block in self._heads], block_sizes)
             if column == "layer":
                 columns["head"] = np.concatenate(head_indices)
                 columns["kv_head"] = np.concatenate(kv_head_indices).astype(np.int32)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import pandas as pd
 
 from kvbench.analysis.scopes import Row, rows_by_budget, rows_in_scope, scope_heading, scopes
-from kvbench.report.numbers import Kind
-from kvbench.report.table import Cell, Column, Interval, Name, Table, beside
+from kvbench.tables.numbers import NumberFormat
+from kvbench.tables.table import Cell, Column, Interval, Name, Table, beside
 
 READING = (
     "l1: L1 distance, for the same query, between a query head's output with the full cache and "
@@ -41,37 +41,38 @@ def perturbation_tables(
             (*title, ": output perturbation"),
             [
                 *_names(records, "policy", "budget"),
-                (Column("mean l1", Kind.NUMBER), _intervals(records, "l1")),
-                (Column("of output", Kind.PERCENT), [record["relative"] for record in records]),
-                (Column("mass kept", Kind.PERCENT), [record["mass"] for record in records]),
+                (Column("mean l1", NumberFormat.NUMBER), _intervals(records, "l1")),
+                (
+                    Column("of output", NumberFormat.PERCENT),
+                    [record["relative"] for record in records],
+                ),
+                (Column("mass kept", NumberFormat.PERCENT), [record["mass"] for record in records]),
             ],
         )
         yield beside(
             (*title, ": Assumption 3.4 and bounds"),
             [
                 *_names(records, "policy", "budget"),
-                (Column("A3.4 holds", Kind.PERCENT), _intervals(records, "assumption")),
+                (Column("A3.4 holds", NumberFormat.PERCENT), _intervals(records, "assumption")),
                 (
-                    Column("best possible", Kind.PERCENT),
+                    Column("best possible", NumberFormat.PERCENT),
                     [record["assumption_top"] for record in records],
                 ),
-                *_of_bounds(records, "tightness", "ratio", Kind.TIMES),
-                *_of_bounds(records, "violations", "violations", Kind.COUNT),
+                *_of_bounds(records, "tightness", "ratio", NumberFormat.TIMES),
+                *_of_bounds(records, "violations", "violations", NumberFormat.COUNT),
             ],
         )
         records = rows_by_budget(rows_in_scope(pairs, scope))
-        records = [
-            record for record in records if (record["policy"], record["against"]) in shown_pairs
-        ]
+        records = [record for record in records if (record["policy"], record["against"]) in shown_pairs]
         if records:
-            change = Column("change of l1", Kind.PERCENT, better="lower", signed=True)
+            change = Column("change of l1", NumberFormat.PERCENT, better="lower", signed=True)
             yield beside(
                 (*title, ": who perturbs less"),
                 [
                     *_names(records, "budget", "policy", "against"),
                     *(
                         (
-                            Column(measure.replace("_", " "), Kind.PERCENT),
+                            Column(measure.replace("_", " "), NumberFormat.PERCENT),
                             _intervals(records, measure),
                         )
                         for measure in ("heads_won", "queries_won")
@@ -86,7 +87,7 @@ def _names(records: Sequence[Row], *columns: str) -> list[tuple[Column, list[Cel
 
 
 def _of_bounds(
-    records: Sequence[Row], measure: str, group: str, column_format: Kind
+    records: Sequence[Row], measure: str, group: str, column_format: NumberFormat
 ) -> list[tuple[Column, list[Cell]]]:
     """A column for each bound."""
     return [

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.analysis.common import make_grid
-from kvbench.analysis.perturbation import compare, probe
+from kvbench.analysis.perturbation import comparison, probe
 from kvbench.analysis.perturbation.figures import draw_perturbation, shown_pairs
 from kvbench.analysis.perturbation.tables import READING, perturbation_tables
 from kvbench.analysis.summary import notes
@@ -39,7 +39,7 @@ def write_perturbation(
     folder = make_output_folder(grid, "perturbation", query, first_stage)
     perturbation = probe.analyze(grid, reporter, query=query_kind, first_stage=first_stage)
     require_results(perturbation.heads, perturbation.failed)
-    pairs, cells = compare.pairs(perturbation.heads), compare.cells(perturbation.heads)
+    pairs, cells = comparison.pairs(perturbation.heads), comparison.cells(perturbation.heads)
     frames = {
         "heads": perturbation.heads,
         "layers": perturbation.layers,
@@ -53,9 +53,7 @@ def write_perturbation(
         frames,
         list(perturbation_tables(cells, pairs, shown_pairs(pairs))),
         notes(cells, perturbation.failed, READING),
-        draw_perturbation(
-            perturbation.heads, perturbation.layers, pairs, cells, folder / "figures"
-        ),
+        draw_perturbation(perturbation.heads, perturbation.layers, pairs, cells, folder / "figures"),
         command,
         perturbation.failed,
     )

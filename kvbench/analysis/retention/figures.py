@@ -15,12 +15,12 @@ from matplotlib.lines import Line2D
 
 from kvbench.analysis.maps import MOST_ACROSS, Colours, head_maps, step_maps
 from kvbench.analysis.retention.matrices import binned, retention, steps_shown
-from kvbench.analysis.retention.measure import Found, OfTask, Shown
 from kvbench.analysis.retention.steps import held_at_steps
+from kvbench.analysis.retention.survival import RetentionResult, RetentionText, TaskRetention
 from kvbench.analysis.retention.tables import criterion
-from kvbench.report.style import PAGE, lay_out_figure, marker_styles, plot_style, save
-from kvbench.report.text import counted, short, slug
 from kvbench.stats import Floats
+from kvbench.tables.plot_style import PAGE, lay_out_figure, marker_styles, plot_style, save
+from kvbench.tables.text import counted, short, slug
 
 _PIXELS = 320
 """Rows and columns of a panel; a longer text is drawn at so many steps, columns averaged."""
@@ -29,7 +29,7 @@ _SHARE = ("viridis", 0.0, 1.0)
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RetentionFigure:
     """A figure.
 
     Attributes:
@@ -43,7 +43,7 @@ class Drawn:
     task: int
 
 
-def draw(result: Found, folder: Path) -> list[Drawn]:
+def draw(result: RetentionResult, folder: Path) -> list[RetentionFigure]:
     """Draw everything.
 
     Args:
@@ -52,13 +52,13 @@ def draw(result: Found, folder: Path) -> list[Drawn]:
     """
     with plot_style():
         return [
-            Drawn(paths, title, task_number)
+            RetentionFigure(paths, title, task_number)
             for task_number, task in enumerate(result.tasks)
             for paths, title in _task(task, result, folder)
         ]
 
 
-def _task(task: OfTask, result: Found, folder: Path) -> Iterator[tuple[list[Path], str]]:
+def _task(task: TaskRetention, result: RetentionResult, folder: Path) -> Iterator[tuple[list[Path], str]]:
     labels = task.where
     suffix, subtitle = slug(labels["task"]), f"{short(labels['task'])} · {short(labels['model'])}"
     for column in ("model", "length"):
@@ -69,8 +69,7 @@ def _task(task: OfTask, result: Found, folder: Path) -> Iterator[tuple[list[Path
     if task.sparsity:
         title = f"Sparsity of the retention matrices · {subtitle}, {text_count}"
         panels = [
-            (short(gated_policy, 24), (total / task.count).numpy())
-            for gated_policy, total in task.sparsity.items()
+            (short(gated_policy, 24), (total / task.count).numpy()) for gated_policy, total in task.sparsity.items()
         ]
         yield (
             _maps(task, panels, "sparsity", "KV head", title, folder / f"sparsity-{suffix}"),
@@ -92,8 +91,7 @@ def _task(task: OfTask, result: Found, folder: Path) -> Iterator[tuple[list[Path
             stem = folder / f"retention-{slug(policy)}-{sample_suffix}"
             log_betas = log_beta[task.draw_layers][:, task.draw_heads]
             matrices = [
-                [retention(head_row, drawn_steps).numpy() for head_row in layer_heads]
-                for layer_heads in log_betas
+                [retention(head_row, drawn_steps).numpy() for head_row in layer_heads] for layer_heads in log_betas
             ]
             yield _matrices(task, matrices, drawn_steps.numpy(), title, "retention", stem), title
         for (policy, budget), trace in sample.traces.items():
@@ -111,7 +109,7 @@ def _task(task: OfTask, result: Found, folder: Path) -> Iterator[tuple[list[Path
 
 
 def _maps(
-    task: OfTask,
+    task: TaskRetention,
     panels: Sequence[tuple[str, Floats]],
     label: str,
     x_label: str,
@@ -119,14 +117,12 @@ def _maps(
     stem: Path,
 ) -> list[Path]:
     """Maps of shares, layers by heads."""
-    panel_rows = [
-        panels[start : start + MOST_ACROSS] for start in range(0, len(panels), MOST_ACROSS)
-    ]
+    panel_rows = [panels[start : start + MOST_ACROSS] for start in range(0, len(panels), MOST_ACROSS)]
     return head_maps(panel_rows, [Colours(*_SHARE, label)], title, x_label, task.layers, stem)
 
 
 def _matrices(
-    task: OfTask,
+    task: TaskRetention,
     matrices: list[list[Floats]],
     drawn_steps: Floats,
     title: str,
@@ -165,23 +161,16 @@ def _matrices(
     return save(layout.figure, stem)
 
 
-def _survival(task: OfTask, title: str, stem: Path) -> list[Path]:
+def _survival(task: TaskRetention, title: str, stem: Path) -> list[Path]:
     """Left: mean over layers and query heads for every criterion; then the layers, by criterion."""
     shares, horizons = task.survival.shares(), task.survival.horizons
     labels = [criterion(*in_use) for in_use in task.criteria]
     styles = marker_styles(labels)
     layer_count = len(task.layers)
-    colours = [
-        colormaps["viridis"](layer_index / max(1, layer_count - 1))
-        for layer_index in range(layer_count)
-    ]
-    labelled_layers = (
-        range(layer_count) if layer_count <= 4 else sorted({0, layer_count // 2, layer_count - 1})
-    )
+    colours = [colormaps["viridis"](layer_index / max(1, layer_count - 1)) for layer_index in range(layer_count)]
+    labelled_layers = range(layer_count) if layer_count <= 4 else sorted({0, layer_count // 2, layer_count - 1})
     handles = [Line2D([], [], color=styles[label][0]) for label in labels]
-    handles += [
-        Line2D([], [], color=colours[layer_index], lw=0.7) for layer_index in labelled_layers
-    ]
+    handles += [Line2D([], [], color=colours[layer_index], lw=0.7) for layer_index in labelled_layers]
     column_count = min(3, 1 + len(labels))
     layout = lay_out_figure(
         -(-(1 + len(labels)) // column_count),
@@ -205,16 +194,12 @@ def _survival(task: OfTask, title: str, stem: Path) -> list[Path]:
     for panel_axes, label, share in zip(axes, labels, shares, strict=True):
         panel_axes.set_title(label, loc="left", y=1.0, pad=3)
         for layer_index in range(layer_count):
-            _curve(
-                panel_axes, horizons, share[layer_index].mean(0).numpy(), colours[layer_index], 0.7
-            )
+            _curve(panel_axes, horizons, share[layer_index].mean(0).numpy(), colours[layer_index], 0.7)
     mean_axes.set_ylim(0, 102)
     return save(layout.figure, stem)
 
 
-def _curve(
-    axes: Axes, horizons: Sequence[int], share: Floats, colour: Any, line_width: float
-) -> None:
+def _curve(axes: Axes, horizons: Sequence[int], share: Floats, colour: Any, line_width: float) -> None:
     axes.plot(horizons, 100 * share, color=colour, lw=line_width)
     axes.set_xscale("symlog", linthresh=1, linscale=0.3)
     ticks = [0, *(10**exponent for exponent in range(6) if 10**exponent <= horizons[-1])]
@@ -222,7 +207,7 @@ def _curve(
     axes.minorticks_off()
 
 
-def _entries(task: OfTask, sample: Shown, title: str, stem: Path) -> list[Path]:
+def _entries(task: TaskRetention, sample: RetentionText, title: str, stem: Path) -> list[Path]:
     """Entries of every KV head over the steps; a panel per policy and budget."""
     panels = []
     for (policy, budget), trace in sample.traces.items():
@@ -234,9 +219,7 @@ def _entries(task: OfTask, sample: Shown, title: str, stem: Path) -> list[Path]:
     return step_maps(panel_rows, colours, title, "step t", task.layers, stem)
 
 
-def _image(
-    axes: Axes, pixels: Floats, scale: tuple[str, float, float], length: int, row_count: int
-) -> AxesImage:
+def _image(axes: Axes, pixels: Floats, scale: tuple[str, float, float], length: int, row_count: int) -> AxesImage:
     """A picture whose columns are tokens, however many of them share a column."""
     axes.tick_params(length=0, labelsize=6.5)
     colour_map, lowest, highest = scale

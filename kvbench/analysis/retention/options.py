@@ -25,7 +25,7 @@ MOST_HEADS = 8
 
 
 @dataclass(frozen=True)
-class Options:
+class RetentionOptions:
     """What to look at.
 
     Attributes:
@@ -71,7 +71,7 @@ class Options:
             raise UserError("survival needs a criterion; use --top 64 or --mass 0.9")
 
     @classmethod
-    def read(cls, flags: Mapping[str, Any]) -> Options:
+    def read(cls, flags: Mapping[str, Any]) -> RetentionOptions:
         """Parse flags; a flag that is None was not given.
 
         Args:
@@ -80,11 +80,7 @@ class Options:
         Raises:
             UserError: A value cannot be parsed or is out of range.
         """
-        parsed = {
-            attribute: flag_value
-            for attribute, flag_value in flags.items()
-            if flag_value is not None
-        }
+        parsed = {attribute: flag_value for attribute, flag_value in flags.items() if flag_value is not None}
         for flag in ("layers", "heads"):
             if flag in parsed:
                 parsed[flag] = parse_integers_or_all(flag, parsed[flag])
@@ -97,9 +93,7 @@ class Options:
     @property
     def criteria(self) -> list[tuple[str, float]]:
         """The criteria of survival, name and value, in the order of its tables."""
-        rank_criteria: list[tuple[str, float]] = [
-            ("top", float(top_count)) for top_count in self.top
-        ]
+        rank_criteria: list[tuple[str, float]] = [("top", float(top_count)) for top_count in self.top]
         return rank_criteria + [("mass", share) for share in self.mass]
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,6 +105,4 @@ def _shares(share_texts: list[str]) -> tuple[float, ...]:
     try:
         return tuple(float(share_text) for share_text in share_texts)
     except ValueError:
-        raise UserError(
-            f"--mass {','.join(share_texts)}: use shares with commas, such as 0.9,0.99"
-        ) from None
+        raise UserError(f"--mass {','.join(share_texts)}: use shares with commas, such as 0.9,0.99") from None

@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from kvbench.analysis.retention.figures import Drawn
-from kvbench.analysis.retention.measure import Found, OfTask, Shown
+from kvbench.analysis.retention.figures import RetentionFigure
 from kvbench.analysis.retention.steps import Trace
+from kvbench.analysis.retention.survival import RetentionResult, RetentionText, TaskRetention
 from kvbench.analysis.scopes import scope_heading
-from kvbench.report.outputs import html, html_text
-from kvbench.report.table import Table
-from kvbench.report.text import plain
 from kvbench.stats import Floats
+from kvbench.tables.outputs import html, html_text
+from kvbench.tables.table import Table
+from kvbench.tables.text import plain
 
 LEVELS = 10
 _LIGHT = {"h": (0, 114, 178), "b": (213, 94, 0)}
@@ -48,11 +48,11 @@ img { max-width: 100%; height: auto } figure { margin: 1em 0 } figcaption { colo
 
 
 def page(
-    result: Found,
+    result: RetentionResult,
     command: str,
     tables: Sequence[Table],
     notes: Sequence[str],
-    figures: Sequence[Drawn],
+    figures: Sequence[RetentionFigure],
 ) -> str:
     """Write the page.
 
@@ -82,7 +82,7 @@ def page(
     return "\n".join([*html_parts, "</body></html>"]) + "\n"
 
 
-def _highlighted(task: OfTask, sample: Shown) -> Iterator[str]:
+def _highlighted(task: TaskRetention, sample: RetentionText) -> Iterator[str]:
     """The text, once for each policy with gates and once for each policy and budget."""
     name = f"sample {_text(sample.sample_id)}"
     for policy, log_beta in sample.log_beta.items():
@@ -90,13 +90,8 @@ def _highlighted(task: OfTask, sample: Shown) -> Iterator[str]:
         low, high = float(mean_beta.min()), float(mean_beta.max())
         scaled_beta = (mean_beta - low) / (high - low) if high > low else np.ones_like(mean_beta)
         yield f"<h3>{name}: mean retention, <code>{_text(policy)}</code></h3>"
-        yield (
-            f'<p class="note">From {low:.4f} (white) to {high:.4f}: the mean of beta over layers '
-            "and KV heads.</p>"
-        )
-        yield _spans(
-            sample, "b", scaled_beta, [f"mean beta {beta_value:.4f}" for beta_value in mean_beta]
-        )
+        yield (f'<p class="note">From {low:.4f} (white) to {high:.4f}: the mean of beta over layers and KV heads.</p>')
+        yield _spans(sample, "b", scaled_beta, [f"mean beta {beta_value:.4f}" for beta_value in mean_beta])
         yield '<p class="note">By KV head, from beta 0 (white) to 1:</p>'
         yield from _by_head(task, sample, partial(_faded, log_beta))
     for (policy, budget), trace in sample.traces.items():
@@ -121,22 +116,20 @@ def _beta(log_beta: Tensor) -> Floats:
     return mean_beta
 
 
-def _spans(sample: Shown, style: str, levels: Floats, tooltips: Sequence[str]) -> str:
+def _spans(sample: RetentionText, style: str, levels: Floats, tooltips: Sequence[str]) -> str:
     """The text, with a background and a tooltip for each token."""
     html_parts = []
     for position, piece in enumerate(sample.pieces):
         level = round(float(levels[position]) * LEVELS)
         special = " s" * (position in sample.special)
         tooltip = escape(f"{position}: {plain(repr(piece))}, {tooltips[position]}")
-        html_parts.append(
-            f'{_part(sample, position)}<span class="{style}{level}{special}" title="{tooltip}">'
-        )
+        html_parts.append(f'{_part(sample, position)}<span class="{style}{level}{special}" title="{tooltip}">')
         html_parts.append(f"{_piece(piece)}</span>")
     return f'<div class="text">{"".join(html_parts)}</div>'
 
 
 def _by_head(
-    task: OfTask, sample: Shown, styler: Callable[[int, int], tuple[list[str], str]]
+    task: TaskRetention, sample: RetentionText, styler: Callable[[int, int], tuple[list[str], str]]
 ) -> Iterator[str]:
     """The text, once for each KV head that is drawn, folded away.
 
@@ -152,7 +145,7 @@ def _by_head(
             yield f'<details><summary>{heading}</summary><div class="text">{markup}</div></details>'
 
 
-def _runs(sample: Shown, styles: Sequence[str]) -> str:
+def _runs(sample: RetentionText, styles: Sequence[str]) -> str:
     """The text with a style for each token; neighbours with the same style share a span."""
     spans: list[str] = []
     for position, piece in enumerate(sample.pieces):
@@ -166,20 +159,16 @@ def _runs(sample: Shown, styles: Sequence[str]) -> str:
 
 def _held(trace: Trace, layer: int, head: int) -> tuple[list[str], str]:
     held_mask = trace.held[layer, head].tolist()
-    return [
-        "k" if is_held else "g" for is_held in held_mask
-    ], f"{sum(held_mask)} of {len(held_mask)} tokens"
+    return ["k" if is_held else "g" for is_held in held_mask], f"{sum(held_mask)} of {len(held_mask)} tokens"
 
 
 def _faded(log_beta: Tensor, layer: int, head: int) -> tuple[list[str], str]:
     head_beta = log_beta[layer, head].double().exp()
     levels = (head_beta * LEVELS).round().int().tolist()
-    return [
-        f"b{level}" for level in levels
-    ], f"beta from {head_beta.min():.4f} to {head_beta.max():.4f}"
+    return [f"b{level}" for level in levels], f"beta from {head_beta.min():.4f} to {head_beta.max():.4f}"
 
 
-def _part(sample: Shown, position: int) -> str:
+def _part(sample: RetentionText, position: int) -> str:
     """A mark at the beginning of each part of the text."""
     part_name = sample.part(position)
     if position and part_name == sample.part(position - 1):
@@ -197,7 +186,7 @@ def _text(content: object) -> str:
     return escape(plain(content))
 
 
-def _figure(figure: Drawn) -> str:
+def _figure(figure: RetentionFigure) -> str:
     path: Path = next(candidate for candidate in figure.paths if candidate.suffix == ".png")
     encoded = base64.b64encode(path.read_bytes()).decode("ascii")
     caption = _text(figure.title)

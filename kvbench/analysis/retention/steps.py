@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.analysis.common import Bench, kept_masks
+from kvbench.analysis.common import CellBench, kept_masks
 from kvbench.benchmark import Medium
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
@@ -65,9 +65,7 @@ def entries(eviction_steps: Tensor, counted_mask: Tensor | None = None) -> Tenso
         counted_mask = torch.ones(length, dtype=torch.bool, device=eviction_steps.device)
     count_shape = (*eviction_steps.shape[:-1], length + 1)
     evicted_counts = torch.zeros(count_shape, dtype=torch.int64, device=eviction_steps.device)
-    evicted_counts.scatter_add_(
-        -1, eviction_steps.long(), counted_mask.long().expand_as(eviction_steps)
-    )
+    evicted_counts.scatter_add_(-1, eviction_steps.long(), counted_mask.long().expand_as(eviction_steps))
     return counted_mask.cumsum(-1) - evicted_counts[..., :length].cumsum(-1)
 
 
@@ -86,7 +84,7 @@ def held_at_steps(eviction_steps: Tensor, steps: Tensor) -> Tensor:
 
 
 def trace_decoding(
-    bench: Bench,
+    bench: CellBench,
     token_ids: Sequence[int],
     policy: Policy,
     budget: Budget,
@@ -120,9 +118,7 @@ def trace_decoding(
     return watch.trace(entry_limit)
 
 
-def trace_compression(
-    prefix: Prefix, policy: Policy, budget: Budget, seed: int, context: int, length: int
-) -> Trace:
+def trace_compression(prefix: Prefix, policy: Policy, budget: Budget, seed: int, context: int, length: int) -> Trace:
     """Compress a context once (moment `context`); all that comes later is kept.
 
     Args:
@@ -161,9 +157,7 @@ class Watch:
         device = cache.valid.device
         self.cache, self.eviction_count = cache, 0
         self.heads = record_shape[0] * record_shape[1]
-        self._eviction_steps = torch.full(
-            record_shape, max_tokens, dtype=torch.int32, device=device
-        )
+        self._eviction_steps = torch.full(record_shape, max_tokens, dtype=torch.int32, device=device)
         self._live_entries = 0
         self._seen_tokens = 0
         self.step()

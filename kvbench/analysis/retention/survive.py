@@ -105,18 +105,13 @@ class InUseObserver(LayerObserver):
         sorted_logits = logits.flip(-1).sort(dim=-1, descending=True, stable=True)
         token_order = logits.shape[-1] - 1 - sorted_logits.indices
         rank_values = torch.arange(logits.shape[-1], device=logits.device)
-        ranks = torch.empty_like(token_order).scatter_(
-            -1, token_order, rank_values.expand(token_order.shape)
-        )
+        ranks = torch.empty_like(token_order).scatter_(-1, token_order, rank_values.expand(token_order.shape))
         visible = (positions + 1).expand(logits.shape[:-1])
         selected_counts = [visible.clamp(max=top_count) for top_count in self.top]
         if self.mass:
             weights = torch.softmax(sorted_logits.values.double(), -1)
             preceding_mass = weights.cumsum(-1) - weights
-            selected_counts += [
-                torch.minimum((preceding_mass < threshold).sum(-1), visible)
-                for threshold in self.mass
-            ]
+            selected_counts += [torch.minimum((preceding_mass < threshold).sum(-1), visible) for threshold in self.mass]
         return ranks, selected_counts
 
     def read(self, layer: int) -> Tensor:
@@ -127,10 +122,7 @@ class InUseObserver(LayerObserver):
     def stack(cls, parts: Sequence[Any]) -> Self:
         """Join the sequences of several observers into one batch; they must be equally long."""
         joined = cls(parts[0].top, parts[0].mass)
-        joined._held = {
-            layer: torch.cat([observer._held[layer] for observer in parts], 1)
-            for layer in parts[0]._held
-        }
+        joined._held = {layer: torch.cat([observer._held[layer] for observer in parts], 1) for layer in parts[0]._held}
         return joined
 
 
@@ -172,8 +164,7 @@ class Survival:
         self.alive = alive_counts if self.alive is None else self.alive + alive_counts
         length = latest_queries[0].shape[-1]
         self.tokens = [
-            countable + max(0, length - horizon)
-            for countable, horizon in zip(self.tokens, self.horizons, strict=True)
+            countable + max(0, length - horizon) for countable, horizon in zip(self.tokens, self.horizons, strict=True)
         ]
 
     def shares(self) -> Tensor:

@@ -11,11 +11,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvbench.analysis.retention.measure import Found, OfTask, Shown
+from kvbench.analysis.retention.survival import RetentionResult, RetentionText, TaskRetention
 from kvbench.analysis.scopes import scope_heading
-from kvbench.report.numbers import Kind
-from kvbench.report.table import Cell, Column, Name, Phrase, Row, Table, beside
-from kvbench.report.text import counted
+from kvbench.tables.numbers import NumberFormat
+from kvbench.tables.table import Cell, Column, Name, Phrase, Table, TableRow, beside
+from kvbench.tables.text import counted
 
 Title: TypeAlias = tuple[Phrase, ...]
 
@@ -26,8 +26,7 @@ EXTREMES = 10
 """Tokens in the tables of the most and of the least retained, as in the paper's figure 5b."""
 
 READING = {
-    "evictions": "Every policy sees the same text: context, question and what the model writes "
-    "with the full cache.",
+    "evictions": "Every policy sees the same text: context, question and what the model writes with the full cache.",
     "sparsity": "Sparsity: 1 - 2/(T(T+1)) times the sum of a KV head's retention matrix. Its gates "
     "are read in one pass with the full cache. At 0, nothing fades.",
     "tokens": "Retained tokens: mean beta over layers, KV heads and occurrences. Half-life: tokens "
@@ -40,9 +39,9 @@ READING = {
 """How to read each table, by its name."""
 
 
-def frames(result: Found) -> dict[str, pd.DataFrame]:
+def frames(result: RetentionResult) -> dict[str, pd.DataFrame]:
     """All tables by name (columns: docs/analysis.md); one that would be empty is left out."""
-    makers: dict[str, Callable[[OfTask], Iterator[pd.DataFrame]]] = {
+    makers: dict[str, Callable[[TaskRetention], Iterator[pd.DataFrame]]] = {
         "sparsity": _sparsity,
         "tokens": _tokens,
         "survival": _survival,
@@ -53,18 +52,13 @@ def frames(result: Found) -> dict[str, pd.DataFrame]:
     }
     frames_by_name = {}
     for table_name, make_frames in makers.items():
-        task_frames = [
-            task_frame
-            for task in result.tasks
-            for task_frame in make_frames(task)
-            if len(task_frame)
-        ]
+        task_frames = [task_frame for task in result.tasks for task_frame in make_frames(task) if len(task_frame)]
         if task_frames:
             frames_by_name[table_name] = pd.concat(task_frames, ignore_index=True)
     return frames_by_name
 
 
-def _sparsity(task: OfTask) -> Iterator[pd.DataFrame]:
+def _sparsity(task: TaskRetention) -> Iterator[pd.DataFrame]:
     for policy, total in task.sparsity.items():
         head_columns = _heads(task, total.shape[1])
         yield pd.DataFrame(
@@ -78,12 +72,10 @@ def _sparsity(task: OfTask) -> Iterator[pd.DataFrame]:
         )
 
 
-def _tokens(task: OfTask) -> Iterator[pd.DataFrame]:
+def _tokens(task: TaskRetention) -> Iterator[pd.DataFrame]:
     for policy, token_sums in task.tokens.items():
         token_rows = pd.DataFrame(token_sums.rows())
-        token_rows.insert(
-            1, "token", [task.token_labels[token_id] for token_id in token_rows["token_id"]]
-        )
+        token_rows.insert(1, "token", [task.token_labels[token_id] for token_id in token_rows["token_id"]])
         token_rows = token_rows.assign(**task.where, policy=policy)
         yield token_rows[
             [
@@ -94,7 +86,7 @@ def _tokens(task: OfTask) -> Iterator[pd.DataFrame]:
         ]
 
 
-def _survival(task: OfTask) -> Iterator[pd.DataFrame]:
+def _survival(task: TaskRetention) -> Iterator[pd.DataFrame]:
     alive_counts = task.survival.alive
     assert alive_counts is not None
     labels = {label: setting for label, setting in task.where.items() if label != "moment"}
@@ -106,9 +98,7 @@ def _survival(task: OfTask) -> Iterator[pd.DataFrame]:
                 "criterion": name,
                 "value": value,
                 "layer": np.repeat(np.array(task.layers, np.int32), heads * horizon_count),
-                "head": np.tile(
-                    np.repeat(np.arange(heads, dtype=np.int32), horizon_count), layer_count
-                ),
+                "head": np.tile(np.repeat(np.arange(heads, dtype=np.int32), horizon_count), layer_count),
                 "horizon": np.tile(np.array(task.survival.horizons, np.int32), layer_count * heads),
                 "alive": counts_by_head.flatten().numpy(),
                 "tokens": np.tile(np.array(task.survival.tokens), layer_count * heads),
@@ -116,13 +106,13 @@ def _survival(task: OfTask) -> Iterator[pd.DataFrame]:
         )
 
 
-def _per_text(task: OfTask, make_columns: Any) -> Iterator[pd.DataFrame]:
+def _per_text(task: TaskRetention, make_columns: Any) -> Iterator[pd.DataFrame]:
     for sample in task.samples:
         for columns in make_columns(task, sample):
             yield pd.DataFrame({**task.where, "sample_id": sample.sample_id, **columns})
 
 
-def _retention(task: OfTask, sample: Shown) -> Iterator[dict[str, Any]]:
+def _retention(task: TaskRetention, sample: RetentionText) -> Iterator[dict[str, Any]]:
     for policy, log_beta in sample.log_beta.items():
         yield {
             "policy": policy,
@@ -131,20 +121,18 @@ def _retention(task: OfTask, sample: Shown) -> Iterator[dict[str, Any]]:
         }
 
 
-def _evictions(task: OfTask, sample: Shown) -> Iterator[dict[str, Any]]:
+def _evictions(task: TaskRetention, sample: RetentionText) -> Iterator[dict[str, Any]]:
     for (policy, budget), trace in sample.traces.items():
         eviction_steps = trace.eviction_steps.flatten().numpy()
         yield {
             "policy": policy,
             "budget": budget,
             **_by_entry(task, trace.eviction_steps),
-            "evicted": pd.arrays.IntegerArray(
-                eviction_steps, eviction_steps == len(sample.token_ids)
-            ),
+            "evicted": pd.arrays.IntegerArray(eviction_steps, eviction_steps == len(sample.token_ids)),
         }
 
 
-def _entries(task: OfTask, sample: Shown) -> Iterator[dict[str, Any]]:
+def _entries(task: TaskRetention, sample: RetentionText) -> Iterator[dict[str, Any]]:
     for (policy, budget), trace in sample.traces.items():
         columns = _by_entry(task, trace.eviction_steps)
         columns["step"] = columns.pop("position")
@@ -152,7 +140,7 @@ def _entries(task: OfTask, sample: Shown) -> Iterator[dict[str, Any]]:
         yield {"policy": policy, "budget": budget, **columns, "entries": entry_counts}
 
 
-def _positions(task: OfTask, sample: Shown) -> Iterator[dict[str, Any]]:
+def _positions(task: TaskRetention, sample: RetentionText) -> Iterator[dict[str, Any]]:
     for (policy, budget), trace in sample.traces.items():
         log_beta = sample.log_beta.get(policy)
         mean_beta = math.nan if log_beta is None else log_beta.double().exp().mean((0, 1)).numpy()
@@ -168,7 +156,7 @@ def _positions(task: OfTask, sample: Shown) -> Iterator[dict[str, Any]]:
         }
 
 
-def _heads(task: OfTask, heads: int) -> dict[str, Any]:
+def _heads(task: TaskRetention, heads: int) -> dict[str, Any]:
     layers = np.array(task.layers, np.int32)
     return {
         "layer": np.repeat(layers, heads),
@@ -176,19 +164,17 @@ def _heads(task: OfTask, heads: int) -> dict[str, Any]:
     }
 
 
-def _by_entry(task: OfTask, entry_values: Tensor) -> dict[str, Any]:
+def _by_entry(task: TaskRetention, entry_values: Tensor) -> dict[str, Any]:
     """Layer, KV head and position of the numbers of a tensor `[L, H, T]`."""
     layer_count, heads, length = entry_values.shape
-    columns = {
-        column: np.repeat(head_row, length) for column, head_row in _heads(task, heads).items()
-    }
+    columns = {column: np.repeat(head_row, length) for column, head_row in _heads(task, heads).items()}
     return {**columns, "position": np.tile(np.arange(length, dtype=np.int32), layer_count * heads)}
 
 
 # --- what is shown --------------------------------------------------------------------------------
 
 
-def retention_tables(result: Found) -> Iterator[Table]:
+def retention_tables(result: RetentionResult) -> Iterator[Table]:
     """Tables for a terminal, a summary and the page."""
     for task in result.tasks:
         title = scope_heading(task.where)
@@ -202,29 +188,23 @@ def retention_tables(result: Found) -> Iterator[Table]:
                 yield _held_table(sample, title)
 
 
-def _sparsity_table(task: OfTask, title: Title) -> Table:
+def _sparsity_table(task: TaskRetention, title: Title) -> Table:
     shows_all = len(task.layers) <= _MOST_LAYERS
-    titles = (
-        [f"layer {layer}" for layer in task.layers] if shows_all else ["least layer", "most layer"]
-    )
+    titles = [f"layer {layer}" for layer in task.layers] if shows_all else ["least layer", "most layer"]
     share_titles = ("mean", "least KV head", "most KV head", *titles)
-    columns = [Column("policy"), *(Column(title, Kind.PERCENT) for title in share_titles)]
+    columns = [Column("policy"), *(Column(title, NumberFormat.PERCENT) for title in share_titles)]
     table_rows = []
     for policy, total in task.sparsity.items():
         sparsities = total / task.count
         by_layer = sparsities.mean(1)
         selected = by_layer if shows_all else torch.stack([by_layer.min(), by_layer.max()])
-        numbers = torch.stack(
-            [sparsities.mean(), sparsities.min(), sparsities.max(), *selected]
-        ).tolist()
-        table_rows.append(Row((Name(policy), *numbers)))
+        numbers = torch.stack([sparsities.mean(), sparsities.min(), sparsities.max(), *selected]).tolist()
+        table_rows.append(TableRow((Name(policy), *numbers)))
     subtitle = f": sparsity, mean over {counted(task.count, 'text')}"
     return Table((*title, subtitle), tuple(columns), tuple(table_rows))
 
 
-def _tokens_table(
-    task: OfTask, policy: str, token_rows: list[dict[str, Any]], title: Title
-) -> Table:
+def _tokens_table(task: TaskRetention, policy: str, token_rows: list[dict[str, Any]], title: Title) -> Table:
     columns: list[tuple[Column, list[Cell]]] = []
     for group, extremes in (
         ("most", token_rows[:EXTREMES]),
@@ -235,45 +215,44 @@ def _tokens_table(
                 Column("token", group=group),
                 [Name(task.token_labels[token_row["token_id"]]) for token_row in extremes],
             ),
-            (Column("times", Kind.COUNT, group), [token_row["count"] for token_row in extremes]),
             (
-                Column("mean beta", Kind.NUMBER, group),
+                Column("times", NumberFormat.COUNT, group),
+                [token_row["count"] for token_row in extremes],
+            ),
+            (
+                Column("mean beta", NumberFormat.NUMBER, group),
                 [token_row["beta"] for token_row in extremes],
             ),
             (
-                Column("half-life", Kind.NUMBER, group),
+                Column("half-life", NumberFormat.NUMBER, group),
                 [token_row["half_life"] for token_row in extremes],
             ),
         ]
     return beside((*title, ": tokens that ", Name(policy), " retains most and least"), columns)
 
 
-def _survival_table(task: OfTask, title: Title) -> Table:
+def _survival_table(task: TaskRetention, title: Title) -> Table:
     horizons, shares = task.survival.horizons, task.survival.shares().mean((1, 2)).tolist()
     column_indices = sorted({horizons.index(horizon) for horizon in _spread_horizons(horizons)})
     columns = [Column("in use")]
-    columns += [Column(f"L = {horizons[index]}", Kind.PERCENT) for index in column_indices]
+    columns += [Column(f"L = {horizons[index]}", NumberFormat.PERCENT) for index in column_indices]
     table_rows = [
-        Row((criterion(name, value), *(share[index] for index in column_indices)))
+        TableRow((criterion(name, value), *(share[index] for index in column_indices)))
         for (name, value), share in zip(task.criteria, shares, strict=True)
     ]
     subtitle = f": survival with the full cache, {counted(task.count, 'text')}"
     return Table((*title, subtitle), tuple(columns), tuple(table_rows))
 
 
-def _held_table(sample: Shown, title: Title) -> Table:
+def _held_table(sample: RetentionText, title: Title) -> Table:
     count_titles = ("entries", "mean at end", "least KV head", "most KV head", "cuts")
     columns = [Column("policy"), Column("budget")]
-    columns += [Column(heading, Kind.COUNT) for heading in count_titles]
+    columns += [Column(heading, NumberFormat.COUNT) for heading in count_titles]
     table_rows = []
     for (policy, budget), trace in sample.traces.items():
         final_entries = trace.entries[..., -1].double()
-        entry_numbers = torch.stack(
-            [final_entries.mean(), final_entries.min(), final_entries.max()]
-        ).tolist()
-        table_rows.append(
-            Row((Name(policy), Name(budget), trace.budget, *entry_numbers, trace.eviction_count))
-        )
+        entry_numbers = torch.stack([final_entries.mean(), final_entries.min(), final_entries.max()]).tolist()
+        table_rows.append(TableRow((Name(policy), Name(budget), trace.budget, *entry_numbers, trace.eviction_count)))
     subtitle = f": entries per KV head, {len(sample.token_ids)} tokens of sample "
     return Table((*title, subtitle, Name(sample.sample_id)), tuple(columns), tuple(table_rows))
 

@@ -48,7 +48,7 @@ class Text:
 
 
 @dataclass
-class Source:
+class TextSource:
     """The texts of one task on one model.
 
     Attributes:
@@ -64,9 +64,7 @@ class Source:
     texts: list[Text] = field(default_factory=list)
 
 
-def sources(
-    grid: Grid, text_file: str | None, new_tokens: int | None, reporter: Reporter
-) -> list[Source]:
+def sources(grid: Grid, text_file: str | None, new_tokens: int | None, reporter: Reporter) -> list[TextSource]:
     """Tokenise what a grid names; the sources of one model are neighbours.
 
     Args:
@@ -79,13 +77,11 @@ def sources(
         UserError: Something is unknown or out of range, or a policy has no files for a model.
     """
     if text_file is not None:
-        return [
-            _file_source(grid, model, Path(text_file), new_tokens or 0) for model in grid.models
-        ]
+        return [_file_source(grid, model, Path(text_file), new_tokens or 0) for model in grid.models]
     task_sources = []
     for stage in stages(grid, reporter.message):
         for job in stage.jobs:
-            source = Source(stage, job.task.name, job.task.length)
+            source = TextSource(stage, job.task.name, job.task.length)
             for prompt in job.prompts:
                 request = prompt.request
                 token_limit = request.max_new_tokens if new_tokens is None else new_tokens
@@ -124,7 +120,7 @@ def runnable(grid: Grid, model: str) -> dict[str, Policy]:
     return policies
 
 
-def _file_source(grid: Grid, model: str, path: Path, new_tokens: int) -> Source:
+def _file_source(grid: Grid, model: str, path: Path, new_tokens: int) -> TextSource:
     try:
         content = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -148,7 +144,7 @@ def _file_source(grid: Grid, model: str, path: Path, new_tokens: int) -> Source:
             f"{path}: {len(token_ids) + new_tokens} tokens exceed the window of {window} of model "
             f"{model}; use a shorter text, because nothing is truncated"
         )
-    return Source(stage, path.name, 0, [Text(path.stem, tuple(token_ids), (), new_tokens)])
+    return TextSource(stage, path.name, 0, [Text(path.stem, tuple(token_ids), (), new_tokens)])
 
 
 def pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
@@ -174,11 +170,7 @@ def pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
                 decode_tokens(token_ids[position - 1]),
                 decode_tokens(token_ids[position - 1], token),
             )
-            token_text = (
-                joint_text[len(previous_text) :]
-                if joint_text.startswith(previous_text)
-                else token_text
-            )
+            token_text = joint_text[len(previous_text) :] if joint_text.startswith(previous_text) else token_text
         if not token_text or "\N{REPLACEMENT CHARACTER}" in token_text:
             token_text = str(tokenizer.convert_ids_to_tokens(token))
         token_texts.append(token_text)

@@ -8,16 +8,16 @@ from typing import Any
 
 from kvbench.analysis.common import make_grid
 from kvbench.analysis.retention.figures import draw
-from kvbench.analysis.retention.measure import analyze
-from kvbench.analysis.retention.options import Options
+from kvbench.analysis.retention.options import RetentionOptions
 from kvbench.analysis.retention.page import page
+from kvbench.analysis.retention.survival import analyze
 from kvbench.analysis.retention.tables import READING, frames, retention_tables
 from kvbench.analysis.summary import notes
 from kvbench.analysis.write import AnalysisOutput, make_output_folder, write_all
 from kvbench.errors import UserError
 from kvbench.files import replacing
 from kvbench.progress import Reporter
-from kvbench.report.text import listed
+from kvbench.tables.text import listed
 
 SAMPLES = 4
 """Texts of a task, where nobody says how many."""
@@ -29,7 +29,7 @@ def write_retention(
     grid_options: Mapping[str, Any],
     reporter: Reporter,
     *,
-    options: Options,
+    options: RetentionOptions,
     command: str = "kvbench analyze retention",
 ) -> AnalysisOutput:
     """Look at what policies retain and write all tables, figures, `summary.md` and a page.
@@ -56,9 +56,7 @@ def write_retention(
     data_frames = frames(result)
     saved_figures = draw(result, folder / "figures")
     tables = list(retention_tables(result))
-    note_lines = [
-        note_line for table_name, note_line in READING.items() if table_name in data_frames
-    ]
+    note_lines = [note_line for table_name, note_line in READING.items() if table_name in data_frames]
     if result.ungated:
         missing = "no retention gates, so no retention matrices, sparsity or table of tokens"
         note_lines.append(f"{listed(result.ungated)}: {missing}")
@@ -80,8 +78,6 @@ def write_retention(
     )
     html_path = folder / "retention.html"
     with replacing(html_path) as temporary_path:
-        temporary_path.write_text(
-            page(result, command, tables, note_lines, saved_figures), encoding="utf-8"
-        )
+        temporary_path.write_text(page(result, command, tables, note_lines, saved_figures), encoding="utf-8")
     summary_path, *other_files = output.files
     return replace(output, files=[summary_path, html_path, *other_files])

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kvbench.analysis.maps import MOST_ACROSS, Colours, Steps, step_maps
 from kvbench.analysis.retention.matrices import binned
-from kvbench.analysis.vision.measure import CellRecord, Found, OfTask, Shown
+from kvbench.analysis.vision.image_shares import CellRecord, ImagePrompt, TaskVision, VisionResult
 from kvbench.analysis.vision.pictures import draw_kept
 from kvbench.analysis.vision.tables import usage
-from kvbench.report.style import plot_style
-from kvbench.report.text import short, slug
+from kvbench.tables.plot_style import plot_style
+from kvbench.tables.text import short, slug
 
 _PIXELS = 640
 """Columns of a panel; of a longer answer, neighbouring steps are averaged."""
@@ -27,7 +27,7 @@ _KINDS = {
 }
 
 
-def draw(result: Found, folder: Path) -> list[Path]:
+def draw(result: VisionResult, folder: Path) -> list[Path]:
     """Draw everything.
 
     Args:
@@ -46,7 +46,7 @@ def draw(result: Found, folder: Path) -> list[Path]:
         ]
 
 
-def _naming(result: Found, task: OfTask, sample: Shown) -> tuple[str, str]:
+def _naming(result: VisionResult, task: TaskVision, sample: ImagePrompt) -> tuple[str, str]:
     """The end of a file's name and of a title."""
     suffix, subtitle = slug(task.task), f"{short(task.task)} · {short(task.model)}"
     for attribute in ("model", "length"):
@@ -57,9 +57,7 @@ def _naming(result: Found, task: OfTask, sample: Shown) -> tuple[str, str]:
     return suffix, f"{subtitle}, sample {short(sample.name)}"
 
 
-def _prompt(
-    task: OfTask, sample: Shown, suffix: str, subtitle: str, folder: Path
-) -> Iterator[Path]:
+def _prompt(task: TaskVision, sample: ImagePrompt, suffix: str, subtitle: str, folder: Path) -> Iterator[Path]:
     by_moment = sorted(sample.records, key=lambda record: record.cell.labels["moment"])
     for moment, group in groupby(by_moment, key=lambda record: record.cell.labels["moment"]):
         traces = list(group)
@@ -74,9 +72,7 @@ def _prompt(
             yield from draw_kept(task, sample, record, suffix, subtitle, folder)
 
 
-def _usage(
-    task: OfTask, sample: Shown, traces: Sequence[CellRecord], title: str, stem: Path
-) -> list[Path]:
+def _usage(task: TaskVision, sample: ImagePrompt, traces: Sequence[CellRecord], title: str, stem: Path) -> list[Path]:
     """Kinds of entries down, cells across, as in the paper's figure 6."""
     usage_counts = [usage(sample, record) for record in traces]
     panel_rows, colours = [], []

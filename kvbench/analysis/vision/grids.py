@@ -30,7 +30,7 @@ SQUARE = ("llava", "llava_next", "llava_onevision")
 
 
 @dataclass(frozen=True)
-class View:
+class ImageView:
     """An image as a model sees it.
 
     Attributes:
@@ -67,7 +67,7 @@ def views(
     token_ids: Sequence[int],
     media: Sequence[Medium],
     pixels: Pixels,
-) -> list[View]:
+) -> list[ImageView]:
     """The images of a prompt; videos have tokens but are not drawn.
 
     Args:
@@ -87,13 +87,9 @@ def views(
     for medium, count in zip(media, vision.counts(media), strict=True):
         if medium.kind == "image":
             if config.model_type in MERGED:
-                view = _merged(
-                    config, pixels["image_grid_thw"][image_index], medium, positions[offset]
-                )
+                view = _merged(config, pixels["image_grid_thw"][image_index], medium, positions[offset])
             else:
-                view = _square(
-                    config, pixels["pixel_values"][image_index], vision, positions[offset]
-                )
+                view = _square(config, pixels["pixel_values"][image_index], vision, positions[offset])
             drawn_positions = {*range(view.first, view.positions.stop)}
             if not drawn_positions <= {*positions[offset : offset + count]}:
                 raise UserError(
@@ -106,16 +102,14 @@ def views(
     return image_views
 
 
-def _merged(config: Any, patch_grid: Tensor, medium: Medium, first_position: int) -> View:
+def _merged(config: Any, patch_grid: Tensor, medium: Medium, first_position: int) -> ImageView:
     """An image whose patches are merged; its tokens divide it evenly."""
     merge_size = int(config.vision_config.spatial_merge_size)
     _, rows, columns = (int(side) for side in patch_grid.tolist())
-    return View(
-        np.asarray(medium.load()), rows // merge_size, columns // merge_size, first_position
-    )
+    return ImageView(np.asarray(medium.load()), rows // merge_size, columns // merge_size, first_position)
 
 
-def _square(config: Any, pixel_values: Tensor, vision: Vision, first_position: int) -> View:
+def _square(config: Any, pixel_values: Tensor, vision: Vision, first_position: int) -> ImageView:
     """The view of a whole image, which the processor may have cropped, with a token per patch.
 
     Args:
@@ -130,11 +124,9 @@ def _square(config: Any, pixel_values: Tensor, vision: Vision, first_position: i
     image_processor = vision.processor.image_processor
     unscaled = pixel_values.double().cpu().numpy().transpose(1, 2, 0)
     if image_processor.do_normalize:
-        unscaled = unscaled * np.array(image_processor.image_std) + np.array(
-            image_processor.image_mean
-        )
+        unscaled = unscaled * np.array(image_processor.image_std) + np.array(image_processor.image_mean)
     scale = 1 / image_processor.rescale_factor if image_processor.do_rescale else 1.0
     picture = (unscaled * scale).round().clip(0, 255).astype(np.uint8)
     # With the strategy `full`, the class token comes before the patches.
     first_position += config.vision_feature_select_strategy == "full"
-    return View(picture[: rows * patch_size, : columns * patch_size], rows, columns, first_position)
+    return ImageView(picture[: rows * patch_size, : columns * patch_size], rows, columns, first_position)

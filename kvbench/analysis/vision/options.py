@@ -19,7 +19,7 @@ MOST_HEADS = 2
 
 
 @dataclass(frozen=True)
-class Options:
+class VisionOptions:
     """What to look at.
 
     Attributes:
@@ -49,7 +49,7 @@ class Options:
         check_minimums(self, {"steps": 1, "new_tokens": 1})
 
     @classmethod
-    def read(cls, flags: Mapping[str, Any]) -> Options:
+    def read(cls, flags: Mapping[str, Any]) -> VisionOptions:
         """Parse flags; a flag that is None was not given.
 
         Args:
@@ -58,11 +58,7 @@ class Options:
         Raises:
             UserError: A value cannot be parsed or is out of range.
         """
-        parsed = {
-            attribute: flag_value
-            for attribute, flag_value in flags.items()
-            if flag_value is not None
-        }
+        parsed = {attribute: flag_value for attribute, flag_value in flags.items() if flag_value is not None}
         for flag in ("layers", "heads"):
             if flag in parsed:
                 parsed[flag] = parse_integers_or_all(flag, parsed[flag])

@@ -14,11 +14,11 @@ from matplotlib.collections import LineCollection
 from PIL import Image
 
 from kvbench.analysis.choosing import evenly_spaced
-from kvbench.analysis.vision.grids import Picture, View
-from kvbench.analysis.vision.measure import CellRecord, OfTask, Shown
-from kvbench.report.style import PAGE, lay_out_figure, save
-from kvbench.report.text import short, slug
+from kvbench.analysis.vision.grids import ImageView, Picture
+from kvbench.analysis.vision.image_shares import CellRecord, ImagePrompt, TaskVision
 from kvbench.stats import Floats
+from kvbench.tables.plot_style import PAGE, lay_out_figure, save
+from kvbench.tables.text import short, slug
 
 _CANVAS = 480
 """Pixels of a panel's longer side; larger images are shrunk."""
@@ -38,14 +38,19 @@ Segment = tuple[tuple[float, float], tuple[float, float]]
 class PlacedImage:
     """An image on the canvas: its picture at that size, and where it is in pixels."""
 
-    view: View
+    view: ImageView
     picture: Picture
     top_offset: int
     left_offset: int
 
 
 def draw_kept(
-    task: OfTask, sample: Shown, record: CellRecord, suffix: str, subtitle: str, folder: Path
+    task: TaskVision,
+    sample: ImagePrompt,
+    record: CellRecord,
+    suffix: str,
+    subtitle: str,
+    folder: Path,
 ) -> Iterator[Path]:
     """Draw the images of a prompt with what one cell holds of them.
 
@@ -78,9 +83,7 @@ def draw_kept(
     held_mask = record.held([step for step, _ in named_steps]).numpy()
     held_share: Floats = held_mask.mean((0, 1))
     for step_index, (_, step_name) in enumerate(named_steps):
-        _panel(
-            next(panel_axes), images, canvas, held_share[step_index], f"all KV heads, {step_name}"
-        )
+        _panel(next(panel_axes), images, canvas, held_share[step_index], f"all KV heads, {step_name}")
     for layer, head in drawn_heads:
         for step_index, (_, step_name) in enumerate(named_steps):
             panel_title = f"layer {task.layers[layer]}, KV head {head}, {step_name}"
@@ -91,17 +94,13 @@ def draw_kept(
                 held_mask[layer, head, step_index].astype(np.float64),
                 panel_title,
             )
-    file_name = (
-        f"kept-{slug(labels['policy'])}-{slug(labels['budget'])}-{labels['moment']}-{suffix}"
-    )
+    file_name = f"kept-{slug(labels['policy'])}-{slug(labels['budget'])}-{labels['moment']}-{suffix}"
     yield from save(layout.figure, folder / file_name)
 
 
-def _title(sample: Shown, record: CellRecord, subtitle: str) -> str:
+def _title(sample: ImagePrompt, record: CellRecord, subtitle: str) -> str:
     cell_labels = record.cell.labels
-    quotation = (
-        f'question "{short(sample.question, 60)}", answer "{short(record.answer.strip(), 60)}"'
-    )
+    quotation = f'question "{short(sample.question, 60)}", answer "{short(record.answer.strip(), 60)}"'
     if reference := ", ".join(sample.prompt.request.target):
         quotation += f', reference "{short(reference, 60)}"'
     return (
@@ -110,7 +109,7 @@ def _title(sample: Shown, record: CellRecord, subtitle: str) -> str:
     )
 
 
-def drawn_steps(record: CellRecord, sample: Shown, max_steps: int) -> list[tuple[int, str]]:
+def drawn_steps(record: CellRecord, sample: ImagePrompt, max_steps: int) -> list[tuple[int, str]]:
     """Decode steps to draw, with their names.
 
     Neighbouring steps between which no visual token was evicted share a panel.
@@ -124,18 +123,14 @@ def drawn_steps(record: CellRecord, sample: Shown, max_steps: int) -> list[tuple
     held_mask = record.held(steps)[..., sample.visual]
     step_groups: list[list[int]] = []
     for step_index, step in enumerate(steps):
-        if step_index and bool(
-            (held_mask[:, :, step_index] == held_mask[:, :, step_index - 1]).all()
-        ):
+        if step_index and bool((held_mask[:, :, step_index] == held_mask[:, :, step_index - 1]).all()):
             step_groups[-1].append(step)
         else:
             step_groups.append([step])
     return [
         (
             step_group[0],
-            f"steps {step_group[0]} to {step_group[-1]}"
-            if len(step_group) > 1
-            else f"step {step_group[0]}",
+            f"steps {step_group[0]} to {step_group[-1]}" if len(step_group) > 1 else f"step {step_group[0]}",
         )
         for step_group in step_groups
     ]
@@ -144,7 +139,7 @@ def drawn_steps(record: CellRecord, sample: Shown, max_steps: int) -> list[tuple
 # --- the canvas -----------------------------------------------------------------------------------
 
 
-def arrange_images(views: Sequence[View]) -> tuple[list[PlacedImage], tuple[int, int]]:
+def arrange_images(views: Sequence[ImageView]) -> tuple[list[PlacedImage], tuple[int, int]]:
     """Lay images out row by row, each as large as its place allows.
 
     Returns:
@@ -154,9 +149,7 @@ def arrange_images(views: Sequence[View]) -> tuple[list[PlacedImage], tuple[int,
     row_count = -(-len(views) // across)
     height = max(view.picture.shape[0] / max(view.picture.shape[:2]) for view in views)
     width = max(view.picture.shape[1] / max(view.picture.shape[:2]) for view in views)
-    pixel_scale = _CANVAS / max(
-        across * width + (across - 1) * _GAP, row_count * height + (row_count - 1) * _GAP
-    )
+    pixel_scale = _CANVAS / max(across * width + (across - 1) * _GAP, row_count * height + (row_count - 1) * _GAP)
     images = []
     for image_index, view in enumerate(views):
         scale = pixel_scale / max(view.picture.shape[:2])
@@ -166,9 +159,7 @@ def arrange_images(views: Sequence[View]) -> tuple[list[PlacedImage], tuple[int,
             round(pixel_scale * cell_index * (cell_side + _GAP))
             for cell_index, cell_side in ((grid_row, height), (grid_column, width))
         )
-        resized = Image.fromarray(view.picture).resize(
-            (image_size[1], image_size[0]), Image.Resampling.LANCZOS
-        )
+        resized = Image.fromarray(view.picture).resize((image_size[1], image_size[0]), Image.Resampling.LANCZOS)
         images.append(PlacedImage(view, np.asarray(resized), top_offset, left_offset))
     canvas = (
         max(placed.top_offset + placed.picture.shape[0] for placed in images),
@@ -185,9 +176,7 @@ def paint(picture: Picture, held_share: Floats) -> Picture:
         held_share: How far each cell is held, from 0 to 1, `[rows, columns]`.
     """
     height, width = picture.shape[:2]
-    clarity = held_share[cell_of(height, held_share.shape[0])][
-        :, cell_of(width, held_share.shape[1])
-    ][..., None]
+    clarity = held_share[cell_of(height, held_share.shape[0])][:, cell_of(width, held_share.shape[1])][..., None]
     greyscale = picture @ np.array([0.299, 0.587, 0.114])
     faded = (greyscale * (1 - _DIM) + _FADED * _DIM)[..., None]
     painted: Picture = (clarity * picture + (1 - clarity) * faded).round().astype(np.uint8)

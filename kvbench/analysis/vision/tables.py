@@ -10,10 +10,16 @@ import pandas as pd
 from torch import Tensor
 
 from kvbench.analysis.scopes import distinct_values, ordered_budgets, scope_heading, scopes
-from kvbench.analysis.vision.measure import BOUNDARIES, CellRecord, Found, OfTask, Shown
-from kvbench.report.numbers import Kind
-from kvbench.report.table import Column, Name, Row, Table
-from kvbench.report.text import counted
+from kvbench.analysis.vision.image_shares import (
+    BOUNDARIES,
+    CellRecord,
+    ImagePrompt,
+    TaskVision,
+    VisionResult,
+)
+from kvbench.tables.numbers import NumberFormat
+from kvbench.tables.table import Column, Name, Table, TableRow
+from kvbench.tables.text import counted
 
 READING = (
     "Entries of one KV head, mean over layers and KV heads: all that it holds, and those of images "
@@ -23,7 +29,7 @@ READING = (
 _LABELS = ("model", "task", "length", "moment", "policy", "budget")
 
 
-def frames(result: Found) -> dict[str, pd.DataFrame]:
+def frames(result: VisionResult) -> dict[str, pd.DataFrame]:
     """All tables by name (columns: docs/analysis.md); one that would be empty is left out."""
     makers = {"answers": _answers, "steps": _steps, "usage": _usage, "tokens": _tokens}
     frames_by_name = {}
@@ -40,13 +46,13 @@ def frames(result: Found) -> dict[str, pd.DataFrame]:
     return frames_by_name
 
 
-def _where(sample: Shown, record: CellRecord) -> dict[str, Any]:
+def _where(sample: ImagePrompt, record: CellRecord) -> dict[str, Any]:
     request = sample.prompt.request
     cell_labels = {label: record.cell.labels[label] for label in _LABELS}
     return {**cell_labels, "sample_id": request.sample_id, "question_id": request.question_id}
 
 
-def _answers(task: OfTask, sample: Shown, record: CellRecord) -> Iterator[dict[str, Any]]:
+def _answers(task: TaskVision, sample: ImagePrompt, record: CellRecord) -> Iterator[dict[str, Any]]:
     yield {
         "images": len([medium for medium in sample.prompt.media if medium.kind == "image"]),
         "prompt_tokens": record.prompt,
@@ -60,26 +66,21 @@ def _answers(task: OfTask, sample: Shown, record: CellRecord) -> Iterator[dict[s
     }
 
 
-def _steps(task: OfTask, sample: Shown, record: CellRecord) -> Iterator[dict[str, Any]]:
-    mean_counts = {
-        kind: entries.double().mean((0, 1)).numpy()
-        for kind, entries in usage(sample, record).items()
-    }
+def _steps(task: TaskVision, sample: ImagePrompt, record: CellRecord) -> Iterator[dict[str, Any]]:
+    mean_counts = {kind: entries.double().mean((0, 1)).numpy() for kind, entries in usage(sample, record).items()}
     yield {
         "step": np.arange(record.steps, dtype=np.int32),
         **_columns(mean_counts, np.float64, record.steps),
     }
 
 
-def _usage(task: OfTask, sample: Shown, record: CellRecord) -> Iterator[dict[str, Any]]:
-    flat_counts = {
-        kind: entries.flatten().numpy() for kind, entries in usage(sample, record).items()
-    }
+def _usage(task: TaskVision, sample: ImagePrompt, record: CellRecord) -> Iterator[dict[str, Any]]:
+    flat_counts = {kind: entries.flatten().numpy() for kind, entries in usage(sample, record).items()}
     index_columns = _index(task, record.trace.eviction_steps.shape[1], record.steps, "step")
     yield {**index_columns, **_columns(flat_counts, np.int32, len(index_columns["step"]))}
 
 
-def _tokens(task: OfTask, sample: Shown, record: CellRecord) -> Iterator[dict[str, Any]]:
+def _tokens(task: TaskVision, sample: ImagePrompt, record: CellRecord) -> Iterator[dict[str, Any]]:
     for image_number, view in enumerate(sample.views, 1):
         evicted_steps = record.evicted[..., view.positions]
         index_columns = _index(task, evicted_steps.shape[1], evicted_steps.shape[2], "cell")
@@ -95,7 +96,7 @@ def _tokens(task: OfTask, sample: Shown, record: CellRecord) -> Iterator[dict[st
         }
 
 
-def usage(sample: Shown, record: CellRecord) -> dict[str, Tensor]:
+def usage(sample: ImagePrompt, record: CellRecord) -> dict[str, Tensor]:
     """Entries by kind, int64 `[L, H, steps]`: all, visual ones, and the boundaries of images."""
     kind_masks = {"visual": sample.visual, **sample.boundaries}
     return {
@@ -112,7 +113,7 @@ def _columns(counts: dict[str, Any], dtype: Any, row_count: int) -> dict[str, An
     return columns
 
 
-def _index(task: OfTask, heads: int, item_count: int, index_name: str) -> dict[str, Any]:
+def _index(task: TaskVision, heads: int, item_count: int, index_name: str) -> dict[str, Any]:
     """Layer, KV head and a third index of numbers `[L, H, each]`."""
     layers = np.array(task.layers, np.int32)
     return {
@@ -130,24 +131,20 @@ def vision_tables(data_frames: dict[str, pd.DataFrame]) -> Iterator[Table]:
     key_columns = ["policy", "budget", "sample_id", "question_id"]
     for scope, step_rows in scopes(data_frames["steps"]):
         answer_groups = step_rows.groupby(key_columns, sort=False, observed=True)
-        answer_ends = (
-            answer_groups.first().join(answer_groups.last().add_suffix("_last")).reset_index()
-        )
+        answer_ends = answer_groups.first().join(answer_groups.last().add_suffix("_last")).reset_index()
         columns = [Column("policy"), Column("budget")]
         for column_group in ("first step", "last step"):
-            columns += [Column(heading, Kind.COUNT, column_group) for heading in ("all", "visual")]
-        columns.append(Column("steps", Kind.COUNT))
+            columns += [Column(heading, NumberFormat.COUNT, column_group) for heading in ("all", "visual")]
+        columns.append(Column("steps", NumberFormat.COUNT))
         table_rows = []
         for policy in distinct_values(answer_ends, "policy"):
             for budget in ordered_budgets(answer_ends):
-                cell_rows = answer_ends[
-                    (answer_ends["policy"] == policy) & (answer_ends["budget"] == budget)
-                ]
+                cell_rows = answer_ends[(answer_ends["policy"] == policy) & (answer_ends["budget"] == budget)]
                 if len(cell_rows):
                     mean_columns = ["entries", "visual", "entries_last", "visual_last", "step_last"]
                     mean_values = cell_rows[mean_columns].mean().tolist()
                     mean_values[-1] += 1
-                    table_rows.append(Row((Name(policy), Name(budget), *mean_values)))
+                    table_rows.append(TableRow((Name(policy), Name(budget), *mean_values)))
         prompt_count = answer_ends.groupby(["policy", "budget"], observed=True).size().max()
         subtitle = f": entries per KV head, mean over {counted(int(prompt_count), 'prompt')}"
         yield Table((*scope_heading(scope), subtitle), tuple(columns), tuple(table_rows))

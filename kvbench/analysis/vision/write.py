@@ -8,12 +8,12 @@ from typing import Any
 from kvbench.analysis.common import make_grid
 from kvbench.analysis.summary import notes
 from kvbench.analysis.vision.figures import draw
-from kvbench.analysis.vision.measure import analyze
-from kvbench.analysis.vision.options import MOMENTS, Options
+from kvbench.analysis.vision.image_shares import analyze
+from kvbench.analysis.vision.options import MOMENTS, VisionOptions
 from kvbench.analysis.vision.tables import READING, frames, vision_tables
 from kvbench.analysis.write import AnalysisOutput, make_output_folder, require_results, write_all
 from kvbench.progress import Reporter
-from kvbench.report.text import listed
+from kvbench.tables.text import listed
 
 SAMPLES = 1
 """Samples of a task, where nobody says how many: every one has pictures of its own."""
@@ -25,7 +25,7 @@ def write_vision(
     grid_options: Mapping[str, Any],
     reporter: Reporter,
     *,
-    options: Options,
+    options: VisionOptions,
     command: str = "kvbench analyze vision",
 ) -> AnalysisOutput:
     """Look at what is kept of images and write all tables, figures and `summary.md`.

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import pandas as pd
 
 from kvbench.report.frames import Results, extras, records
-from kvbench.report.samples import Samples
+from kvbench.report.sorted_samples import Samples
 
 MOST = 5_000_000
 """Characters of responses in a page, so that it stays under 8 MB with everything else."""
@@ -50,9 +50,7 @@ def answers(results: Results, responses: Responses) -> dict[str, Any]:
     sample_ids, question_count = _first_samples(results, results.samples)
     # The model of the report, and not of the run: it tells apart what has the same name.
     sample_frame = Samples(responses(sample_ids)).of(cell_frame["cell"])
-    sample_frame = sample_frame.drop(columns=["policy", "budget", "moment"]).merge(
-        cell_frame, on="cell"
-    )
+    sample_frame = sample_frame.drop(columns=["policy", "budget", "moment"]).merge(cell_frame, on="cell")
     cell_order = {str(cell_id): cell_index for cell_index, cell_id in enumerate(cell_frame["cell"])}
     sample_frame = sample_frame.assign(_order=sample_frame["cell"].map(cell_order))
     sample_frame = sample_frame.sort_values([*_QUESTION, "_order"], kind="stable")
@@ -60,21 +58,13 @@ def answers(results: Results, responses: Responses) -> dict[str, Any]:
     text_indices: dict[str, int] = {}
     question_records: list[dict[str, Any]] = []
     remaining_letters = MOST
-    question_rows = [
-        list(response_rows)
-        for _, response_rows in groupby(records(sample_frame), itemgetter(*_QUESTION))
-    ]
-    for response_rows in _by_turns(
-        question_rows, lambda response_rows: itemgetter(*_PLACE)(response_rows[0])
-    ):
+    question_rows = [list(response_rows) for _, response_rows in groupby(records(sample_frame), itemgetter(*_QUESTION))]
+    for response_rows in _by_turns(question_rows, lambda response_rows: itemgetter(*_PLACE)(response_rows[0])):
         new_texts = {
-            _short(response_row["error"] or response_row["response"])
-            for response_row in response_rows
+            _short(response_row["error"] or response_row["response"]) for response_row in response_rows
         } - text_indices.keys()
         remaining_letters -= (
-            sum(map(len, new_texts))
-            + _ENTRY * len(response_rows)
-            + len(response_rows[0]["prompt_end"])
+            sum(map(len, new_texts)) + _ENTRY * len(response_rows) + len(response_rows[0]["prompt_end"])
         )
         if remaining_letters < 0 and question_records:
             break
@@ -105,9 +95,7 @@ def _first_samples(results: Results, samples: Samples) -> tuple[list[str], int]:
     """
     sample_questions: list[tuple[Any, str, int]] = []
     for task_key, task_cells in results.cells.groupby(_PLACE, sort=False):
-        task_questions = samples.of(task_cells["cell"])[_QUESTION[len(_PLACE) :]].astype(
-            {"sample_id": str}
-        )
+        task_questions = samples.of(task_cells["cell"])[_QUESTION[len(_PLACE) :]].astype({"sample_id": str})
         sample_counts = task_questions.value_counts(sort=False).sort_index()
         sample_names = sample_counts.index.get_level_values("sample_id")
         sample_questions += [
@@ -142,26 +130,19 @@ def _question(
     """A question; new texts are added to `text_indices`."""
     first_row = response_rows[0]
     return {
-        **{
-            field_name: first_row[field_name] for field_name in (*_QUESTION, "context_id", "doc_id")
-        },
+        **{field_name: first_row[field_name] for field_name in (*_QUESTION, "context_id", "doc_id")},
         "context_tokens": int(first_row["context_tokens"]),
         "question_tokens": int(first_row["question_tokens"]),
         "prompt": str(first_row["prompt_end"]),
         "target": [_short(str(target_text)) for target_text in first_row["target"]],
         "extra": {
-            extra_name: str(extra_value)
-            for extra_name, extra_value in parsed_extras[first_row["extra"]].items()
+            extra_name: str(extra_value) for extra_name, extra_value in parsed_extras[first_row["extra"]].items()
         },
         "answers": [
             [
                 cell_order[str(response_row["cell"])],
-                text_indices.setdefault(
-                    _short(response_row["error"] or response_row["response"]), len(text_indices)
-                ),
-                None
-                if math.isnan(response_row["score"])
-                else float(f"{response_row['score']:.4g}"),
+                text_indices.setdefault(_short(response_row["error"] or response_row["response"]), len(text_indices)),
+                None if math.isnan(response_row["score"]) else float(f"{response_row['score']:.4g}"),
                 "error" if response_row["error"] else str(response_row["stop"]),
                 int(response_row["generated_tokens"]),
             ]

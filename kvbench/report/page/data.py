@@ -12,14 +12,14 @@ import pandas as pd
 from kvbench.report.choosing import Aim, PanelMemory, Serving, as_records
 from kvbench.report.frames import Results, recorded, records, unit_scale
 from kvbench.report.heatmap import with_depth
-from kvbench.report.outputs import plain_text
 from kvbench.report.overall import CONFIG
 from kvbench.report.page.answers import Responses, answers
 from kvbench.report.panel import Panel, panels
 from kvbench.report.remarks import remarks
-from kvbench.report.style import marker_styles
-from kvbench.report.text import tokens
 from kvbench.runs.schema import CELL_COLUMNS
+from kvbench.tables.outputs import plain_text
+from kvbench.tables.plot_style import marker_styles
+from kvbench.tables.text import tokens
 from kvbench.terminal import printable
 
 WITHIN = (0.5, 1.0, 2.0, 5.0, 10.0)
@@ -83,24 +83,15 @@ def _rows(panel: Panel) -> Iterator[dict[str, Any]]:
                 "unit": unit_scaled,
                 "higher": bool(frame_row["higher_is_better"]),
                 "telling": bool(frame_row["discriminative"]),
-                "error": str(frame_row.get("error", ""))
-                or ("failed" * (frame_row["status"] != "ok")),
-            } | {
-                column_name: _number(frame_row[column_name])
-                for column_name in _NUMBERS
-                if column_name in frame_row
-            }
+                "error": str(frame_row.get("error", "")) or ("failed" * (frame_row["status"] != "ok")),
+            } | {column_name: _number(frame_row[column_name]) for column_name in _NUMBERS if column_name in frame_row}
 
 
 def _choices(results: Results, all_panels: list[Panel], aim: Aim) -> dict[str, Any]:
     """The cheapest settings for several distances, and what their memory follows from."""
     panel_memories = [PanelMemory.of(panel, results.samples) for panel in all_panels]
     serving = aim.serving or Serving()
-    known_contexts = [
-        panel_memory.context
-        for panel_memory in panel_memories
-        if not math.isnan(panel_memory.context)
-    ]
+    known_contexts = [panel_memory.context for panel_memory in panel_memories if not math.isnan(panel_memory.context)]
     distances = sorted({*WITHIN, round(100 * aim.within, 6)})
     return {
         "within": 100 * aim.within,
@@ -123,9 +114,7 @@ def _choices(results: Results, all_panels: list[Panel], aim: Aim) -> dict[str, A
                 "within": points,
                 "found": [
                     {
-                        field_name: _number(field_value)
-                        if isinstance(field_value, float)
-                        else field_value
+                        field_name: _number(field_value) if isinstance(field_value, float) else field_value
                         for field_name, field_value in record.items()
                     }
                     | {"of_context": not str(record.get("budget", "")).isdigit()}
@@ -143,13 +132,9 @@ def _depths(results: Results) -> list[dict[str, Any]]:
         return []
     depth_samples = with_depth(results)
     # Full has no moment and belongs to all of them; without a depth there is nothing to group.
-    mean_frame = (
-        depth_samples.groupby(_HEAT, sort=False)["score"].agg(["mean", "count"]).reset_index()
-    )
+    mean_frame = depth_samples.groupby(_HEAT, sort=False)["score"].agg(["mean", "count"]).reset_index()
     unit_by_task = (
-        depth_samples.groupby("task")["score"]
-        .agg(lambda task_scores: bool(task_scores.between(0, 1).all()))
-        .to_dict()
+        depth_samples.groupby("task")["score"].agg(lambda task_scores: bool(task_scores.between(0, 1).all())).to_dict()
     )
     return [
         {column_name: mean_row[column_name] for column_name in _HEAT}
@@ -167,9 +152,7 @@ def _facts(results: Results) -> list[list[str]]:
     cells = results.cells
     compressed_cells = cells[cells["policy"] != "full"]
     failed_count = int((cells["status"] != "ok").sum())
-    sample_counts = sorted(
-        {int(sample_count) for sample_count in cells.loc[cells["status"] == "ok", "samples"]}
-    )
+    sample_counts = sorted({int(sample_count) for sample_count in cells.loc[cells["status"] == "ok", "samples"]})
     facts = {
         "Model": _listed(cells["model"]),
         "Benchmarks": _listed(cells["group"]),
@@ -178,9 +161,7 @@ def _facts(results: Results) -> list[list[str]]:
         "Budgets": _listed(compressed_cells["budget"]),
         "Moments": _listed(compressed_cells["moment"]),
         "Prompts": ", ".join(tokens(length) for length in sorted(set(cells["length"]))),
-        "Samples per cell": " to ".join(
-            map(str, dict.fromkeys([*sample_counts[:1], *sample_counts[-1:]]))
-        ),
+        "Samples per cell": " to ".join(map(str, dict.fromkeys([*sample_counts[:1], *sample_counts[-1:]]))),
         "Cells": f"{len(cells)}" + (f", {failed_count} failed" if failed_count else ""),
     }
     return [[fact_name, fact_text] for fact_name, fact_text in facts.items() if fact_text]
@@ -211,29 +192,19 @@ def _versions(cells: pd.DataFrame) -> dict[str, list[dict[str, str]]]:
         }
         for versions_json in cells["versions"].astype(str)
     ]
-    version_names = sorted(
-        {version_name for version_row in version_rows for version_name in version_row}
-    )
+    version_names = sorted({version_name for version_row in version_rows for version_name in version_row})
     shared_names = [
         version_name
         for version_name in version_names
         if len({version_row.get(version_name) for version_row in version_rows}) == 1
     ]
-    differing_names = [
-        version_name for version_name in version_names if version_name not in shared_names
-    ]
+    differing_names = [version_name for version_name in version_names if version_name not in shared_names]
     cells_by_versions: dict[tuple[str, ...], list[tuple[str, str]]] = {}
-    for version_row, policy, task_name in zip(
-        version_rows, cells["policy"], cells["task"], strict=True
-    ):
+    for version_row, policy, task_name in zip(version_rows, cells["policy"], cells["task"], strict=True):
         version_key = tuple(version_row.get(version_name, "") for version_name in differing_names)
         cells_by_versions.setdefault(version_key, []).append((str(policy), str(task_name)))
     tables = (
-        {
-            "Versions": [
-                {version_name: version_rows[0][version_name] for version_name in shared_names}
-            ]
-        }
+        {"Versions": [{version_name: version_rows[0][version_name] for version_name in shared_names}]}
         if shared_names
         else {}
     )

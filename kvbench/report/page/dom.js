@@ -16,7 +16,7 @@ const fill = (id, ...children) => byId(id).replaceChildren(...children);
 
 const distinct = (values) => [...new Set(values)];
 
-// --- numbers, as `kvbench.report.numbers` writes them ---------------------------------------------
+// --- numbers, as `kvbench.tables.numbers` writes them ---------------------------------------------
 
 const DASH = "–";
 

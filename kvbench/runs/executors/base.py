@@ -31,9 +31,7 @@ class Unfinished(NamedTuple):
 class Executor(Protocol):
     """Generates the missing responses of a run."""
 
-    def __call__(
-        self, unfinished: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter
-    ) -> None:
+    def __call__(self, unfinished: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter) -> None:
         """Generate every response that the store lacks, and append it to the store.
 
         Args:
@@ -48,9 +46,7 @@ class Executor(Protocol):
         ...
 
 
-def worker_of(
-    model: nn.Module, stage: Stage, grid: Grid, store: Outlet, reporter: Reporter
-) -> Worker:
+def worker_of(model: nn.Module, stage: Stage, grid: Grid, store: Outlet, reporter: Reporter) -> Worker:
     """The worker that runs a stage's model as a grid says."""
     return Worker(
         model,
@@ -77,9 +73,7 @@ def answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> 
             if not out_of_memory(error) or not worker.batching.halve():
                 raise
         row_count = worker.batching.rows
-        worker.reporter.message(
-            f"out of memory: from here on {row_count} responses are decoded at once"
-        )
+        worker.reporter.message(f"out of memory: from here on {row_count} responses are decoded at once")
 
 
 def _answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> None:

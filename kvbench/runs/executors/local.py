@@ -11,9 +11,7 @@ from kvbench.runs.store import RunStore
 from kvbench.runs.worker import loaded_model
 
 
-def run_here(
-    unfinished: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter
-) -> None:
+def run_here(unfinished: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter) -> None:
     """See `kvbench.runs.executors.base.Executor`."""
     for stage, missing_count in unfinished:
         reporter.message(f"loading model {stage.model}")

@@ -46,26 +46,19 @@ _HOPELESS = 5
 """Workers that are lost in a row without a single response before the run gives up."""
 
 
-def run_on_ray(
-    unfinished: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter
-) -> None:
+def run_on_ray(unfinished: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter) -> None:
     """See `kvbench.runs.executors.base.Executor`."""
     ray = _imported()
     needs = _needs_of(grid, unfinished)
     with _connected(ray, grid, reporter) as location:
         capacity = grid.workers or _room(ray, needs)
         if not capacity:
-            raise UserError(
-                f"no machine of {location} has {needs}; use a smaller --gpus-per-cell, or --device "
-                "cpu"
-            )
+            raise UserError(f"no machine of {location} has {needs}; use a smaller --gpus-per-cell, or --device cpu")
         shards = shards_of([stage for stage, _ in unfinished], store.keys(), capacity)
         jobs = {JobName.of(stage, job): job for stage, _ in unfinished for job in stage.jobs}
         crew = _Crew(ray, grid, needs, store, reporter, Queue(shards), jobs)
         worker_count = min(capacity, len(shards))
-        reporter.message(
-            f"{location}: {worker_count} worker{'s' * (worker_count > 1)} with {needs} each"
-        )
+        reporter.message(f"{location}: {worker_count} worker{'s' * (worker_count > 1)} with {needs} each")
         reporter.start(
             sum(missing_count for _, missing_count in unfinished),
             ", ".join(run_stage.model for run_stage, _ in unfinished),
@@ -105,9 +98,7 @@ def _imported() -> Any:
     try:
         import ray  # an optional package, and slow to import
     except ImportError:
-        raise UserError(
-            "the executor ray needs the ray package; run: pip install 'kvbench[ray]'"
-        ) from None
+        raise UserError("the executor ray needs the ray package; run: pip install 'kvbench[ray]'") from None
     return ray
 
 
@@ -178,11 +169,7 @@ def _room(ray: Any, needs: _Needs) -> int:
             node_workers = node["Resources"].get("CPU", 0) // needs.cpus
             if needs.gpus:
                 node_gpus = node["Resources"].get("GPU", 0)
-                gpu_workers = (
-                    int(node_gpus) * int(1 / needs.gpus)
-                    if needs.gpus < 1
-                    else node_gpus // needs.gpus
-                )
+                gpu_workers = int(node_gpus) * int(1 / needs.gpus) if needs.gpus < 1 else node_gpus // needs.gpus
                 node_workers = min(node_workers, gpu_workers)
             worker_count += int(node_workers)
     return worker_count
@@ -221,9 +208,7 @@ class _Crew:
     def __post_init__(self) -> None:
         self._said: set[str] = set()
         actor_options: dict[str, Any] = {"num_cpus": self.needs.cpus, "num_gpus": self.needs.gpus}
-        passed_variables = {
-            variable: os.environ[variable] for variable in _PASSED_ON if variable in os.environ
-        }
+        passed_variables = {variable: os.environ[variable] for variable in _PASSED_ON if variable in os.environ}
         if passed_variables:
             actor_options["runtime_env"] = {"env_vars": passed_variables}
         self._hired = self.ray.remote(**actor_options)(RemoteWorker)
@@ -239,9 +224,7 @@ class _Crew:
         while self.queue.pending or self.queue.taken:
             waiting = [worker.waits for worker in self.workers if worker.waits is not None]
             ready_results, _ = self.ray.wait(waiting, num_returns=1)
-            for worker in [
-                candidate for candidate in self.workers if candidate.waits is ready_results[0]
-            ]:
+            for worker in [candidate for candidate in self.workers if candidate.waits is ready_results[0]]:
                 self._attend(worker)
 
     def dismiss(self) -> None:
@@ -294,9 +277,7 @@ class _Crew:
                 self.reporter.message(message)
             self._said.add(message)
         self.store.append(responses)
-        self.failed.update(
-            (response.cell, response.error) for response in responses if response.error
-        )
+        self.failed.update((response.cell, response.error) for response in responses if response.error)
         self.reporter.advance(sum(not response.error for response in responses))
         if responses:
             self.losses = 0

@@ -59,9 +59,7 @@ class RemoteWorker:
                 "run from a folder that all machines share"
             ) from None
 
-    def answer(
-        self, job_name: JobName, keys: frozenset[Key], failures: Mapping[str, str]
-    ) -> Iterator[list[Sent]]:
+    def answer(self, job_name: JobName, keys: frozenset[Key], failures: Mapping[str, str]) -> Iterator[list[Sent]]:
         """Generate responses of a job; yield them as soon as they exist.
 
         Args:

@@ -59,16 +59,10 @@ def shards_of(stages: Sequence[Stage], done_keys: Container[Key], worker_count: 
         for job in stage.jobs
         if (contexts := list(_contexts(job, done_keys)))
     ]
-    total_count = sum(
-        response_count for _, contexts in job_contexts for _, response_count in contexts
-    )
-    shard_size = min(
-        max(total_count / (worker_count * _PER_WORKER), _FULL), total_count / worker_count
-    )
+    total_count = sum(response_count for _, contexts in job_contexts for _, response_count in contexts)
+    shard_size = min(max(total_count / (worker_count * _PER_WORKER), _FULL), total_count / worker_count)
     return [
-        Shard(job_name, prompts)
-        for job_name, contexts in job_contexts
-        for prompts in _packed(contexts, shard_size)
+        Shard(job_name, prompts) for job_name, contexts in job_contexts for prompts in _packed(contexts, shard_size)
     ]
 
 
@@ -83,9 +77,7 @@ def _contexts(job: Job, done_keys: Container[Key]) -> Iterator[tuple[range, int]
 
 
 def _missing(job: Job, prompts: range, done_keys: Container[Key]) -> Iterator[Key]:
-    keys = (
-        key_of(cell, job.prompts[prompt_index]) for prompt_index in prompts for cell in job.cells
-    )
+    keys = (key_of(cell, job.prompts[prompt_index]) for prompt_index in prompts for cell in job.cells)
     return (key for key in keys if key not in done_keys)
 
 

@@ -27,9 +27,7 @@ class _Layer(nn.Module):
     def __init__(self, config: GateConfig) -> None:
         super().__init__()
         group_size, head_dim = config.query_heads // config.kv_heads, config.head_dim
-        self.query = nn.Parameter(
-            _random_weight(config.kv_heads, group_size * head_dim, config.gate_dim)
-        )
+        self.query = nn.Parameter(_random_weight(config.kv_heads, group_size * head_dim, config.gate_dim))
         self.key = nn.Parameter(_random_weight(config.kv_heads, 3 * head_dim, config.gate_dim))
         if config.norm:
             self.query_norm = nn.Parameter(torch.ones(config.gate_dim))
@@ -88,15 +86,11 @@ class BlockGates(nn.Module):
         with torch.autocast(v.query.device.type, enabled=False):
             query_cosines, query_sines = angles(v.model, v.layer, v.query_position)
             key_cosines, key_sines = angles(v.model, v.layer, v.position)
-            queries = (
-                turn_back(v.query.float(), query_cosines, query_sines).transpose(1, 2).flatten(2)
-            )
+            queries = turn_back(v.query.float(), query_cosines, query_sines).transpose(1, 2).flatten(2)
             keys = turn_back(v.key.float(), key_cosines, key_sines)
             pooled_keys = torch.cat([keys.amax(2), keys.amin(2), keys.mean(2)], -1)
             queries = turn(layer_maps.queries(queries), *self._narrow(query_cosines, query_sines))
-            pooled_keys = turn(
-                layer_maps.keys(pooled_keys), *self._narrow(key_cosines[:, 0], key_sines[:, 0])
-            )
+            pooled_keys = turn(layer_maps.keys(pooled_keys), *self._narrow(key_cosines[:, 0], key_sines[:, 0]))
             return queries @ pooled_keys.transpose(-1, -2) / math.sqrt(self.config.gate_dim)
 
     def _narrow(self, *rotations: Tensor) -> list[Tensor]:

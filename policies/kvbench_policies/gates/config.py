@@ -68,14 +68,10 @@ class LearnedConfig:
         """Check all attributes; the first problem raises a one-line error."""
         self._check_sizes(*_SHAPES)
         if self.query_heads % self.kv_heads:
-            raise UserError(
-                f"{self.query_heads} query heads do not divide among {self.kv_heads} KV heads"
-            )
+            raise UserError(f"{self.query_heads} query heads do not divide among {self.kv_heads} KV heads")
         for field_name in ("base_model", "base_revision", "kvbench"):
             if not isinstance(getattr(self, field_name), str):
-                raise UserError(
-                    f"{field_name}={quoted(getattr(self, field_name))} is invalid; use text"
-                )
+                raise UserError(f"{field_name}={quoted(getattr(self, field_name))} is invalid; use text")
         if not isinstance(self.training, dict):
             raise UserError("training is not a JSON object")
 
@@ -107,9 +103,7 @@ class LearnedConfig:
         unknown_fields = sorted(set(content) - {config_field.name for config_field in fields(cls)})
         if unknown_fields:
             raise UserError(f"{unknown_fields[0]} is unknown")
-        missing_fields = [
-            field_name for field_name in ("kind", *_SHAPES) if field_name not in content
-        ]
+        missing_fields = [field_name for field_name in ("kind", *_SHAPES) if field_name not in content]
         if missing_fields:
             raise UserError(f"{missing_fields[0]} is missing")
         return cls(**content)
@@ -155,25 +149,18 @@ class GateConfig(LearnedConfig):
         """Check all attributes; the first problem raises a one-line error."""
         for field_name, choices in _CHOICES.items():
             if getattr(self, field_name) not in choices:
-                raise UserError(
-                    f"unknown {field_name}={getattr(self, field_name)}; use {' or '.join(choices)}"
-                )
+                raise UserError(f"unknown {field_name}={getattr(self, field_name)}; use {' or '.join(choices)}")
         super().__post_init__()
         self._check_sizes("hidden_dim", "gate_dim", "block")
         if self.is_of_blocks and (self.head_dim % self.gate_dim or self.gate_dim % 2):
             raise UserError(
-                f"gate_dim={self.gate_dim} is invalid; use an even divisor of the head dim, "
-                f"{self.head_dim}"
+                f"gate_dim={self.gate_dim} is invalid; use an even divisor of the head dim, {self.head_dim}"
             )
         for field_name in ("tied", "norm"):
             if not isinstance(getattr(self, field_name), bool):
-                raise UserError(
-                    f"{field_name}={getattr(self, field_name)} is invalid; use true or false"
-                )
+                raise UserError(f"{field_name}={getattr(self, field_name)} is invalid; use true or false")
         if self.tied and not self.is_retention:
-            raise UserError(
-                f"tied=true is invalid: the gates of {self.kind} have no readout to tie"
-            )
+            raise UserError(f"tied=true is invalid: the gates of {self.kind} have no readout to tie")
         if self.kind == "kvzap" and self.input != "hidden":
             raise UserError(f"input={self.input} is invalid for kvzap; use hidden")
         is_number = isinstance(self.bias, int | float) and not isinstance(self.bias, bool)
@@ -221,9 +208,7 @@ class GateConfig(LearnedConfig):
     def width(self) -> int:
         """How many numbers a gate reads per token."""
         head_counts = {"kv": 2 * self.kv_heads, "qkv": self.query_heads + 2 * self.kv_heads}
-        return (
-            head_counts[self.input] * self.head_dim if self.input in head_counts else self.d_model
-        )
+        return head_counts[self.input] * self.head_dim if self.input in head_counts else self.d_model
 
 
 def shapes_of(model: ModelInfo) -> dict[str, int]:
@@ -257,9 +242,7 @@ def parse(config_text: str) -> dict[str, Any]:
 
 def activation_of(model_config: Any) -> str:
     """Name of the activation of a model's MLPs, from its (text) configuration."""
-    activation = getattr(model_config, "hidden_activation", None) or getattr(
-        model_config, "hidden_act", None
-    )
+    activation = getattr(model_config, "hidden_activation", None) or getattr(model_config, "hidden_act", None)
     return str(activation) if _is_activation(activation) else "silu"
 
 

@@ -83,17 +83,11 @@ def read_checkpoint(source: str | Path) -> dict[int, dict[str, Tensor]]:
     tensors_by_layer: dict[int, dict[str, Tensor]] = {}
     for weight_file in weight_files:
         for tensor_name, tensor in _tensors(weight_file).items():
-            name_match = (
-                _NAME.search(tensor_name)
-                or _BLOCKS.search(tensor_name)
-                or _SURROGATE.search(tensor_name)
-            )
+            name_match = _NAME.search(tensor_name) or _BLOCKS.search(tensor_name) or _SURROGATE.search(tensor_name)
             if name_match:
                 tensors_by_layer.setdefault(int(name_match[1]), {})[name_match[2]] = tensor.float()
     if not tensors_by_layer:
-        raise UserError(
-            f"{checkpoint} has no tensor of a retention_gate, an attn_gate or a surrogate of KVzap"
-        )
+        raise UserError(f"{checkpoint} has no tensor of a retention_gate, an attn_gate or a surrogate of KVzap")
     return dict(sorted(tensors_by_layer.items()))
 
 
@@ -140,14 +134,12 @@ def convert(
     _check_layers(layers, model)
     first_layer = next(iter(layers.values()))
     is_surrogate = any(
-        tensor_name.endswith("weight") and tensor_name in _SURROGATE_PARTS
-        for tensor_name in first_layer
+        tensor_name.endswith("weight") and tensor_name in _SURROGATE_PARTS for tensor_name in first_layer
     )
     if is_surrogate:
         layers = {
             layer_number: {
-                _SURROGATE_PARTS.get(tensor_name, tensor_name): tensor
-                for tensor_name, tensor in layer_tensors.items()
+                _SURROGATE_PARTS.get(tensor_name, tensor_name): tensor for tensor_name, tensor in layer_tensors.items()
             }
             for layer_number, layer_tensors in layers.items()
         }
@@ -183,9 +175,7 @@ def _check_layers(layer_tensors: Mapping[int, Mapping[str, Tensor]], model: Mode
         )
 
 
-def _merged(
-    layer_tensors: Mapping[str, Tensor], config: GateConfig, layer_number: int
-) -> dict[str, Tensor]:
+def _merged(layer_tensors: Mapping[str, Tensor], config: GateConfig, layer_number: int) -> dict[str, Tensor]:
     """Tensors of one layer as kvbench stores them; the biases of the logit are added up."""
     head_count, has_mlp = config.kv_heads, config.gate == "mlp"
     readout_width = config.hidden_dim if has_mlp else config.width
@@ -197,9 +187,7 @@ def _merged(
         }
     merged = {}
     for tensor_name, expected_shape in expected_shapes.items():
-        tensor = layer_tensors.get(
-            tensor_name, torch.zeros(readout_width) if tensor_name.endswith("bias") else None
-        )
+        tensor = layer_tensors.get(tensor_name, torch.zeros(readout_width) if tensor_name.endswith("bias") else None)
         if tensor is None:
             raise UserError(f"layer {layer_number}: {tensor_name} is missing")
         if tuple(tensor.shape) != expected_shape:
@@ -213,8 +201,7 @@ def _merged(
         partial_bias = layer_tensors.get(tensor_name, torch.zeros(1))
         if partial_bias.numel() not in (1, head_count):
             raise UserError(
-                f"layer {layer_number}: {tensor_name} has {partial_bias.numel()} numbers "
-                f"instead of 1 or {head_count}"
+                f"layer {layer_number}: {tensor_name} has {partial_bias.numel()} numbers instead of 1 or {head_count}"
             )
         bias = bias + partial_bias.reshape(-1)
     return {**merged, "bias": bias}

@@ -77,8 +77,7 @@ class MergeConvolutions(nn.Module):
         self.config = config
         channel_count, kernel_size = 2 * config.head_dim, config.kernel_size
         self.layers = nn.ModuleList(
-            nn.Conv1d(channel_count, config.slots, kernel_size, padding=kernel_size // 2)
-            for _ in range(config.layers)
+            nn.Conv1d(channel_count, config.slots, kernel_size, padding=kernel_size // 2) for _ in range(config.layers)
         )
         for convolution in self.layers:
             nn.init.normal_(convolution.weight)  # type: ignore[arg-type]
@@ -101,9 +100,7 @@ class MergeConvolutions(nn.Module):
             entries = entries.float()
             batch_size = max(1, _BLOCK // (self.config.slots * max(1, entries.shape[1])))
             batches = zip(entries.split(batch_size), real_mask.split(batch_size), strict=True)
-            return torch.cat(
-                [self._means(layer, entry_batch, mask_batch) for entry_batch, mask_batch in batches]
-            )
+            return torch.cat([self._means(layer, entry_batch, mask_batch) for entry_batch, mask_batch in batches])
 
     def _means(self, layer: int, entries: Tensor, real_mask: Tensor) -> Tensor:
         logits = torch.relu(self.layers[layer](entries.transpose(1, 2)))

@@ -46,13 +46,11 @@ def save(gates: Gates, folder: str | Path, *, half: bool = False) -> Path:
     """
     folder = Path(folder).expanduser()
     state_dict = {
-        tensor_name: tensor.detach().float().cpu().contiguous()
-        for tensor_name, tensor in gates.state_dict().items()
+        tensor_name: tensor.detach().float().cpu().contiguous() for tensor_name, tensor in gates.state_dict().items()
     }
     if half:
         state_dict = {
-            tensor_name: tensor.half() if tensor.dim() > 1 else tensor
-            for tensor_name, tensor in state_dict.items()
+            tensor_name: tensor.half() if tensor.dim() > 1 else tensor for tensor_name, tensor in state_dict.items()
         }
     invalid_name = _not_finite(state_dict)
     if invalid_name:
@@ -126,19 +124,13 @@ def _weights(weights_path: Path, expected_tensors: Mapping[str, Tensor]) -> dict
     try:
         state_dict: dict[str, Tensor] = load_file(weights_path)
     except OSError as error:
-        raise UserError(
-            f"cannot read the gates {weights_path}: {error.strerror or error}"
-        ) from None
+        raise UserError(f"cannot read the gates {weights_path}: {error.strerror or error}") from None
     except SafetensorError as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{weights_path} is not a safetensors file: {reason}") from None
     mismatched = sorted(set(state_dict) ^ set(expected_tensors))
     if mismatched:
-        problem = (
-            "is missing"
-            if mismatched[0] in expected_tensors
-            else f"is not one that {CONFIG} describes"
-        )
+        problem = "is missing" if mismatched[0] in expected_tensors else f"is not one that {CONFIG} describes"
         raise UserError(f"{weights_path}: tensor {mismatched[0]} {problem}")
     for tensor_name, tensor in state_dict.items():
         if tensor.shape != expected_tensors[tensor_name].shape:

@@ -35,9 +35,7 @@ class GateOutput(PerToken):
     kind: Kind
     gates: str | None = None
 
-    def measure(
-        self, layer: int, hidden: Tensor, key: Tensor, value: Tensor, model: ModelInfo
-    ) -> Tensor:
+    def measure(self, layer: int, hidden: Tensor, key: Tensor, value: Tensor, model: ModelInfo) -> Tensor:
         """Apply the layer's gate to new tokens, block by block.
 
         Raises:

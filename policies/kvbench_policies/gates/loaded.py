@@ -15,9 +15,7 @@ from kvbench_policies.gates.files import CONFIG, WEIGHTS, Gates, build, find, lo
 _cache: dict[tuple[str, str | None, str, torch.device], tuple[object, Gates]] = {}
 
 
-def loaded(
-    kind: str, gates: str | None, model: ModelInfo, device: torch.device, *, anew: bool
-) -> Gates:
+def loaded(kind: str, gates: str | None, model: ModelInfo, device: torch.device, *, anew: bool) -> Gates:
     """The gates of a policy on a device.
 
     Args:
@@ -36,9 +34,7 @@ def loaded(
         return cached[1]
     folder = find(model.name, kind, gates)
     file_states = tuple(
-        state_of(folder / file_name)
-        for file_name in (CONFIG, WEIGHTS)
-        if (folder / file_name).exists()
+        state_of(folder / file_name) for file_name in (CONFIG, WEIGHTS) if (folder / file_name).exists()
     )
     source_state = (folder, file_states)
     if cached is None or cached[0] != source_state or cached[1].config.mismatch(model):

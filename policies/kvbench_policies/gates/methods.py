@@ -31,11 +31,7 @@ _CONFIGURED = ("gate", "input", "tied", "bias", "hidden_dim", "gate_dim", "block
 
 def _build(kind: Kind) -> Any:
     def make(model_info: ModelInfo, model_config: Any, settings: Mapping[str, Any]) -> files.Gates:
-        attributes = {
-            setting: settings[setting]
-            for setting in _CONFIGURED
-            if settings.get(setting) is not None
-        }
+        attributes = {setting: settings[setting] for setting in _CONFIGURED if settings.get(setting) is not None}
         if kind != "kvzap":  # whose activation is GELU, whatever the model's
             attributes["activation"] = activation_of(model_config)
         return files.build(GateConfig.of(kind, model_info, **attributes))
@@ -43,9 +39,7 @@ def _build(kind: Kind) -> Any:
     return make
 
 
-def _build_convolutions(
-    model_info: ModelInfo, model_config: Any, settings: Mapping[str, Any]
-) -> MergeConvolutions:
+def _build_convolutions(model_info: ModelInfo, model_config: Any, settings: Mapping[str, Any]) -> MergeConvolutions:
     attributes = {setting: settings[setting] for setting in ("kernel_size", "keep_rate", "mix")}
     slot_count = merged_into(settings["capacity"], settings["keep_rate"])
     return MergeConvolutions(ConvolutionConfig.of(model_info, slots=slot_count, **attributes))

@@ -24,9 +24,7 @@ class _Layer(nn.Module):
     public TRIM-KV checkpoints.
     """
 
-    def __init__(
-        self, config: GateConfig, output_dim: int, *, biased: bool, own_bias: bool
-    ) -> None:
+    def __init__(self, config: GateConfig, output_dim: int, *, biased: bool, own_bias: bool) -> None:
         # Imported here: a list of policies would wait seconds for transformers.
         from transformers.activations import ACT2FN
 
@@ -36,9 +34,7 @@ class _Layer(nn.Module):
         self.activation = ACT2FN[config.activation] if has_mlp else nn.Identity()
         readout_width = config.hidden_dim if has_mlp else config.width
         self.linear2 = nn.Linear(readout_width, output_dim, bias=biased and not own_bias)
-        self.bias = (
-            nn.Parameter(torch.full((output_dim,), float(config.bias))) if own_bias else None
-        )
+        self.bias = nn.Parameter(torch.full((output_dim,), float(config.bias))) if own_bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.linear1 is not None:
@@ -71,9 +67,7 @@ class RetentionGates(nn.Module):
         self.bias: nn.Parameter | None = None
         if config.tied:
             init_bound = 1 / math.sqrt(config.gate_dim)
-            self.readout = nn.Parameter(
-                torch.empty(config.gate_dim).uniform_(-init_bound, init_bound)
-            )
+            self.readout = nn.Parameter(torch.empty(config.gate_dim).uniform_(-init_bound, init_bound))
             self.bias = nn.Parameter(torch.tensor(float(config.bias)))
 
     def forward(
@@ -107,9 +101,7 @@ class RetentionGates(nn.Module):
                 logits = logits @ self.readout + self.bias
             return logits.transpose(1, 2)
 
-    def _input(
-        self, hidden: Tensor, key: Tensor | None, value: Tensor | None, qkv: Tensor | None
-    ) -> Tensor:
+    def _input(self, hidden: Tensor, key: Tensor | None, value: Tensor | None, qkv: Tensor | None) -> Tensor:
         if self.config.input == "hidden":
             return hidden
         if self.config.input == "qkv":
@@ -120,9 +112,7 @@ class RetentionGates(nn.Module):
             raise ValueError("these gates need key and value")
         return torch.cat([key, value], 1).transpose(1, 2).flatten(2)
 
-    def log_beta(
-        self, layer: int, hidden: Tensor, key: Tensor | None = None, value: Tensor | None = None
-    ) -> Tensor:
+    def log_beta(self, layer: int, hidden: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Tensor:
         """Log retention of tokens, `logsigmoid` of `forward`: float32 `[B, H, n]`, 0 or less.
 
         Arguments as in `forward`.

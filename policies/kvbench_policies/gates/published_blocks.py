@@ -38,11 +38,7 @@ _POOLING = "Kmaxminavg"
 
 def is_of_blocks(layers: Mapping[int, Mapping[str, Tensor]]) -> bool:
     """Whether the tensors of a checkpoint, by layer and name, are those of SeerAttention-R."""
-    return any(
-        tensor_name.startswith("attngate_")
-        for tensors in layers.values()
-        for tensor_name in tensors
-    )
+    return any(tensor_name.startswith("attngate_") for tensors in layers.values() for tensor_name in tensors)
 
 
 def read_settings(source: str | Path) -> dict[str, Any]:
@@ -59,22 +55,16 @@ def read_settings(source: str | Path) -> dict[str, Any]:
     try:
         settings = json.loads(config_path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(
-            f"cannot read {config_path}: {error.strerror}; it says how many tokens a block has"
-        ) from None
+        raise UserError(f"cannot read {config_path}: {error.strerror}; it says how many tokens a block has") from None
     except (ValueError, RecursionError):
         raise UserError(f"{config_path} is not JSON") from None
     if not isinstance(settings, dict) or "seerattn_gate_block_size" not in settings:
         raise UserError(f"{config_path} has no seerattn_gate_block_size; it is not SeerAttention's")
     pooling = settings.get("seerattn_k_seq_pooling_type", _POOLING)
     if pooling != _POOLING:
-        raise UserError(
-            f"{config_path}: keys are pooled by {pooling}; kvbench reads {_POOLING} only"
-        )
+        raise UserError(f"{config_path}: keys are pooled by {pooling}; kvbench reads {_POOLING} only")
     if not settings.get("seerattn_use_rope", True):
-        raise UserError(
-            f"{config_path}: gates without RoPE (seerattn_use_rope=false) are not supported"
-        )
+        raise UserError(f"{config_path}: gates without RoPE (seerattn_use_rope=false) are not supported")
     return settings
 
 
@@ -120,9 +110,7 @@ def convert_blocks(
     return gates.eval().requires_grad_(False)
 
 
-def _renamed(
-    layer_tensors: Mapping[str, Tensor], config: GateConfig, layer_number: int
-) -> dict[str, Tensor]:
+def _renamed(layer_tensors: Mapping[str, Tensor], config: GateConfig, layer_number: int) -> dict[str, Tensor]:
     """Tensors of one layer as kvbench stores them."""
     head_count, head_dim, gate_dim = config.kv_heads, config.head_dim, config.gate_dim
     group_size = config.query_heads // head_count
@@ -139,19 +127,14 @@ def _renamed(
         if tensor_name not in layer_tensors:
             raise UserError(f"layer {layer_number}: {tensor_name} is missing")
         actual_shape = list(layer_tensors[tensor_name].shape)
-        if actual_shape != expected_shape and not (
-            tensor_name == _QUERY and actual_shape == mean_shape
-        ):
+        if actual_shape != expected_shape and not (tensor_name == _QUERY and actual_shape == mean_shape):
             raise UserError(
-                f"layer {layer_number}: {tensor_name} is {actual_shape}, "
-                f"but this model needs {expected_shape}"
+                f"layer {layer_number}: {tensor_name} is {actual_shape}, but this model needs {expected_shape}"
             )
     query_weight = layer_tensors[_QUERY]
     if query_weight.dim() == 3:  # of the mean: a share of it for every query of the group
         query_weight = (query_weight / group_size)[:, None].expand(expected_shapes[_QUERY])
     norm_weights = {
-        parameter_name: layer_tensors[tensor_name]
-        for tensor_name, parameter_name in _NORMS.items()
-        if config.norm
+        parameter_name: layer_tensors[tensor_name] for tensor_name, parameter_name in _NORMS.items() if config.norm
     }
     return {"query": query_weight.flatten(1, 2), "key": layer_tensors[_KEY], **norm_weights}

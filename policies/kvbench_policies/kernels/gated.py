@@ -26,9 +26,7 @@ def starts(valid: Tensor | None, batch_size: int, length: int, device: torch.dev
     if valid is None:
         return torch.zeros(batch_size, dtype=torch.int32, device=device)
     if valid.shape != (batch_size, length) or valid.dtype != torch.bool:
-        raise UserError(
-            f"valid is {valid.dtype} {list(valid.shape)} instead of bool [{batch_size}, {length}]"
-        )
+        raise UserError(f"valid is {valid.dtype} {list(valid.shape)} instead of bool [{batch_size}, {length}]")
     is_checked = valid.device.type == "cpu" and not torch.compiler.is_compiling()
     if is_checked and bool((valid[:, 1:] < valid[:, :-1]).any()):
         raise UserError("valid has padding after a token; pad on the left only")

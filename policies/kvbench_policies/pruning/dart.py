@@ -70,14 +70,10 @@ class Dart(PrunesVisual):
             features = tokens.output
             text_features, text_keys = tokens.text_output[tokens.follows], text_keys[tokens.follows]
         text_mask = top(text_keys.float().norm(p=1, dim=-1), self.text_pivots)
-        similarities = similarity(
-            torch.cat([features[keep_mask], text_features[text_mask]]), features
-        )
+        similarities = similarity(torch.cat([features[keep_mask], text_features[text_mask]]), features)
         remaining = tokens.keep - int(keep_mask.sum())
         for pivot_index, closeness in enumerate(similarities):
-            pivot_share = remaining // len(similarities) + (
-                pivot_index < remaining % len(similarities)
-            )
+            pivot_share = remaining // len(similarities) + (pivot_index < remaining % len(similarities))
             keep_mask |= top((-closeness).masked_fill(keep_mask, -torch.inf), pivot_share)
         return Pruned(keep_mask)
 

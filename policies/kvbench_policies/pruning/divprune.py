@@ -41,11 +41,7 @@ class DivPrune(PrunesVisual):
         for _ in range(tokens.keep):
             best_index = nearest.masked_fill(keep_mask, -torch.inf).argmax()
             # From the first choice on, what counts is the distance to the chosen tokens.
-            nearest = (
-                torch.minimum(nearest, distances[best_index])
-                if keep_mask.any()
-                else distances[best_index]
-            )
+            nearest = torch.minimum(nearest, distances[best_index]) if keep_mask.any() else distances[best_index]
             keep_mask[best_index] = True
         return Pruned(keep_mask)
 

@@ -77,9 +77,9 @@ class PruMerge(PrunesVisual):
         )
         group_weights = tokens.salience.float()[group_indices]
         features = tokens.feature.float().clone()
-        merged_features = (group_weights[..., None] * features[group_indices]).sum(
-            1
-        ) / group_weights.sum(1, keepdim=True)
+        merged_features = (group_weights[..., None] * features[group_indices]).sum(1) / group_weights.sum(
+            1, keepdim=True
+        )
         features[kept_indices] = merged_features
         return Pruned(keep_mask, features)
 
@@ -92,9 +92,7 @@ class PruMerge(PrunesVisual):
             return Pruned(keep_mask)
         kept_indices, rest_indices = keep_mask.nonzero().flatten(), (~keep_mask).nonzero().flatten()
         similarities = similarity(tokens.last_key[kept_indices], tokens.last_key)
-        similarities[
-            torch.arange(len(kept_indices), device=similarities.device), kept_indices
-        ] = -torch.inf
+        similarities[torch.arange(len(kept_indices), device=similarities.device), kept_indices] = -torch.inf
         group_indices = similarities.topk(min(self.neighbours, token_count - 1), dim=-1).indices
         weighted_features = tokens.last_salience.float()[:, None] * tokens.feature.float()
         features = tokens.feature.float().clone()

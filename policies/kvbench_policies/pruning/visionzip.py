@@ -62,27 +62,21 @@ class VisionZip(PrunesVisual):
         rest_indices = (~keep_mask).nonzero().flatten()
         if not contextual_count or not len(rest_indices):
             return Pruned(keep_mask)
-        target_indices = rest_indices[:: max(1, len(rest_indices) // contextual_count)][
-            :contextual_count
-        ]
+        target_indices = rest_indices[:: max(1, len(rest_indices) // contextual_count)][:contextual_count]
         keep_mask[target_indices] = True
         merged_indices = (~keep_mask).nonzero().flatten()
         features = tokens.feature.float().clone()
         if len(merged_indices):
             nearest_target = similarity(keys[merged_indices], keys[target_indices]).argmax(-1)
             ones = torch.ones(len(merged_indices), device=features.device)
-            target_counts = torch.zeros(len(target_indices), device=features.device).index_add(
-                0, nearest_target, ones
-            )
+            target_counts = torch.zeros(len(target_indices), device=features.device).index_add(0, nearest_target, ones)
             feature_sums = torch.zeros_like(features[target_indices]).index_add(
                 0, nearest_target, features[merged_indices]
             )
             if is_release:
                 features[target_indices] += feature_sums / target_counts.clamp(min=1)[:, None]
             else:
-                features[target_indices] = (features[target_indices] + feature_sums) / (
-                    target_counts + 1
-                )[:, None]
+                features[target_indices] = (features[target_indices] + feature_sums) / (target_counts + 1)[:, None]
         return Pruned(keep_mask, features)
 
 

@@ -25,17 +25,12 @@ def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
 def _doc(record: Mapping[str, Any]) -> Doc:
     questions, answers = _texts(record["questions"]), _texts(record["answers"])
     history = "".join(
-        f"Q: {question}\n\nA: {reply}\n\n"
-        for question, reply in zip(questions[:-1], answers[:-1], strict=True)
+        f"Q: {question}\n\nA: {reply}\n\n" for question, reply in zip(questions[:-1], answers[:-1], strict=True)
     )
     annotations = record["additional_answers"] or {}
     references = [
         answers[-1],
-        *(
-            _texts(annotations[annotator])[-1]
-            for annotator in sorted(annotations)
-            if annotations[annotator]
-        ),
+        *(_texts(annotations[annotator])[-1] for annotator in sorted(annotations) if annotations[annotator]),
     ]
     unique_answers: dict[str, str] = {}
     for answer in references:

@@ -28,8 +28,5 @@ def _mean(metric: Callable[[str, str], float], response: str, answers: list[str]
     answer_scores = [metric(response, answer) for answer in answers]
     if len(answer_scores) == 1:
         return answer_scores[0]
-    best_scores = [
-        max(answer_scores[:index] + answer_scores[index + 1 :])
-        for index in range(len(answer_scores))
-    ]
+    best_scores = [max(answer_scores[:index] + answer_scores[index + 1 :]) for index in range(len(answer_scores))]
     return sum(best_scores) / len(best_scores)

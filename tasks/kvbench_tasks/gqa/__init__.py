@@ -15,9 +15,7 @@ QUESTIONS = Source(
     split="testdev",
     columns=("id", "imageId", "question", "answer"),
 )
-IMAGES = Source(
-    _DATASET, config="testdev_balanced_images", split="testdev", columns=("id", "image")
-)
+IMAGES = Source(_DATASET, config="testdev_balanced_images", split="testdev", columns=("id", "image"))
 
 
 def docs(leaf: str, *, cache_dir: Path, samples: int, **options: Any) -> list[Doc]:

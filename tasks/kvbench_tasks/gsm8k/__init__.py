@@ -25,12 +25,9 @@ def fewshot_docs(leaf: str, *, seed: int, cache_dir: Path, **options: Any) -> li
     train_records = rows(_TRAIN, cache_dir)
     documents = []
     for question_index, record in enumerate(rows(_TEST, cache_dir)):
-        examples = Streams("gsm8k_fewshot", seed, question_index)["examples"].sample(
-            train_records, _SHOTS
-        )
+        examples = Streams("gsm8k_fewshot", seed, question_index)["examples"].sample(train_records, _SHOTS)
         shots = [
-            {"user": _format_question(example), "assistant": example["answer"], "end": "\n\n"}
-            for example in examples
+            {"user": _format_question(example), "assistant": example["answer"], "end": "\n\n"} for example in examples
         ]
         documents.append(
             {
@@ -84,9 +81,5 @@ BENCHMARK = Benchmark(
     sized=False,
     lexicons=("natural",),
 )
-FEWSHOT = _fewshot(
-    "gsm8k_fewshot", "flexible-extract", "GSM8K with five examples, scored by the last number"
-)
-STRICT = _fewshot(
-    "gsm8k_strict", "strict-match", "GSM8K with five examples, scored by what follows ####"
-)
+FEWSHOT = _fewshot("gsm8k_fewshot", "flexible-extract", "GSM8K with five examples, scored by the last number")
+STRICT = _fewshot("gsm8k_strict", "strict-match", "GSM8K with five examples, scored by what follows ####")

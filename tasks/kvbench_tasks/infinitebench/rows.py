@@ -71,10 +71,7 @@ def _row(set_name: str, record: dict[str, Any]) -> Doc:
         **_question_fields(set_name, record),
     }
     return {
-        **{
-            section: prompt[section].format(**fields)
-            for section in ("context", "question", "gen_prefix")
-        },
+        **{section: prompt[section].format(**fields) for section in ("context", "question", "gen_prefix")},
         "outputs": _answers(record),
         "max_new_tokens": prompt["max_new_tokens"],
         "measure": prompt["measure"],
@@ -87,9 +84,7 @@ def _question_fields(set_name: str, record: dict[str, Any]) -> dict[str, str]:
     if set_name == "math_find":
         match = re.search(r"The .+ of", record["input"])
         if match is None:
-            raise UserError(
-                f"math_find, row {record['id']}: {record['input']!r} names no number to find"
-            )
+            raise UserError(f"math_find, row {record['id']}: {record['input']!r} names no number to find")
         return {"prefix": f"What is {match[0].lower()[:-3]} in the following list?"}
     if set_name == "code_run":
         match = re.search(r"(func_[0-9]+)\(-?[0-9]+\)", record["input"])
@@ -106,8 +101,6 @@ def _answers(record: dict[str, Any]) -> list[str]:
         answers = answers[0]
     if options := record["options"][: len(LETTERS)]:
         if answers[0] not in options:
-            raise UserError(
-                f"row {record['id']}: the answer {answers[0]!r} is not one of {options}"
-            )
+            raise UserError(f"row {record['id']}: the answer {answers[0]!r} is not one of {options}")
         answers = [answers[0], LETTERS[options.index(answers[0])]]
     return [str(answer) for answer in answers]

@@ -26,9 +26,6 @@ BENCHMARK = Benchmark(
     sources={f"longbench_{name}": (source(name),) for name in SETS},
     sized=False,
     lexicons=("natural",),
-    subsets={
-        f"longbench_{domain}": tuple(f"longbench_{name}" for name in sets)
-        for domain, sets in DOMAINS.items()
-    },
+    subsets={f"longbench_{domain}": tuple(f"longbench_{name}" for name in sets) for domain, sets in DOMAINS.items()},
     plain=frozenset(f"longbench_{name}" for name in (*DOMAINS["few_shot"], *DOMAINS["code"])),
 )

@@ -25,12 +25,8 @@ def union_rouge_l(response: str, reference: str) -> float:
     for sentence in reference_sentences:
         for candidate in response_sentences:
             common_words |= _common(sentence, candidate)
-    precision = len(common_words) / len(
-        {word for sentence in response_sentences for word in sentence}
-    )
-    recall = len(common_words) / len(
-        {word for sentence in reference_sentences for word in sentence}
-    )
+    precision = len(common_words) / len({word for sentence in response_sentences for word in sentence})
+    recall = len(common_words) / len({word for sentence in reference_sentences for word in sentence})
     return 2 * precision * recall / (precision + recall + 1e-8)
 
 
@@ -61,10 +57,7 @@ def _common(reference: list[str], response: list[str]) -> set[str]:
         if reference[reference_index - 1] == response[response_index - 1]:
             common_words.add(reference[reference_index - 1])
             reference_index, response_index = reference_index - 1, response_index - 1
-        elif (
-            lengths[reference_index - 1][response_index]
-            > lengths[reference_index][response_index - 1]
-        ):
+        elif lengths[reference_index - 1][response_index] > lengths[reference_index][response_index - 1]:
             reference_index -= 1
         else:
             response_index -= 1

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc
-from kvbench_tasks.synthetic.fitting import Plan, Size
+from kvbench_tasks.synthetic.fitting import HaystackPlan, Size
 from kvbench_tasks.synthetic.generate import counter, generate
 from kvbench_tasks.synthetic.lexicon import Lexicon
 
@@ -16,12 +16,10 @@ def docs(leaf: str, *, size: Size, **settings: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
     count_tokens = counter(size)
 
-    def plans(lexicon: Lexicon, index: int) -> Sequence[Plan]:
+    def plans(lexicon: Lexicon, index: int) -> Sequence[HaystackPlan]:
         if leaf == "longgen_list":
             return lexicon.listing(count_tokens)
-        return (
-            lexicon.passage(count_tokens) if leaf == "longgen_copy" else lexicon.steps(count_tokens)
-        )
+        return lexicon.passage(count_tokens) if leaf == "longgen_copy" else lexicon.steps(count_tokens)
 
     return generate(leaf, plans, size=size, **settings)
 

@@ -28,10 +28,7 @@ SOURCE = Source(
 
 def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    return [
-        asked(record, notes=leaf.endswith("_con"))
-        for record in alternating(rows(SOURCE, cache_dir))
-    ]
+    return [asked(record, notes=leaf.endswith("_con")) for record in alternating(rows(SOURCE, cache_dir))]
 
 
 BENCHMARK = Benchmark(

@@ -41,9 +41,7 @@ def asked(record: Mapping[str, Any], *, notes: bool = False) -> Doc:
     answer_cue = "Answer (step by step):" if notes else "Answer:"
     return {
         "context": f"{_TASK}{_STEPS if notes else ''}\n\n\nHistory Chats:\n\n{history}\n\n",
-        "question": (
-            f"Current Date: {record['question_date']}\nQuestion: {record['question']}\n{answer_cue}"
-        ),
+        "question": (f"Current Date: {record['question_date']}\nQuestion: {record['question']}\n{answer_cue}"),
         "outputs": [str(record["answer"])],
         "asked": record["question"],
         "rubric": f"longmemeval:{rubric}",
@@ -62,7 +60,5 @@ def alternating(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _turns(session: list[dict[str, Any]]) -> str:
     """The turns of a session as JSON, without the marks of those that hold the evidence."""
-    visible_turns = [
-        {key: value for key, value in turn.items() if key != "has_answer"} for turn in session
-    ]
+    visible_turns = [{key: value for key, value in turn.items() if key != "has_answer"} for turn in session]
     return json.dumps(visible_turns)

@@ -30,11 +30,7 @@ _SOURCES = {
 }
 
 # Beliefs and tables are compared as on the main branch, and 8k answers have HELMET's limit.
-_RAISED = tuple(
-    leaf
-    for leaf in _SOURCES
-    if "tom_tracking" in leaf or "html_to_tsv" in leaf or leaf.endswith("_8k")
-)
+_RAISED = tuple(leaf for leaf in _SOURCES if "tom_tracking" in leaf or "html_to_tsv" in leaf or leaf.endswith("_8k"))
 
 
 def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:

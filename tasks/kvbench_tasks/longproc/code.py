@@ -78,9 +78,7 @@ def passes(code: str, tests: Sequence[Test]) -> bool:
         source, program = folder / "answer.cpp", folder / "answer"
         source.write_text(_PROGRAM + code, encoding="utf-8", errors="replace")
         compiler = ["g++", "-std=c++11", "-O", "-o", str(program), str(source)]
-        compiler_output = _limited(
-            compiler, folder, b"", _COMPILE_SECONDS, _COMPILE_MEMORY, children=True
-        )
+        compiler_output = _limited(compiler, folder, b"", _COMPILE_SECONDS, _COMPILE_MEMORY, children=True)
         if compiler_output is None or not program.is_file():
             return False
         for input_lines, expected_lines in tests[:_TESTS]:

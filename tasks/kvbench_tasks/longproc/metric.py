@@ -14,9 +14,7 @@ from kvbench_tasks.longproc.code import passes
 from kvbench_tasks.longproc.table import row_f1
 
 _EQUATION = re.compile(r"\s*(-?\d+)\s*([-+*/])\s*(-?\d+)\s*=\s*(-?\d+)\s*")
-_IDLE = re.compile(
-    r"\b(a|an|the|on|in|at|step|thinks|think|believes|believe|is|are|of|location|know|knows|belief)\b"
-)
+_IDLE = re.compile(r"\b(a|an|the|on|in|at|step|thinks|think|believes|believe|is|are|of|location|know|knows|belief)\b")
 _RANGE = re.compile(r"(\d{1,9})-(\d{1,9})")
 _TOTAL = re.compile(r"European cities for (\d+) days")
 _FLIGHT = re.compile(r".*Day (\d{1,9}).*from (\w+) to (\w+)")
@@ -59,9 +57,7 @@ def _countdown(response: str, reference: str, metadata: str) -> bool:
                 return False
             remaining.remove(number)
         computed = {"+": first + second, "-": first - second, "*": first * second}.get(match[2])
-        is_right = (
-            second != 0 and first == second * result if computed is None else computed == result
-        )
+        is_right = second != 0 and first == second * result if computed is None else computed == result
         if not is_right:
             return False
         remaining.append(result)
@@ -86,9 +82,7 @@ def _bullets(text: str) -> list[str]:
 
 def _words(line: str) -> str:
     letters = "".join(
-        character
-        for character in line.lower()
-        if character not in string.punctuation and character != "’"
+        character for character in line.lower() if character not in string.punctuation and character != "’"
     )
     return " ".join(_IDLE.sub(" ", letters).split())
 
@@ -97,9 +91,7 @@ def _travel(response: str, reference: str, metadata: str) -> bool:
     """The plan visits the reference's cities in its order, each for as many days."""
     problem = json.loads(metadata)
     cities = [city for city in problem["ground_truth_cities"].split("**") if city]
-    durations = [
-        int(duration) for duration in problem["ground_truth_durations"].split("**") if duration
-    ]
+    durations = [int(duration) for duration in problem["ground_truth_durations"].split("**") if duration]
     stays = _stays(_tagged(response, "Plan") or "")
     return stays[: len(cities)] == list(zip(cities, durations, strict=True))
 

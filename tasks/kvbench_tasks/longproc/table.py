@@ -42,14 +42,9 @@ def _rows(tsv_text: str) -> list[Line]:
     if body_rows and len(body_rows[-1]) != len(header):
         body_rows = body_rows[:-1]
     placeholder_row = ["N/A"] * len(header)
-    return [
-        tuple(map(_bare, fields if len(fields) == len(header) else placeholder_row))
-        for fields in body_rows
-    ]
+    return [tuple(map(_bare, fields if len(fields) == len(header) else placeholder_row)) for fields in body_rows]
 
 
 def _bare(cell: str) -> str:
-    letters = "".join(
-        character for character in cell.lower() if character not in string.punctuation
-    )
+    letters = "".join(character for character in cell.lower() if character not in string.punctuation)
     return "".join(_ARTICLES.sub(" ", letters).split())

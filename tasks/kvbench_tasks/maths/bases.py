@@ -9,9 +9,7 @@ _NUMERAL = re.compile(
     \s?_\s?(?:\{\s?\(?(?:base\s)?(?P<group>\w+)\)?\s?\}|(?P<base>\d+|[a-z]))""",
     re.VERBOSE,
 )
-_NAMES = (
-    "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-).split()
+_NAMES = ("two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen").split()
 _BASES = {name: str(base) for base, name in enumerate(_NAMES, 2)}
 
 

@@ -56,11 +56,7 @@ def _clean(expression: str) -> str:
     # Single the spaces: the steps below would take quadratic time over long runs.
     expression = " ".join(_SPACES.sub(" ", _GAPS.sub("", expression)).split())
     for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
-        if (
-            len(expression) > len(opening + closing)
-            and expression.startswith(opening)
-            and expression.endswith(closing)
-        ):
+        if len(expression) > len(opening + closing) and expression.startswith(opening) and expression.endswith(closing):
             expression = expression[len(opening) : -len(closing)].strip()
     expression = re.sub(r"^\\?\$\s*", "", expression)
     expression = re.sub(r"(?<=[^.])\.$", "", expression)
@@ -68,9 +64,7 @@ def _clean(expression: str) -> str:
 
 
 def _plain(expression: str) -> str:
-    normalized = (
-        canonical(_unwrapped(expression)).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    )
+    normalized = canonical(_unwrapped(expression)).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", normalized)
 
 

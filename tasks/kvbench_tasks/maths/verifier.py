@@ -74,9 +74,7 @@ class Verifier:
                     stream.close()
 
     def _start_process(self) -> subprocess.Popen[str]:
-        if (
-            self._process is not None and self._owner == os.getpid()
-        ):  # after a fork it belongs to the parent
+        if self._process is not None and self._owner == os.getpid():  # after a fork it belongs to the parent
             if self._process.poll() is None:
                 return self._process
             self.close()

@@ -34,9 +34,7 @@ def _elements(expression: str) -> str:
         return expression
     try:
         numbers = [
-            element
-            if "infty" in element or element in ("a", "-a")
-            else str(round(value(element), 2))
+            element if "infty" in element or element in ("a", "-a") else str(round(value(element), 2))
             for element in elements
         ]
     except Exception:

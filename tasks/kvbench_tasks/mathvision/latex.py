@@ -234,11 +234,7 @@ class _Reader:
             return math.comb(self.braced(), self.braced())
         if command_name == "sqrt":
             root_degree = self.group("]") if self.token == "[" else None
-            return (
-                math.sqrt(self.braced())
-                if root_degree is None
-                else self.braced() ** (1 / root_degree)
-            )
+            return math.sqrt(self.braced()) if root_degree is None else self.braced() ** (1 / root_degree)
         if command_name != "log" and command_name not in _FUNCTIONS:
             raise ValueError(f"\\{command_name} has no value")
         return self.function(command_name)

@@ -38,16 +38,12 @@ def dialogue(record: Mapping[str, Any], images: Mapping[str, Mapping[str, Any]])
     if roles != ({"user"}, {"assistant"}) or len(user_messages) != len(replies):
         raise UserError(f"MMDU, dialogue {record['id']}: user and assistant do not take turns")
     if (slot_count := sum(message.count(HERE) for _, message in user_messages)) != len(file_names):
-        raise WrongImages(
-            f"MMDU, dialogue {record['id']}: {slot_count} places for {len(file_names)} images"
-        )
+        raise WrongImages(f"MMDU, dialogue {record['id']}: {slot_count} places for {len(file_names)} images")
     if missing := [file_name for file_name in file_names if file_name not in images]:
         raise UserError(f"MMDU, dialogue {record['id']}: there is no image {missing[0]}")
     remaining = iter(file_names)
     turns = []
-    for turn_index, ((_, message), (_, answer)) in enumerate(
-        zip(user_messages, replies, strict=True)
-    ):
+    for turn_index, ((_, message), (_, answer)) in enumerate(zip(user_messages, replies, strict=True)):
         preceding, placeholder, question = message.rpartition(HERE)
         context = (preceding + placeholder).replace(HERE, IMAGE)
         turns.append(

@@ -8,9 +8,7 @@ from typing import Any
 from kvbench.benchmark import Benchmark, Doc, Source
 from kvbench.data.sources import rows
 
-SOURCE = Source(
-    "lmms-lab-encoder/MME", columns=("question_id", "image", "question", "answer", "category")
-)
+SOURCE = Source("lmms-lab-encoder/MME", columns=("question_id", "image", "question", "answer", "category"))
 
 COGNITION = (
     "commonsense_reasoning",

@@ -13,10 +13,7 @@ SOURCE = Source("MMMU/MMMU_Pro", config="vision", columns=("id", "image", "answe
 
 def docs(leaf: str, *, cache_dir: Path, samples: int, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    return [
-        {**record, "extra": {"subject": record["subject"]}}
-        for record in rows(SOURCE, cache_dir, samples)
-    ]
+    return [{**record, "extra": {"subject": record["subject"]}} for record in rows(SOURCE, cache_dir, samples)]
 
 
 BENCHMARK = Benchmark(

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc
 from kvbench_tasks.synthetic.essays import ESSAYS
-from kvbench_tasks.synthetic.fitting import Plan
+from kvbench_tasks.synthetic.fitting import HaystackPlan
 from kvbench_tasks.synthetic.generate import generate
 from kvbench_tasks.synthetic.lexicon import Lexicon, Niah
 
@@ -23,7 +23,7 @@ The order spreads the depths of a run with few samples: neighbours among the fir
 def docs(leaf: str, *, cache_dir: Path, **settings: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
 
-    def plans(lexicon: Lexicon, index: int) -> Sequence[Plan]:
+    def plans(lexicon: Lexicon, index: int) -> Sequence[HaystackPlan]:
         return lexicon.niah(Niah("essay"), depths=[DEPTHS[index % len(DEPTHS)] / 100])
 
     documents = generate(leaf, plans, essays_in=cache_dir, **settings)

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbench.benchmark import Benchmark, Doc
 from kvbench_tasks.synthetic.essays import ESSAYS
-from kvbench_tasks.synthetic.fitting import Plan
+from kvbench_tasks.synthetic.fitting import HaystackPlan
 from kvbench_tasks.synthetic.generate import generate
 from kvbench_tasks.synthetic.lexicon import Lexicon, Niah
 
@@ -22,24 +22,18 @@ ANSWER = 256
 def docs(leaf: str, *, samples: int, lexicon: str, cache_dir: Path, **settings: Any) -> list[Doc]:
     """See `Benchmark.docs`. The reference model is asked for one key at a time, a row each."""
 
-    def plans(sample_lexicon: Lexicon, index: int) -> Sequence[Plan]:
+    def plans(sample_lexicon: Lexicon, index: int) -> Sequence[HaystackPlan]:
         needle_plans = sample_lexicon.niah(Niah("essay", keys=KEYS, values=VALUES, queries=QUERIES))
         return needle_plans if lexicon == "reference" else [_roomier(plan) for plan in needle_plans]
 
     context_count = -(-samples // (QUERIES if lexicon == "reference" else 1))
     settings |= {"samples": context_count, "lexicon": lexicon, "essays_in": cache_dir}
     documents = generate(leaf, plans, **settings)
-    return [
-        {**document, **question}
-        for document in documents
-        for question in document.pop("each", [{}])
-    ][:samples]
+    return [{**document, **question} for document in documents for question in document.pop("each", [{}])][:samples]
 
 
-def _roomier(plan: Plan) -> Plan:
-    return replace(
-        plan, build=lambda haystack_size: {**plan.build(haystack_size), "max_new_tokens": ANSWER}
-    )
+def _roomier(plan: HaystackPlan) -> HaystackPlan:
+    return replace(plan, build=lambda haystack_size: {**plan.build(haystack_size), "max_new_tokens": ANSWER})
 
 
 BENCHMARK = Benchmark(

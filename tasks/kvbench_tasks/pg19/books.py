@@ -44,9 +44,7 @@ def passages(
         longest = max(book.words for book in all_books)
         raise UserError(f"{leaf}: --length {length} does not fit; use 8 to {longest - 1}")
     book_order = Streams("pg19", seed)["books"].sample(range(len(books)), len(books))
-    context_tokens = (
-        min(PROMPT, length // 8) if leaf == "pg19_stream" else length - _scored_tokens(length)
-    )
+    context_tokens = min(PROMPT, length // 8) if leaf == "pg19_stream" else length - _scored_tokens(length)
     documents = []
     for sample_index in range(samples):
         book = books[book_order[sample_index % len(books)]]

@@ -9,7 +9,7 @@ from typing import Any
 from kvbench.benchmark import Source
 from kvbench.data.sources import rows
 from kvbench.errors import NeedsHub
-from kvbench_tasks.synthetic.fitting import Doc, Plan, Size, Streams, fit
+from kvbench_tasks.synthetic.fitting import Doc, HaystackPlan, Size, Streams, fit
 from kvbench_tasks.synthetic.natural import framed, prompts
 
 SQUAD = Source(
@@ -49,7 +49,7 @@ def qa_rows(
     return question_docs
 
 
-def _plan(question: dict[str, Any], documents: list[str], streams: Streams) -> Plan:
+def _plan(question: dict[str, Any], documents: list[str], streams: Streams) -> HaystackPlan:
     """Use the question's own documents first, then others of its article, then any."""
     own_documents, article_documents = question["own"], question["more"]
     excluded = {*own_documents, *article_documents}
@@ -80,7 +80,7 @@ def _plan(question: dict[str, Any], documents: list[str], streams: Streams) -> P
         context = "\n\n".join(document_texts)
         return framed("qa", template, context, question["outputs"], query=question["query"])
 
-    return Plan(build, min_units=len(own_documents), max_units=total_documents)
+    return HaystackPlan(build, min_units=len(own_documents), max_units=total_documents)
 
 
 Data = tuple[list[dict[str, Any]], list[str]]
@@ -104,9 +104,7 @@ def _squad(cache_dir: Path) -> Data:
                     "outputs": list(dict.fromkeys(record["answers"]["text"])),
                     "own": [own_index],
                     "more": [
-                        document_index
-                        for document_index in articles[record["title"]]
-                        if document_index != own_index
+                        document_index for document_index in articles[record["title"]] if document_index != own_index
                     ],
                 }
             )
@@ -121,9 +119,7 @@ def _hotpot(cache_dir: Path) -> Data:
             "answer": record["answer"],
             "documents": [
                 f"{title}\n{''.join(sentences)}"
-                for title, sentences in zip(
-                    record["context"]["title"], record["context"]["sentences"], strict=True
-                )
+                for title, sentences in zip(record["context"]["title"], record["context"]["sentences"], strict=True)
             ],
         }
         for record in rows(HOTPOT, cache_dir)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench_tasks.ruler.qa import qa_rows
-from kvbench_tasks.synthetic.fitting import Doc, Plan, Size
+from kvbench_tasks.synthetic.fitting import Doc, HaystackPlan, Size
 from kvbench_tasks.synthetic.generate import counter, generate
 from kvbench_tasks.synthetic.lexicon import Lexicon, Niah, Tokens
 
@@ -34,8 +34,8 @@ def rows(leaf: str, *, cache_dir: Path, size: Size, **settings: Any) -> list[Doc
     return generate(leaf, _plans(leaf, counter(size)), size=size, essays_in=essays_in, **settings)
 
 
-def _plans(task: str, count_tokens: Tokens) -> Callable[[Lexicon, int], Sequence[Plan]]:
-    def plans(lexicon: Lexicon, index: int) -> Sequence[Plan]:
+def _plans(task: str, count_tokens: Tokens) -> Callable[[Lexicon, int], Sequence[HaystackPlan]]:
+    def plans(lexicon: Lexicon, index: int) -> Sequence[HaystackPlan]:
         if task in _NIAH:
             return lexicon.niah(_NIAH[task])
         if task == "vt":

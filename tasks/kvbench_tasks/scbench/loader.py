@@ -106,9 +106,7 @@ def _doc(
     template = "{input}" if bare and task == "scbench_mf" else prompts()[task]["question"]
     fields = {"input": turn["input"], "prefix": ""}
     answer = turn["answer"]
-    outputs = (
-        [str(alternative) for alternative in answer] if isinstance(answer, list) else [str(answer)]
-    )
+    outputs = [str(alternative) for alternative in answer] if isinstance(answer, list) else [str(answer)]
     if kind == "scbench_mf":
         fields["prefix"] = _prefix(turn)
     if kind == "scbench_choice_eng":

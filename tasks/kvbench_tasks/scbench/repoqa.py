@@ -50,8 +50,4 @@ def similarity(candidate: str, reference: str) -> float:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about texts with no words in common
-        return float(
-            sentence_bleu(
-                [reference_words], candidate_words, smoothing_function=SmoothingFunction().method4
-            )
-        )
+        return float(sentence_bleu([reference_words], candidate_words, smoothing_function=SmoothingFunction().method4))

@@ -14,9 +14,9 @@ from kvbench.benchmark import IMAGE, Benchmark, Doc
 from kvbench.data.media import image
 from kvbench.errors import UserError
 from kvbench.reference_vl import LEXICON
-from kvbench.reference_vl.dialogues import Part, Sample, Settings, dialogue, vqa
+from kvbench.reference_vl.dialogues import DialogueSample, DialogueSettings, Part, dialogue, vqa
 from kvbench.reference_vl.pictures import Picture
-from kvbench.reference_vl.questions import KINDS, Question, chance
+from kvbench.reference_vl.questions import KINDS, PictureQuestion, chance
 
 QUESTIONS = 4
 """Questions about one context of `shapes_vqa`."""
@@ -45,12 +45,9 @@ def docs(
     max_pictures = min(8, (length - _REST) // _PICTURE)
     if max_pictures < 2:
         raise UserError(f"{leaf} shows at least two pictures; use a --length of 256 or more")
-    settings = Settings(images=(2, max_pictures))
+    settings = DialogueSettings(images=(2, max_pictures))
     if leaf == "shapes_dialogue":
-        return [
-            _dialogue(dialogue(settings, seed, sample_index), sample_index)
-            for sample_index in range(samples)
-        ]
+        return [_dialogue(dialogue(settings, seed, sample_index), sample_index) for sample_index in range(samples)]
     vqa_settings = dataclasses.replace(settings, questions=QUESTIONS)
     context_count = -(-samples // QUESTIONS)
     question_docs = [
@@ -61,15 +58,13 @@ def docs(
     return question_docs[:samples]
 
 
-def _questions(sample: Sample, index: int) -> list[Doc]:
+def _questions(sample: DialogueSample, index: int) -> list[Doc]:
     """The rows of one context: its questions, asked apart."""
     (turn,) = sample.turns
-    return [
-        {**_row(turn.parts, question), **_extra(question, index)} for question in turn.questions
-    ]
+    return [{**_row(turn.parts, question), **_extra(question, index)} for question in turn.questions]
 
 
-def _dialogue(sample: Sample, index: int) -> Doc:
+def _dialogue(sample: DialogueSample, index: int) -> Doc:
     turns = [
         {
             **_row(turn.parts, turn.questions[0]),
@@ -82,7 +77,7 @@ def _dialogue(sample: Sample, index: int) -> Doc:
     return {"turns": turns, "frame": {"user": "", "assistant": "", "end": ""}}
 
 
-def _row(turn_parts: Sequence[Part], question: Question) -> Doc:
+def _row(turn_parts: Sequence[Part], question: PictureQuestion) -> Doc:
     contents = [IMAGE if isinstance(turn_part, Picture) else turn_part for turn_part in turn_parts]
     media = [image(_png(turn_part)) for turn_part in turn_parts if isinstance(turn_part, Picture)]
     return {
@@ -94,7 +89,7 @@ def _row(turn_parts: Sequence[Part], question: Question) -> Doc:
     }
 
 
-def _extra(question: Question, index: int) -> Doc:
+def _extra(question: PictureQuestion, index: int) -> Doc:
     return {"extra": {"kind": question.kind, "scene": index}}
 
 
@@ -111,10 +106,8 @@ def process_results(doc: Doc, results: list[str]) -> dict[str, float]:
 
 def _chance() -> float:
     """The share of right answers by guessing, for five pictures and the mix of questions."""
-    kind_weights = dict(zip(KINDS, Settings().kinds, strict=True))
-    return sum(weight * chance(kind, 5) for kind, weight in kind_weights.items()) / sum(
-        kind_weights.values()
-    )
+    kind_weights = dict(zip(KINDS, DialogueSettings().kinds, strict=True))
+    return sum(weight * chance(kind, 5) for kind, weight in kind_weights.items()) / sum(kind_weights.values())
 
 
 BENCHMARK = Benchmark(

@@ -21,6 +21,4 @@ def essays(cache_dir: Path) -> tuple[tuple[str, ...], ...]:
     except NeedsHub:
         return ()
     joined_text = " ".join(" ".join(record["text"] for record in records).split())
-    return tuple(
-        tuple(sentence.split()) for sentence in re.split(r"(?<=[.!?]) ", joined_text) if sentence
-    )
+    return tuple(tuple(sentence.split()) for sentence in re.split(r"(?<=[.!?]) ", joined_text) if sentence)

@@ -20,9 +20,7 @@ _ENDLESS = 1 << 40
 class Size(Protocol):
     """Counts the tokens of a prompt as the model will see it."""
 
-    def __call__(
-        self, context: str, question: str, gen_prefix: str = "", shots: Sequence[Shot] = ()
-    ) -> int: ...
+    def __call__(self, context: str, question: str, gen_prefix: str = "", shots: Sequence[Shot] = ()) -> int: ...
 
     def dialogue(self, row: Doc) -> int:
         """Tokens of the prompt of a dialogue's last turn."""
@@ -53,7 +51,7 @@ class Streams:
 
 
 @dataclass(frozen=True)
-class Plan:
+class HaystackPlan:
     """A sample whose haystack can have any size.
 
     Attributes:
@@ -70,7 +68,7 @@ class Plan:
     exhausted: str = ""
 
 
-def fit(task: str, plans: Sequence[Plan], length: int, size: Size) -> Doc:
+def fit(task: str, plans: Sequence[HaystackPlan], length: int, size: Size) -> Doc:
     """Build the largest row of the first plan that fits.
 
     Args:
@@ -91,9 +89,7 @@ def fit(task: str, plans: Sequence[Plan], length: int, size: Size) -> Doc:
         if "turns" in doc:
             return size.dialogue(doc) + sum(int(turn["max_new_tokens"]) for turn in doc["turns"])
         prompt_parts = doc["context"], doc["question"], doc.get("gen_prefix", "")
-        prompt_tokens = (
-            size(*prompt_parts, shots=doc["shots"]) if "shots" in doc else size(*prompt_parts)
-        )
+        prompt_tokens = size(*prompt_parts, shots=doc["shots"]) if "shots" in doc else size(*prompt_parts)
         return prompt_tokens + int(doc["max_new_tokens"])
 
     required_lengths = []
@@ -103,13 +99,16 @@ def fit(task: str, plans: Sequence[Plan], length: int, size: Size) -> Doc:
         if required_lengths[-1] <= length:
             return _fill(plan, smallest_doc, required_lengths[-1], cost, length)
     raise UserError(
-        f"{task} does not fit into --length {length} with this tokenizer; "
-        f"it needs at least {min(required_lengths)}"
+        f"{task} does not fit into --length {length} with this tokenizer; it needs at least {min(required_lengths)}"
     )
 
 
 def _fill(
-    plan: Plan, smallest_doc: Doc, smallest_cost: int, cost: Callable[[Doc], int], max_tokens: int
+    plan: HaystackPlan,
+    smallest_doc: Doc,
+    smallest_cost: int,
+    cost: Callable[[Doc], int],
+    max_tokens: int,
 ) -> Doc:
     """The row of n units with cost(n) <= max_tokens < cost(n + 1), by interpolation and halving.
 
@@ -132,9 +131,7 @@ def _fill(
         if upper_cost is None:
             unit_cost = (lower_cost - smallest_cost) / (lower_size - plan.min_units)
             probe_size = lower_size + (
-                int((max_tokens - lower_cost) / unit_cost)
-                if unit_cost > 0
-                else lower_size - plan.min_units
+                int((max_tokens - lower_cost) / unit_cost) if unit_cost > 0 else lower_size - plan.min_units
             )
         elif step_count % 8 == 0:
             probe_size = (lower_size + upper_size) // 2
@@ -149,8 +146,7 @@ def _fill(
                 probe_size = upper_size - int(1.25 * gap_above / unit_cost) - 1
     if lower_size == plan.max_units and lower_cost < max_tokens and plan.exhausted:
         raise LeftOut(
-            f"{plan.exhausted} fill only {lower_cost} of the {max_tokens} tokens of --length; "
-            "use a shorter --length"
+            f"{plan.exhausted} fill only {lower_cost} of the {max_tokens} tokens of --length; use a shorter --length"
         )
     return best_doc
 
@@ -192,9 +188,7 @@ def scatter(units: Sequence[str], statements: Sequence[tuple[float, str]]) -> li
 def apart(generator: random.Random, part_count: int) -> Callable[[int], list[int]]:
     """Make a function that splits any whole into uneven parts and returns their sizes."""
     weights = [generator.gammavariate(3, 1) for _ in range(part_count)]
-    fractions = [
-        sum(weights[: part_index + 1]) / sum(weights) for part_index in range(part_count - 1)
-    ]
+    fractions = [sum(weights[: part_index + 1]) / sum(weights) for part_index in range(part_count - 1)]
 
     def sizes(total: int) -> list[int]:
         boundaries = [0, *(int(fraction * total) for fraction in fractions), total]

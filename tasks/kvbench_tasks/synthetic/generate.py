@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.errors import UserError
 from kvbench_tasks.synthetic.essays import essays
-from kvbench_tasks.synthetic.fitting import Doc, Plan, Size, Streams, fit
+from kvbench_tasks.synthetic.fitting import Doc, HaystackPlan, Size, Streams, fit
 from kvbench_tasks.synthetic.lexicon import Lexicon, Tokens
 from kvbench_tasks.synthetic.natural import NaturalLexicon
 from kvbench_tasks.synthetic.reference import ReferenceLexicon
@@ -21,7 +21,7 @@ LEXICONS: dict[str, type[Lexicon]] = {
 
 def generate(
     task: str,
-    plans: Callable[[Lexicon, int], Sequence[Plan]],
+    plans: Callable[[Lexicon, int], Sequence[HaystackPlan]],
     *,
     length: int,
     samples: int,
@@ -56,9 +56,7 @@ def generate(
         streams = Streams(task, lexicon, length, seed, sample_index)
         sample_lexicon = lexicon_class(streams, length, essay_sentences or None)
         document = fit(task, plans(sample_lexicon, sample_index), length, size)
-        documents.append(
-            {**document, "variant": sample_lexicon.variant} if sample_lexicon.variant else document
-        )
+        documents.append({**document, "variant": sample_lexicon.variant} if sample_lexicon.variant else document)
     return documents
 
 

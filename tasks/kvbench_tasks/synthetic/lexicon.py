@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvbench_tasks.synthetic.fitting import Plan, Streams
+from kvbench_tasks.synthetic.fitting import HaystackPlan, Streams
 
 Tokens = Callable[[str], int]
 """Counts the tokens of a text, give or take one."""
@@ -44,9 +44,7 @@ class Lexicon(ABC):
         essay: Sentences of an essay haystack, each a list of words; none: the lexicon's own.
     """
 
-    def __init__(
-        self, streams: Streams, length: int, essay: Sequence[Sequence[str]] | None = None
-    ) -> None:
+    def __init__(self, streams: Streams, length: int, essay: Sequence[Sequence[str]] | None = None) -> None:
         self.streams = streams
         self.length = length
         self.essay = essay
@@ -63,39 +61,39 @@ class Lexicon(ABC):
         return "+".join(self._materials)
 
     @abstractmethod
-    def niah(self, task: Niah, depths: Sequence[float] | None = None) -> list[Plan]:
+    def niah(self, task: Niah, depths: Sequence[float] | None = None) -> list[HaystackPlan]:
         """Needles in a haystack, at the given depths (0 to 1) or at random ones."""
 
     @abstractmethod
-    def vt(self, hops: int, count_tokens: Tokens) -> list[Plan]:
+    def vt(self, hops: int, count_tokens: Tokens) -> list[HaystackPlan]:
         """A chain of assignments: which variables hold the value?"""
 
     @abstractmethod
-    def cwe(self) -> list[Plan]:
+    def cwe(self) -> list[HaystackPlan]:
         """A list in which ten words are common: which are they?"""
 
     @abstractmethod
-    def fwe(self) -> list[Plan]:
+    def fwe(self) -> list[HaystackPlan]:
         """Coded text with Zipf-like counts: which three words are the most frequent?"""
 
     @abstractmethod
-    def listing(self, count_tokens: Tokens) -> list[Plan]:
+    def listing(self, count_tokens: Tokens) -> list[HaystackPlan]:
         """Numbered items out of order: write all of them, in order."""
 
     @abstractmethod
-    def passage(self, count_tokens: Tokens) -> list[Plan]:
+    def passage(self, count_tokens: Tokens) -> list[HaystackPlan]:
         """A passage: copy it."""
 
     @abstractmethod
-    def steps(self, count_tokens: Tokens) -> list[Plan]:
+    def steps(self, count_tokens: Tokens) -> list[HaystackPlan]:
         """A long chain of assignments: write every step of it, in order."""
 
     @abstractmethod
-    def dialogue(self, turns: int, facts: int) -> list[Plan]:
+    def dialogue(self, turns: int, facts: int) -> list[HaystackPlan]:
         """Turns with so many new facts each; each asks for a fact that no other turn asks for."""
 
     @abstractmethod
-    def fact(self) -> list[Plan]:
+    def fact(self) -> list[HaystackPlan]:
         """One fact, told and asked for in another form than those of `niah`."""
 
 

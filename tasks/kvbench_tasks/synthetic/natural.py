@@ -15,7 +15,7 @@ from typing import Any
 
 from kvbench.data import manual
 from kvbench_tasks.synthetic import natural_facts, natural_long, ruler_words
-from kvbench_tasks.synthetic.fitting import Doc, Plan, largest, scatter, shuffle
+from kvbench_tasks.synthetic.fitting import Doc, HaystackPlan, largest, scatter, shuffle
 from kvbench_tasks.synthetic.lexicon import Lexicon, Niah, Tokens
 from kvbench_tasks.synthetic.words import prose, words_of
 
@@ -28,9 +28,7 @@ _DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]
 @functools.cache
 def prompts() -> dict[str, Any]:
     """RULER's prompts, verbatim."""
-    json_text = (
-        files("kvbench_tasks.synthetic").joinpath("prompts.json").read_text(encoding="utf-8")
-    )
+    json_text = files("kvbench_tasks.synthetic").joinpath("prompts.json").read_text(encoding="utf-8")
     templates: dict[str, Any] = json.loads(json_text)
     return templates
 
@@ -73,16 +71,13 @@ def framed(
 class NaturalLexicon(Lexicon):
     """See `Lexicon`."""
 
-    def niah(self, task: Niah, depths: Sequence[float] | None = None) -> list[Plan]:
+    def niah(self, task: Niah, depths: Sequence[float] | None = None) -> list[HaystackPlan]:
         """Hide RULER's needles. An essay is cut to the word, other haystacks to the line."""
         prompt = prompts()["niah"]
         used_strings: set[str] = set()
         generator = self.streams["needles"]
         keys = [self._fresh(task.key, generator, used_strings) for _ in range(task.keys)]
-        values = [
-            [self._fresh(task.value, generator, used_strings) for _ in range(task.values)]
-            for _ in keys
-        ]
+        values = [[self._fresh(task.value, generator, used_strings) for _ in range(task.values)] for _ in keys]
         fields: dict[str, str] = {"type_needle_v": task.value}
         needle_template = prompt["needle"]
         statements = [
@@ -99,11 +94,7 @@ class NaturalLexicon(Lexicon):
         needles = list(zip(depths, statements, strict=True))
         query_indices = self.streams["query"].sample(range(task.keys), task.queries)
         query_keys = [keys[key_index] for key_index in query_indices]
-        fields["query"] = (
-            ", ".join(query_keys[:-1]) + ", and " + query_keys[-1]
-            if query_keys[1:]
-            else query_keys[0]
-        )
+        fields["query"] = ", ".join(query_keys[:-1]) + ", and " + query_keys[-1] if query_keys[1:] else query_keys[0]
         outputs = [value for key_index in query_indices for value in values[key_index]]
         haystack, separator = self._haystack(task, used_strings)
         is_single = task.queries * task.values == 1
@@ -115,14 +106,12 @@ class NaturalLexicon(Lexicon):
             # RULER's singular forms, replaced in its order.
             template = prompt["template"].replace("Some", "A").replace("are all", "is")
             template = template.replace("are", "is").replace("answers", "answer")
-            doc = framed(
-                "niah", template, context, outputs, **{**fields, "type_needle_v": task.value[:-1]}
-            )
+            doc = framed("niah", template, context, outputs, **{**fields, "type_needle_v": task.value[:-1]})
             return {**doc, "gen_prefix": doc["gen_prefix"].removesuffix(" are") + " is"}
 
-        return [Plan(build)]
+        return [HaystackPlan(build)]
 
-    def vt(self, hops: int, count_tokens: Tokens) -> list[Plan]:
+    def vt(self, hops: int, count_tokens: Tokens) -> list[HaystackPlan]:
         """Track variables after a worked example, which is left out where it does not fit."""
         prompt = prompts()["variable_tracking"]
         statements, value, variables = self._chain(hops, 5, "chain")
@@ -131,18 +120,19 @@ class NaturalLexicon(Lexicon):
             context = self._noisy(line_count, statements, "places")
             fields = {"query": value, "num_v": hops + 1}
             template = prompt["template"]
-            return framed(
-                "variable_tracking", template, context, variables, worked_example, **fields
-            )
+            return framed("variable_tracking", template, context, variables, worked_example, **fields)
 
         worked_example = self._vt_example(hops, min(_VT_EXAMPLE, self.length // 8), count_tokens)
         return (
-            [Plan(lambda line_count: build(line_count, worked_example)), Plan(build)]
+            [
+                HaystackPlan(lambda line_count: build(line_count, worked_example)),
+                HaystackPlan(build),
+            ]
             if worked_example
-            else [Plan(build)]
+            else [HaystackPlan(build)]
         )
 
-    def cwe(self) -> list[Plan]:
+    def cwe(self) -> list[HaystackPlan]:
         """List words, ten of them often.
 
         The counts are RULER's: 30 and 3 from 4096 tokens on, 6 and 1 below; where that does not
@@ -163,9 +153,7 @@ class NaturalLexicon(Lexicon):
             shuffle(self.streams.fresh(purpose), word_list)
             return _numbered(word_list), common_words
 
-        def plan(
-            example_counts: tuple[int, int, int] | None, common_repeats: int, rare_repeats: int
-        ) -> Plan:
+        def plan(example_counts: tuple[int, int, int] | None, common_repeats: int, rare_repeats: int) -> HaystackPlan:
             shots = []
             if example_counts:
                 example_size, example_common, example_rare = example_counts
@@ -180,22 +168,18 @@ class NaturalLexicon(Lexicon):
                 shots = [{"user": question, "assistant": answer, "end": "\n"}]
 
             def build(word_count: int) -> Doc:
-                context, common_words = number_words(
-                    word_pool[:word_count], common_repeats, rare_repeats, "order"
-                )
+                context, common_words = number_words(word_pool[:word_count], common_repeats, rare_repeats, "order")
                 doc = framed("common_words_extraction", prompt["template"], context, common_words)
                 return {**doc, "shots": shots} if shots else doc
 
             exhausted = f"its {len(vocabulary):,} words"
-            return Plan(
-                build, min_units=_COMMON + 1, max_units=len(vocabulary), exhausted=exhausted
-            )
+            return HaystackPlan(build, min_units=_COMMON + 1, max_units=len(vocabulary), exhausted=exhausted)
 
         small_plan = plan((20, 3, 1), 6, 1)
         large_plans = [plan((40, 10, 3), 30, 3)] if self.length >= 4096 else []
         return [*large_plans, small_plan, plan(None, 6, 1), plan(None, 3, 1)]
 
-    def fwe(self) -> list[Plan]:
+    def fwe(self) -> list[HaystackPlan]:
         """Coded words with Zipf-like counts (exponent 2.0); the most frequent one is `...`."""
         prompt = prompts()["freq_words_extraction"]
         generator = self.streams["words"]
@@ -206,49 +190,39 @@ class NaturalLexicon(Lexicon):
         zeta = math.pi**2 / 6
 
         def build(word_count: int) -> Doc:
-            word_counts = [
-                int(word_count / zeta / rank**2) for rank in range(1, len(ranked_words) + 1)
-            ]
-            word_counts[4:] = [
-                min(repeats, word_counts[3] - 1) for repeats in word_counts[4:]
-            ]  # the third has no tie
-            word_list = [
-                word
-                for word, repeats in zip(ranked_words, word_counts, strict=True)
-                for _ in range(repeats)
-            ]
+            word_counts = [int(word_count / zeta / rank**2) for rank in range(1, len(ranked_words) + 1)]
+            word_counts[4:] = [min(repeats, word_counts[3] - 1) for repeats in word_counts[4:]]  # the third has no tie
+            word_list = [word for word, repeats in zip(ranked_words, word_counts, strict=True) for _ in range(repeats)]
             shuffle(self.streams.fresh("order"), word_list)
             template = prompt["template"]
             return framed("freq_words_extraction", template, " ".join(word_list), ranked_words[1:4])
 
-        return [Plan(build, min_units=27)]
+        return [HaystackPlan(build, min_units=27)]
 
-    def listing(self, count_tokens: Tokens) -> list[Plan]:
+    def listing(self, count_tokens: Tokens) -> list[HaystackPlan]:
         """Sentences that state an item each; see `natural_long`."""
         return natural_long.listing(self.streams, self.length, count_tokens)
 
-    def passage(self, count_tokens: Tokens) -> list[Plan]:
+    def passage(self, count_tokens: Tokens) -> list[HaystackPlan]:
         """Sentences of generated prose, among others; see `natural_long`."""
         return natural_long.passage(self.streams, self.length, count_tokens)
 
-    def steps(self, count_tokens: Tokens) -> list[Plan]:
+    def steps(self, count_tokens: Tokens) -> list[HaystackPlan]:
         """Two chains, one of which is asked for; see `natural_long`."""
         return natural_long.steps(self.streams, self.length, count_tokens)
 
-    def dialogue(self, turns: int, facts: int) -> list[Plan]:
+    def dialogue(self, turns: int, facts: int) -> list[HaystackPlan]:
         """A dialogue in which codes are told and asked for; see `natural_long`."""
         return natural_long.dialogue(self.streams, turns, facts)
 
-    def fact(self) -> list[Plan]:
+    def fact(self) -> list[HaystackPlan]:
         """A fact about a person in Python's manual; see `natural_facts`."""
         self.uses(f"manual-{manual.digest()}")
         return natural_facts.fact(self.streams)
 
     # --- needles ----------------------------------------------------------------------------------
 
-    def _haystack(
-        self, task: Niah, used_strings: set[str]
-    ) -> tuple[Callable[[int], list[str]], str]:
+    def _haystack(self, task: Niah, used_strings: set[str]) -> tuple[Callable[[int], list[str]], str]:
         """The first n units of a haystack, between which needles may stand, and what joins them."""
         if task.haystack == "noise":
             return lambda unit_count: [prompts()["niah"]["noise"]] * unit_count, "\n"
@@ -266,12 +240,8 @@ class NaturalLexicon(Lexicon):
 
         def take(unit_count: int) -> list[str]:
             while len(needle_lines) < unit_count:
-                key, value = (
-                    self._fresh(kind, generator, used_strings) for kind in (task.key, task.value)
-                )
-                needle_lines.append(
-                    needle_template.format(type_needle_v=task.value, key=key, value=value)
-                )
+                key, value = (self._fresh(kind, generator, used_strings) for kind in (task.key, task.value))
+                needle_lines.append(needle_template.format(type_needle_v=task.value, key=key, value=value))
             return needle_lines[:unit_count]
 
         return take, "\n"
@@ -290,9 +260,7 @@ class NaturalLexicon(Lexicon):
         if kind == "uuids":
             return str(uuid.UUID(int=generator.getrandbits(128), version=4))
         self.uses(ruler_words.release())
-        return (
-            f"{generator.choice(ruler_words.adjectives())}-{generator.choice(ruler_words.nouns())}"
-        )
+        return f"{generator.choice(ruler_words.adjectives())}-{generator.choice(ruler_words.nouns())}"
 
     # --- variable tracking ------------------------------------------------------------------------
 
@@ -305,9 +273,7 @@ class NaturalLexicon(Lexicon):
         variables = list(distinct_names)
         value = str(generator.randrange(10000, 99999))
         statements = [f"VAR {variables[0]} = {value}"]
-        statements += [
-            f"VAR {variable} = VAR {source} " for source, variable in pairwise(variables)
-        ]
+        statements += [f"VAR {variable} = VAR {source} " for source, variable in pairwise(variables)]
         return statements, value, variables
 
     def _noisy(self, line_count: int, statements: Sequence[str], purpose: str) -> str:
@@ -319,9 +285,7 @@ class NaturalLexicon(Lexicon):
             line_indices = generator.choices(range(line_count + 1), k=len(statements))
         lines = [prompts()["variable_tracking"]["noise"]] * line_count
         # From the last one back: an insertion moves only what stands after it.
-        for line_index, statement in reversed(
-            list(zip(sorted(line_indices), statements, strict=True))
-        ):
+        for line_index, statement in reversed(list(zip(sorted(line_indices), statements, strict=True))):
             lines.insert(line_index, statement)
         return "\n".join(lines)
 
@@ -336,9 +300,7 @@ class NaturalLexicon(Lexicon):
             answer_prefix = prompt["answer_prefix"].format(num_v=hops + 1, query=value)
             return f"{question}{answer_prefix}"
 
-        noise_lines = largest(
-            lambda line_count: count_tokens(render_example(line_count)), max_tokens, max_tokens
-        )
+        noise_lines = largest(lambda line_count: count_tokens(render_example(line_count)), max_tokens, max_tokens)
         return f"{render_example(noise_lines)} {' '.join(variables)}\n\n" if noise_lines else ""
 
 

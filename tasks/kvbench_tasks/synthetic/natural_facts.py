@@ -7,7 +7,7 @@ generated prose.
 from __future__ import annotations
 
 from kvbench.data import manual
-from kvbench_tasks.synthetic.fitting import Doc, Plan, Streams, scatter
+from kvbench_tasks.synthetic.fitting import Doc, HaystackPlan, Streams, scatter
 
 _WHO = (
     "Astrid Benoit Celine Dorian Esther Filip Gudrun Hector Imani Jarek Katya Lorenzo Mireille "
@@ -55,7 +55,7 @@ _FACTS = (
 """What is told, what is asked, how the answer begins, and the possible values."""
 
 
-def fact(streams: Streams) -> list[Plan]:
+def fact(streams: Streams) -> list[HaystackPlan]:
     """Hide one fact at a random depth of the manual; the haystack is cut to the sentence."""
     generator = streams["fact"]
     fact_template, question_template, prefix_template, value_words = generator.choice(_FACTS)
@@ -67,9 +67,7 @@ def fact(streams: Streams) -> list[Plan]:
 
     def build(sentence_count: int) -> Doc:
         sentences = manual.sentences()
-        haystack = [
-            sentences[(start_index + offset) % len(sentences)] for offset in range(sentence_count)
-        ]
+        haystack = [sentences[(start_index + offset) % len(sentences)] for offset in range(sentence_count)]
         context = " ".join(scatter(haystack, [(depth, statement)]))
         return {
             "context": f"Read this text.\n\n{context}\n\n",
@@ -81,4 +79,4 @@ def fact(streams: Streams) -> list[Plan]:
             "extra": {"needle": statement},
         }
 
-    return [Plan(build)]
+    return [HaystackPlan(build)]

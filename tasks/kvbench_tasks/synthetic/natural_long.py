@@ -10,7 +10,7 @@ import string
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from kvbench_tasks.synthetic.fitting import Doc, Plan, Streams, apart, fewer, scatter
+from kvbench_tasks.synthetic.fitting import Doc, HaystackPlan, Streams, apart, fewer, scatter
 from kvbench_tasks.synthetic.lexicon import Tokens, asked_facts
 from kvbench_tasks.synthetic.words import compounds, prose, words_of
 
@@ -49,7 +49,7 @@ _CODE_TOKENS = 32
 _FRAME = {"user": "User:\n", "assistant": "\n\nAssistant:\n", "end": "\n\n"}
 
 
-def listing(streams: Streams, length: int, count_tokens: Tokens) -> list[Plan]:
+def listing(streams: Streams, length: int, count_tokens: Tokens) -> list[HaystackPlan]:
     """Items of a list, each stated in a sentence somewhere in the text.
 
     Args:
@@ -69,7 +69,7 @@ def listing(streams: Streams, length: int, count_tokens: Tokens) -> list[Plan]:
     max_items = _count(render_line, length, count_tokens)
     depths = [generator.random() for _ in range(max_items)]
 
-    def plan(item_count: int) -> Plan:
+    def plan(item_count: int) -> HaystackPlan:
         statements = [
             (depths[item_index], f"Item {item_index + 1} of the list is {item_names[item_index]}.")
             for item_index in range(item_count)
@@ -88,7 +88,7 @@ def listing(streams: Streams, length: int, count_tokens: Tokens) -> list[Plan]:
     return [plan(item_count) for item_count in fewer(max_items)]
 
 
-def passage(streams: Streams, length: int, count_tokens: Tokens) -> list[Plan]:
+def passage(streams: Streams, length: int, count_tokens: Tokens) -> list[HaystackPlan]:
     """A passage of sentences between two marks."""
     sentences: list[str] = []
     prose_sentences = prose(streams["passage"])
@@ -100,22 +100,18 @@ def passage(streams: Streams, length: int, count_tokens: Tokens) -> list[Plan]:
 
     depth = streams["depth"].random()
 
-    def plan(line_count: int) -> Plan:
+    def plan(line_count: int) -> HaystackPlan:
         answer = "".join(map(render_line, range(line_count)))
         statements = [(depth, f"\n[BEGIN]\n{answer}[END]\n")]
-        return _plan(
-            streams, _COPY, statements, sentences[:line_count], "lines", count_tokens(answer)
-        )
+        return _plan(streams, _COPY, statements, sentences[:line_count], "lines", count_tokens(answer))
 
     return [plan(line_count) for line_count in fewer(_count(render_line, length, count_tokens))]
 
 
-def steps(streams: Streams, length: int, count_tokens: Tokens) -> list[Plan]:
+def steps(streams: Streams, length: int, count_tokens: Tokens) -> list[HaystackPlan]:
     """Two chains of assignments, interleaved."""
     generator = streams["chain"]
-    start_values = [
-        str(start_value) for start_value in generator.sample(range(10000, 100000), _CHAINS)
-    ]
+    start_values = [str(start_value) for start_value in generator.sample(range(10000, 100000), _CHAINS)]
     used_variables: set[str] = set()
     chains: list[list[str]] = [[] for _ in start_values]
 
@@ -134,13 +130,11 @@ def steps(streams: Streams, length: int, count_tokens: Tokens) -> list[Plan]:
     depth_generator = streams["depth"]
     depths = [[depth_generator.random() for _ in range(max_steps)] for _ in chains]
 
-    def plan(step_count: int) -> Plan:
+    def plan(step_count: int) -> HaystackPlan:
         statements = [
             (depth, f"{step}.")
             for chain, chain_depths in zip(chains, depths, strict=True)
-            for depth, step in zip(
-                sorted(chain_depths[:step_count]), chain[:step_count], strict=True
-            )
+            for depth, step in zip(sorted(chain_depths[:step_count]), chain[:step_count], strict=True)
         ]
         answer = "".join(map(render_line, range(step_count)))
         answer_tokens = count_tokens(answer)
@@ -157,7 +151,7 @@ def steps(streams: Streams, length: int, count_tokens: Tokens) -> list[Plan]:
     return [plan(step_count) for step_count in fewer(max_steps)]
 
 
-def dialogue(streams: Streams, turns: int, facts: int) -> list[Plan]:
+def dialogue(streams: Streams, turns: int, facts: int) -> list[HaystackPlan]:
     """Codes that are told, and asked for in the same turn or later.
 
     Args:
@@ -168,19 +162,14 @@ def dialogue(streams: Streams, turns: int, facts: int) -> list[Plan]:
     key_iterator = compounds(streams["keys"])
     key_names = [key_name.replace("-", " ") for key_name in islice(key_iterator, turns * facts)]
     codes = streams["codes"].sample(range(10**6, 10**7), len(key_names))
-    fact_texts = [
-        _FACT.format(key=key, value=code) for key, code in zip(key_names, codes, strict=True)
-    ]
+    fact_texts = [_FACT.format(key=key, value=code) for key, code in zip(key_names, codes, strict=True)]
     generator = streams["depth"]
     depths = [generator.random() for _ in fact_texts]
 
-    def plan(turn_count: int) -> Plan:
+    def plan(turn_count: int) -> HaystackPlan:
         query_facts = asked_facts(streams.fresh("query"), turn_count, facts)
         split_sizes = apart(streams.fresh("shares"), turn_count)
-        fillers = [
-            words_of(prose(streams.fresh(f"prose {turn_index}")))
-            for turn_index in range(turn_count)
-        ]
+        fillers = [words_of(prose(streams.fresh(f"prose {turn_index}"))) for turn_index in range(turn_count)]
 
         def build(haystack_size: int) -> Doc:
             turn_docs: list[Doc] = []
@@ -205,7 +194,7 @@ def dialogue(streams: Streams, turns: int, facts: int) -> list[Plan]:
                 )
             return {"turns": turn_docs, "frame": _FRAME, "until": ["\n"]}
 
-        return Plan(build)
+        return HaystackPlan(build)
 
     return [plan(turn_count) for turn_count in range(turns, 1, -1)]
 
@@ -226,7 +215,7 @@ def _plan(
     form: str,
     answer_tokens: int,
     **fields: object,
-) -> Plan:
+) -> HaystackPlan:
     """Statements among prose.
 
     `prompt_texts` are the texts before the prose, of the question, and at the start of the answer.
@@ -236,11 +225,7 @@ def _plan(
     max_new_tokens = answer_tokens + answer_tokens // 8 + 16  # an answer may be worded differently
 
     def build(haystack_size: int) -> Doc:
-        haystack = (
-            " ".join(scatter(filler(haystack_size), statements))
-            .replace(" \n", "\n")
-            .replace("\n ", "\n")
-        )
+        haystack = " ".join(scatter(filler(haystack_size), statements)).replace(" \n", "\n").replace("\n ", "\n")
         return {
             "context": f"{preamble.format(**fields)}{haystack.strip()}\n\n",
             "question": question.format(**fields),
@@ -251,4 +236,4 @@ def _plan(
             "max_new_tokens": max_new_tokens,
         }
 
-    return Plan(build)
+    return HaystackPlan(build)

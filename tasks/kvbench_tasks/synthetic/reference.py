@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from kvbench.errors import UserError
 from kvbench.reference import grammar
-from kvbench_tasks.synthetic.fitting import Doc, Plan, apart, fewer, scatter, shuffle
+from kvbench_tasks.synthetic.fitting import Doc, HaystackPlan, apart, fewer, scatter, shuffle
 from kvbench_tasks.synthetic.lexicon import Lexicon, Niah, Tokens, asked_facts
 
 _MOST_KEYS = 400  # leaves enough words for values and filler
@@ -31,7 +31,7 @@ class ReferenceLexicon(Lexicon):
 
     _pool: list[str] | None = None
 
-    def niah(self, task: Niah, depths: Sequence[float] | None = None) -> list[Plan]:
+    def niah(self, task: Niah, depths: Sequence[float] | None = None) -> list[HaystackPlan]:
         """Needles `note K a b .`; a uuid is four words, and its key two (as in training).
 
         Several values of several keys are asked for key by key: the row then has `each`, a question
@@ -65,11 +65,7 @@ class ReferenceLexicon(Lexicon):
         ]
         query_indices = self.streams["query"].sample(range(task.keys), task.queries)
         query_values = [
-            [
-                values[key_index][value_index]
-                for _, key_index, value_index in placements
-                if key_index == query_index
-            ]
+            [values[key_index][value_index] for _, key_index, value_index in placements if key_index == query_index]
             for query_index in query_indices
         ]
         # Training has no question for several values of several keys.
@@ -82,9 +78,7 @@ class ReferenceLexicon(Lexicon):
             answer = grammar.answer_each(query_names, [value for (value,) in query_values])
         output_texts = [[_text(value) for value in key_values] for key_values in query_values]
         outputs = (
-            output_texts[0]
-            if asked_apart
-            else [value_text for key_values in output_texts for value_text in key_values]
+            output_texts[0] if asked_apart else [value_text for key_values in output_texts for value_text in key_values]
         )
         key_questions = [
             {"question": _text(grammar.ask(keys[query_index])), "outputs": key_values}
@@ -95,18 +89,14 @@ class ReferenceLexicon(Lexicon):
         def build(haystack_size: int) -> Doc:
             distractor_size = len(distractors[0][1]) if distractors else 1
             included_count = min(haystack_size // distractor_size, len(distractors))
-            inserted = [
-                (depth, _text(sentence)) for depth, sentence in distractors[:included_count]
-            ]
-            segments = scatter(
-                filler(haystack_size - included_count * distractor_size), needles + inserted
-            )
+            inserted = [(depth, _text(sentence)) for depth, sentence in distractors[:included_count]]
+            segments = scatter(filler(haystack_size - included_count * distractor_size), needles + inserted)
             doc = self._doc(segments, question, outputs, answer)
             return {**doc, "each": key_questions} if asked_apart else doc
 
-        return [Plan(build)]
+        return [HaystackPlan(build)]
 
-    def vt(self, hops: int, count_tokens: Tokens) -> list[Plan]:
+    def vt(self, hops: int, count_tokens: Tokens) -> list[HaystackPlan]:
         """Statements `let SOURCE VARIABLE .` among noise; all variables are asked for."""
         variables = self._reserve(hops + 2)
         generator = self.streams["depth"]
@@ -125,9 +115,9 @@ class ReferenceLexicon(Lexicon):
                 grammar.answer_words(variables[1:]),
             )
 
-        return [Plan(build)]
+        return [HaystackPlan(build)]
 
-    def cwe(self) -> list[Plan]:
+    def cwe(self) -> list[HaystackPlan]:
         """Ten words make up two fifths of the list; each is ten times as frequent as any other."""
         common_words = self._reserve(_COMMON)
         rare_words = self._reserve(440)
@@ -137,18 +127,14 @@ class ReferenceLexicon(Lexicon):
             rare_repeats = max(1, round(common_repeats / 10))
             rare_count = max(0, haystack_size - common_repeats * _COMMON)
             distinct_words = rare_words[: -(-rare_count // rare_repeats)]
-            rare_entries = (distinct_words * (rare_count // max(1, len(distinct_words)) + 1))[
-                :rare_count
-            ]
+            rare_entries = (distinct_words * (rare_count // max(1, len(distinct_words)) + 1))[:rare_count]
             word_list = common_words * common_repeats + rare_entries
             shuffle(self.streams.fresh("order"), word_list)
-            return self._doc(
-                word_list, grammar.ask_common(), common_words, grammar.answer_words(common_words)
-            )
+            return self._doc(word_list, grammar.ask_common(), common_words, grammar.answer_words(common_words))
 
-        return [Plan(build, min_units=60)]
+        return [HaystackPlan(build, min_units=60)]
 
-    def fwe(self) -> list[Plan]:
+    def fwe(self) -> list[HaystackPlan]:
         """Word k of the code has a share of k^-2; the first rank is left out, as in RULER."""
         vocabulary = self._reserve(250)
         rank_weights = [rank**-2.0 for rank in range(2, len(vocabulary) + 2)]
@@ -159,28 +145,22 @@ class ReferenceLexicon(Lexicon):
             # Words too rare for a whole count get one each; the rest goes to the first word.
             zero_count = word_counts.count(0)
             single_count = min(zero_count, haystack_size - sum(word_counts))
-            word_counts[len(word_counts) - zero_count :] = [1] * single_count + [0] * (
-                zero_count - single_count
-            )
+            word_counts[len(word_counts) - zero_count :] = [1] * single_count + [0] * (zero_count - single_count)
             word_counts[0] += haystack_size - sum(word_counts)
-            word_list = [
-                word
-                for word, repeats in zip(vocabulary, word_counts, strict=True)
-                for _ in range(repeats)
-            ]
+            word_list = [word for word, repeats in zip(vocabulary, word_counts, strict=True) for _ in range(repeats)]
             shuffle(self.streams.fresh("order"), word_list)
             answer = grammar.answer_words(vocabulary[:_TOP])
             return self._doc(word_list, grammar.ask_top(), vocabulary[:_TOP], answer)
 
-        return [Plan(build, min_units=60)]
+        return [HaystackPlan(build, min_units=60)]
 
-    def listing(self, count_tokens: Tokens) -> list[Plan]:
+    def listing(self, count_tokens: Tokens) -> list[HaystackPlan]:
         """Statements `item #N a b .`; the answer is `#1 a b , #2 c d .`."""
         values = [_text(self._free(2)) for _ in range(_ITEMS)]
         filler, generator = self._filler("essay"), self.streams["depth"]
         depths = [generator.random() for _ in values]
 
-        def plan(item_count: int) -> Plan:
+        def plan(item_count: int) -> HaystackPlan:
             listed_values = values[:item_count]
             statements = [
                 (depth, _text(grammar.item(number, value.split())))
@@ -197,16 +177,16 @@ class ReferenceLexicon(Lexicon):
                 )
                 return {**doc, "form": "numbered"}
 
-            return Plan(build)
+            return HaystackPlan(build)
 
         return [plan(item_count) for item_count in fewer(_ITEMS)]
 
-    def passage(self, count_tokens: Tokens) -> list[Plan]:
+    def passage(self, count_tokens: Tokens) -> list[HaystackPlan]:
         """A passage `begin a b c end` whose words occur nowhere else."""
         passage_words = self._reserve(_COPIED)
         filler, depth = self._filler("essay"), self.streams["depth"].random()
 
-        def plan(word_count: int) -> Plan:
+        def plan(word_count: int) -> HaystackPlan:
             statements = [(depth, _text(grammar.passage(passage_words[:word_count])))]
             answer = grammar.answer_words(passage_words[:word_count])
 
@@ -215,17 +195,17 @@ class ReferenceLexicon(Lexicon):
                 doc = self._doc(segments, grammar.ask_copy(), passage_words[:word_count], answer)
                 return {**doc, "form": "words"}
 
-            return Plan(build)
+            return HaystackPlan(build)
 
         return [plan(word_count) for word_count in fewer(_COPIED)]
 
-    def steps(self, count_tokens: Tokens) -> list[Plan]:
+    def steps(self, count_tokens: Tokens) -> list[HaystackPlan]:
         """The statements of `vt`, but a long chain of them, among sentences that vary."""
         variables = self._reserve(_HOPS + 2)
         generator, filler = self.streams["depth"], self._filler("essay")
         depths = [generator.random() for _ in variables[1:]]
 
-        def plan(step_count: int) -> Plan:
+        def plan(step_count: int) -> HaystackPlan:
             statements = [
                 (depth, _text(grammar.assign(source, variable)))
                 for depth, source, variable in zip(
@@ -239,31 +219,25 @@ class ReferenceLexicon(Lexicon):
                     grammar.ask_chain(variables[0]),
                     grammar.answer_words(chain_variables),
                 )
-                doc = self._doc(
-                    scatter(filler(haystack_size), statements), question, chain_variables, answer
-                )
+                doc = self._doc(scatter(filler(haystack_size), statements), question, chain_variables, answer)
                 return {**doc, "form": "words"}
 
-            return Plan(build)
+            return HaystackPlan(build)
 
         return [plan(step_count) for step_count in fewer(_HOPS + 1)]
 
-    def dialogue(self, turns: int, facts: int) -> list[Plan]:
+    def dialogue(self, turns: int, facts: int) -> list[HaystackPlan]:
         """Turns `user ... note K a b . ... <q> K a b .`, as in training."""
         keys = self._reserve(turns * facts)
         values = [self._free(2) for _ in keys]
-        fact_texts = [
-            _text(grammar.needle(key, value)) for key, value in zip(keys, values, strict=True)
-        ]
+        fact_texts = [_text(grammar.needle(key, value)) for key, value in zip(keys, values, strict=True)]
         generator = self.streams["depth"]
         depths = [generator.random() for _ in fact_texts]
 
-        def plan(turn_count: int) -> Plan:
+        def plan(turn_count: int) -> HaystackPlan:
             query_facts = asked_facts(self.streams.fresh("query"), turn_count, facts)
             split_sizes = apart(self.streams.fresh("shares"), turn_count)
-            fillers = [
-                self._filler("essay", f"filler {turn_index}") for turn_index in range(turn_count)
-            ]
+            fillers = [self._filler("essay", f"filler {turn_index}") for turn_index in range(turn_count)]
 
             def build(haystack_size: int) -> Doc:
                 turn_docs = []
@@ -271,9 +245,7 @@ class ReferenceLexicon(Lexicon):
                     zip(query_facts, split_sizes(haystack_size), strict=True)
                 ):
                     turn_facts = range(turn_index * facts, (turn_index + 1) * facts)
-                    placements = [
-                        (depths[fact_index], fact_texts[fact_index]) for fact_index in turn_facts
-                    ]
+                    placements = [(depths[fact_index], fact_texts[fact_index]) for fact_index in turn_facts]
                     answer = grammar.answer([values[query_fact]])
                     doc = self._doc(
                         scatter(fillers[turn_index](filler_size), placements),
@@ -285,11 +257,11 @@ class ReferenceLexicon(Lexicon):
                     turn_docs.append({**doc, "answer": _text(answer[:-1]), "extra": extra})
                 return {"turns": turn_docs, "frame": _FRAME}
 
-            return Plan(build)
+            return HaystackPlan(build)
 
         return [plan(turn_count) for turn_count in range(turns, 1, -1)]
 
-    def fact(self) -> list[Plan]:
+    def fact(self) -> list[HaystackPlan]:
         """A passage `begin a b c d end` of words that are nowhere else; `<q> copy` asks for it."""
         fact_words = self._reserve(_FACT)
         filler, depth = self._filler("essay"), self.streams["depth"].random()
@@ -301,7 +273,7 @@ class ReferenceLexicon(Lexicon):
             doc = self._doc(segments, grammar.ask_copy(), [_text(fact_words)], answer)
             return {**doc, "extra": {"needle": passage}}
 
-        return [Plan(build)]
+        return [HaystackPlan(build)]
 
     # --- words ------------------------------------------------------------------------------------
 
@@ -325,9 +297,7 @@ class ReferenceLexicon(Lexicon):
 
     def _pairs(self, vocabulary: Sequence[str], pair_count: int) -> list[list[str]]:
         generator = self.streams["pairs"]
-        pair_codes = generator.sample(
-            range(len(vocabulary) ** 2), min(pair_count, len(vocabulary) ** 2)
-        )
+        pair_codes = generator.sample(range(len(vocabulary) ** 2), min(pair_count, len(vocabulary) ** 2))
         return [
             [vocabulary[pair_code // len(vocabulary)], vocabulary[pair_code % len(vocabulary)]]
             for pair_code in pair_codes
@@ -336,9 +306,7 @@ class ReferenceLexicon(Lexicon):
     def _filler(self, haystack: str, purpose: str = "filler") -> Callable[[int], list[str]]:
         """Make a function that returns sentences of n words in all; the last may be cut off."""
         unused_words, generator = self._unused_words(), self.streams[purpose]
-        noise_sentence = grammar.sentence(
-            generator.choices(unused_words, k=generator.randint(5, 9))
-        )
+        noise_sentence = grammar.sentence(generator.choices(unused_words, k=generator.randint(5, 9)))
         sentences: list[list[str]] = []
         sentence_texts: list[str] = []
         end_offsets = [0]  # words up to the end of each sentence
@@ -346,9 +314,7 @@ class ReferenceLexicon(Lexicon):
         def take(word_count: int) -> list[str]:
             while end_offsets[-1] < word_count:
                 sentence_words = generator.choices(unused_words, k=generator.randint(4, 11))
-                sentences.append(
-                    noise_sentence if haystack == "noise" else grammar.sentence(sentence_words)
-                )
+                sentences.append(noise_sentence if haystack == "noise" else grammar.sentence(sentence_words))
                 sentence_texts.append(_text(sentences[-1]))
                 end_offsets.append(end_offsets[-1] + len(sentences[-1]))
             complete_count = bisect_right(end_offsets, max(0, word_count)) - 1
@@ -357,17 +323,11 @@ class ReferenceLexicon(Lexicon):
                 if word_count > end_offsets[complete_count]
                 else ""
             )
-            return (
-                [*sentence_texts[:complete_count], partial_text]
-                if partial_text
-                else sentence_texts[:complete_count]
-            )
+            return [*sentence_texts[:complete_count], partial_text] if partial_text else sentence_texts[:complete_count]
 
         return take
 
-    def _doc(
-        self, context: Sequence[str], question: Sequence[str], outputs: list[str], answer: list[str]
-    ) -> Doc:
+    def _doc(self, context: Sequence[str], question: Sequence[str], outputs: list[str], answer: list[str]) -> Doc:
         return {
             "context": _text(context) + " ",
             "question": _text(question),

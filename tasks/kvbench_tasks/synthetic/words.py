@@ -12,9 +12,7 @@ from importlib.resources import files
 @functools.cache
 def words(kind: str) -> tuple[str, ...]:
     """Our own words of a kind: "nouns", "adjectives" or "verbs" (base forms)."""
-    word_lists = json.loads(
-        files("kvbench_tasks.synthetic").joinpath("words.json").read_text(encoding="utf-8")
-    )
+    word_lists = json.loads(files("kvbench_tasks.synthetic").joinpath("words.json").read_text(encoding="utf-8"))
     return tuple(word for line in word_lists[kind] for word in line.split())
 
 

@@ -27,9 +27,7 @@ def folder(
 
 
 @pytest.fixture(scope="session")
-def grouped(
-    bpe_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
-) -> str:
+def grouped(bpe_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The one with G = 2."""
     return saved(bpe_tokenizer, tmp_path_factory.mktemp("model"), 2)
 
@@ -74,9 +72,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> str:
     for i in range(3):
         context = ". ".join(" ".join(words) for words in islice(prose(rng), 4))
         asked = [" What is green?", " Who has read the letter?"][: 2 - bool(i)]
-        rows += [
-            {"context": context, "question": q, "answers": "x", "max_new_tokens": 2} for q in asked
-        ]
+        rows += [{"context": context, "question": q, "answers": "x", "max_new_tokens": 2} for q in asked]
     file = tmp_path_factory.mktemp("data") / "mine.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows))
     return str(file)

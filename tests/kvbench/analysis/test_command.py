@@ -24,9 +24,7 @@ def arguments(command: str, folder: str, task: str, out: Path, *more: str) -> li
     return [*base, "--no-chat-template", "--device", "cpu", "--out", str(out), *more]
 
 
-def test_perturbation_writes_tables_figures_and_a_summary(
-    grouped: str, questions: str, tmp_path: Path
-) -> None:
+def test_perturbation_writes_tables_figures_and_a_summary(grouped: str, questions: str, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     run = arguments("perturbation", grouped, questions, out)
     run += ["--policy", "snapkv:window=4,criticalkv:window=4", "--budget", "0.2,0.4"]
@@ -51,9 +49,7 @@ def test_perturbation_writes_tables_figures_and_a_summary(
     assert settings["query"] == "answer" and settings["first_stage"] == 0.5
 
 
-def test_allocation_writes_a_table_and_a_map_per_policy(
-    grouped: str, questions: str, tmp_path: Path
-) -> None:
+def test_allocation_writes_a_table_and_a_map_per_policy(grouped: str, questions: str, tmp_path: Path) -> None:
     run = arguments("allocation", grouped, questions, tmp_path, "--policy", "snapkv,adakv:window=4")
     done = CliRunner().invoke(cli.app.app, [*run, "--budget", "0.2,12"])
     assert done.exit_code == 0, done.output
@@ -65,9 +61,7 @@ def test_allocation_writes_a_table_and_a_map_per_policy(
     assert "## " in (tmp_path / "summary.md").read_text()
 
 
-def test_figures_are_the_same_bytes_every_time(
-    grouped: str, questions: str, tmp_path: Path
-) -> None:
+def test_figures_are_the_same_bytes_every_time(grouped: str, questions: str, tmp_path: Path) -> None:
     for name in ("one", "two"):
         run = arguments("perturbation", grouped, questions, tmp_path / name)
         run += ["--policy", "snapkv:window=4,random"]
@@ -89,9 +83,7 @@ def test_a_policy_that_fails_leaves_the_others_and_exit_code_1(
         code = cli.call([*run, "--policy", f"snapkv:window=4,{tmp_path}/bad.py:bad"])
         said = capsys.readouterr()
         assert code == 1
-        assert said.err.splitlines()[-1].startswith(
-            "kvbench: 1 cells failed: RuntimeError: no such"
-        )
+        assert said.err.splitlines()[-1].startswith("kvbench: 1 cells failed: RuntimeError: no such")
         assert "no such luck" in (tmp_path / command / "summary.md").read_text()
 
 

@@ -193,13 +193,9 @@ def test_flags_of_machines_arrive(executed: dict[str, Any]) -> None:
 def test_flags_go_before_the_file_and_the_file_before_the_defaults(
     executed: dict[str, Any],
 ) -> None:
-    Path("grid.yaml").write_text(
-        "policies: [h2o]\ntasks: vt\nbudgets: 0.1\nsamples: 5\nfull: false\n"
-    )
+    Path("grid.yaml").write_text("policies: [h2o]\ntasks: vt\nbudgets: 0.1\nsamples: 5\nfull: false\n")
     assert cli.call(["run", "--config", "grid.yaml", "--budget", "0.4", "--full"]) == 0
-    assert executed["grid"] == Grid(
-        policies=("h2o",), tasks=("vt",), budgets=("0.4",), samples=5, full=True
-    )
+    assert executed["grid"] == Grid(policies=("h2o",), tasks=("vt",), budgets=("0.4",), samples=5, full=True)
 
 
 def test_after_a_run_the_table_and_the_files_are_named(
@@ -213,17 +209,13 @@ def test_after_a_run_the_table_and_the_files_are_named(
     ]
 
 
-def test_a_dry_run_describes_and_runs_nothing(
-    executed: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_describes_and_runs_nothing(executed: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call([*RUN, "--out", "there", "--dry-run"]) == 0
     assert "grid" not in executed
     assert capsys.readouterr().out == "3 cells\ninto there\n"
 
 
-def test_a_failed_cell_is_exit_code_1(
-    executed: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_cell_is_exit_code_1(executed: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     executed["cells"] = pd.DataFrame({"status": ["ok", "error"], "error": ["", "held 3\nnot 2"]})
     assert cli.call(RUN) == 1
     captured = capsys.readouterr()
@@ -231,9 +223,7 @@ def test_a_failed_cell_is_exit_code_1(
     assert one_line(captured.err) == "kvbench: 1 of 2 cells failed: held 3 not 2\n"
 
 
-def test_ctrl_c_says_how_to_go_on(
-    executed: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_says_how_to_go_on(executed: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     executed["effect"] = KeyboardInterrupt()
     assert cli.call([*RUN, "--out", "there"]) == 130
     said = one_line(capsys.readouterr().err)
@@ -241,9 +231,7 @@ def test_ctrl_c_says_how_to_go_on(
     assert "the same command" in said
 
 
-def test_a_user_error_of_a_run_is_one_line(
-    executed: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_user_error_of_a_run_is_one_line(executed: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     executed["effect"] = UserError("model x:\n no such folder")
     assert cli.call(RUN) == 2
     assert one_line(capsys.readouterr().err) == "kvbench: model x: no such folder\n"
@@ -343,9 +331,7 @@ def test_a_run_a_resumed_run_and_their_report(
     assert all(Path(path).is_file() for path in written)
 
 
-def test_names_of_tasks_are_never_broken(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_of_tasks_are_never_broken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.call(["list", "tasks"]) == 0
     words = set(capsys.readouterr().out.replace(",", " ").split())

@@ -44,9 +44,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("nowhere", 2, "nowhere is not a finished run"),
     ],
 )
-def test_exit_codes(
-    runs: Path, run: str, code: int, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_codes(runs: Path, run: str, code: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(["compare", "base", run]) == code
     error = capsys.readouterr().err
     assert says in error

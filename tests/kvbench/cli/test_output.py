@@ -85,9 +85,7 @@ def test_json_tells_of_failed_cells(run: list[str], capsys: pytest.CaptureFixtur
     assert "1 of 2 cells failed" in captured.err
 
 
-def test_json_and_dry_run_exclude_each_other(
-    run: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_and_dry_run_exclude_each_other(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call([*run, "knorm", "--json", "--dry-run"]) == 2
     assert "exclude each other" in capsys.readouterr().err
 
@@ -103,9 +101,7 @@ def test_json_and_dry_run_exclude_each_other(
         {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     ],
 )
-def test_names_and_exceptions_reach_no_terminal_as_they_are(
-    run: list[str], environment: dict[str, str]
-) -> None:
+def test_names_and_exceptions_reach_no_terminal_as_they_are(run: list[str], environment: dict[str, str]) -> None:
     done = program(*run, "./evil.py:mine", **environment)
     assert done.returncode == 1, done.stderr
     both = done.stdout + done.stderr
@@ -172,9 +168,7 @@ def test_the_help_of_run_is_grouped(
         "profile heads",
     ],
 )
-def test_long_lists_of_options_are_grouped(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_lists_of_options_are_grouped(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call([*command.split(), "--help"]) == 0
     text = capsys.readouterr().out
     assert {"What to run", "Model", "Output"} <= set(re.findall(r"╭─ ([\w ]+?) ─", text))
@@ -183,9 +177,7 @@ def test_long_lists_of_options_are_grouped(
 
 
 def complete(line: str) -> list[str]:
-    done = program(
-        _KVBENCH_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(len(line.split(" ")) - 1)
-    )
+    done = program(_KVBENCH_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(len(line.split(" ")) - 1))
     assert done.returncode == 0, done.stderr
     return done.stdout.decode().split()
 

@@ -31,9 +31,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_view_writes_a_page_once_and_opens_it(
-    run: Path, opened: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_view_writes_a_page_once_and_opens_it(run: Path, opened: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     page = run / "report" / "report.html"
     assert call(["view", str(run)]) == 0
     assert capsys.readouterr().out == f"{page}\n"
@@ -63,9 +61,7 @@ def test_view_without_a_browser_says_so(
     assert "no browser could be opened" in capsys.readouterr().err
 
 
-def test_view_of_something_else_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_view_of_something_else_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["view", str(tmp_path / "nothing")]) == 2
     assert "is not a finished run" in capsys.readouterr().err
 

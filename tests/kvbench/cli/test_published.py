@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli import call
-from kvbench.published.figures import FIELDS, all_figures, paper
+from kvbench.papers.published.results import FIELDS, all_figures, paper
 from kvbench.runs import load
 
 from ..report.conftest import make_run
@@ -44,9 +44,7 @@ def test_a_table_is_shown_as_printed(capsys: pytest.CaptureFixture[str]) -> None
     assert text.index("SnapKV w/ OBCache (Joint)") < text.index("HeadKV w/ ours")
 
 
-def test_wide_tables_fit_the_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wide_tables_fit_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = out(capsys, "d2o", "1")
     assert max(map(len, text.splitlines())) <= 80
@@ -118,9 +116,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_report_lays_published_scores_beside_ours(
-    made_up: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_lays_published_scores_beside_ours(made_up: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["report", str(made_up), "--with-published"]) == 0
     text = capsys.readouterr().out
     assert "beside published scores" in text
@@ -134,9 +130,7 @@ def test_a_report_lays_published_scores_beside_ours(
     assert [row["published"] for row in rows] == pytest.approx([0.966, 0.748, 0.998])
 
 
-def test_a_report_without_the_flag_has_no_published_scores(
-    made_up: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_without_the_flag_has_no_published_scores(made_up: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["report", str(made_up), "--json"]) == 0
     assert "published" not in json.loads(capsys.readouterr().out)
     assert not (made_up / "report" / "published.md").exists()

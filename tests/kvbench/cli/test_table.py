@@ -38,9 +38,7 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return text
 
 
-def test_by_default_policies_and_budgets_are_rows(
-    capsys: pytest.CaptureFixture[str], run: str
-) -> None:
+def test_by_default_policies_and_budgets_are_rows(capsys: pytest.CaptureFixture[str], run: str) -> None:
     text = out(capsys, run)
     assert "┃ policy ┃ budget ┃" in text
     assert text.index("snapkv") < text.index("adakv")
@@ -80,17 +78,13 @@ def test_what_is_chosen(capsys: pytest.CaptureFixture[str], run: str) -> None:
     assert "| policy | `vt` | `cwe` | mean of 2 | loss |" in text
 
 
-def test_several_runs_are_one_table(
-    capsys: pytest.CaptureFixture[str], run: str, tmp_path: Path
-) -> None:
+def test_several_runs_are_one_table(capsys: pytest.CaptureFixture[str], run: str, tmp_path: Path) -> None:
     more = write_run(make_run(["random"], ["0.2"], samples=10), tmp_path / "more")
     rows = csv.DictReader(out(capsys, run, str(more), "--format", "csv").splitlines())
     assert {row["policy"] for row in rows} == {"full", "snapkv", "adakv", "random"}
 
 
-def test_without_the_full_cache_there_are_no_marks(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_without_the_full_cache_there_are_no_marks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     bare = write_run(make_run(["snapkv"], ["0.2"], samples=6, with_full=False), tmp_path / "bare")
     assert "significantly" not in out(capsys, str(bare))
 
@@ -109,9 +103,7 @@ def test_without_the_full_cache_there_are_no_marks(
         (["--task", "cwee"], "--task cwee: not in the run; it has vt, cwe"),
     ],
 )
-def test_errors_are_one_line(
-    capsys: pytest.CaptureFixture[str], run: str, arguments: list[str], message: str
-) -> None:
+def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], run: str, arguments: list[str], message: str) -> None:
     assert message in error(capsys, run, *arguments)
 
 

@@ -75,9 +75,7 @@ class Hub:
             text=True,
         )
 
-    def kvbench(
-        self, *arguments: str, cache: Path, **more: str
-    ) -> subprocess.CompletedProcess[str]:
+    def kvbench(self, *arguments: str, cache: Path, **more: str) -> subprocess.CompletedProcess[str]:
         return self.python(command(*arguments), cache, **more)
 
 

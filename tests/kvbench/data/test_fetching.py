@@ -83,9 +83,7 @@ def squad(n: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_every_kind_of_table_is_fetched_and_every_failure_is_one_line(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_every_kind_of_table_is_fetched_and_every_failure_is_one_line(hub: Hub, tmp_path: Path) -> None:
     small = [{"a": 1, "b": "ü\u2028", "when": None}, {"a": 2, "b": "", "when": None}]
     hub.add("org/tables", "data/validation-00000-of-00001.parquet", parquet(squad(3)))
     hub.add("org/raw", "raw.py", b"1 / 0")
@@ -178,9 +176,7 @@ def test_every_kind_of_table_is_fetched_and_every_failure_is_one_line(
     assert len(list((tmp_path / "hub").iterdir())) == len(fetched)
 
 
-def test_errors_of_this_machine_are_not_blamed_on_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_this_machine_are_not_blamed_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from datasets.exceptions import DatasetGenerationError
 
     def download(*_: Any, **options: Any) -> Any:
@@ -265,9 +261,7 @@ def test_the_command_fetches_what_is_missing(hub: Hub, tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith("kvbench: hotpotqa/hotpot_qa distractor validation (qa_2): needs")
     assert "accept its terms" in line
-    again = hub.kvbench(
-        "data", "fetch", "qa_1,qa_2", cache=tmp_path, HF_ENDPOINT="http://127.0.0.1:9"
-    )
+    again = hub.kvbench("data", "fetch", "qa_1,qa_2", cache=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
     assert again.stdout.startswith(f"{name}: already fetched, {what}\n")
     assert again.stderr == (
         "kvbench: hotpotqa/hotpot_qa distractor validation (qa_2): needs the dataset "
@@ -298,8 +292,7 @@ def test_verify_and_list_name_what_is_damaged_or_missing(
     printed = capsys.readouterr()
     assert printed.out == intact
     assert printed.err == (
-        "kvbench: hotpotqa/hotpot_qa distractor validation (qa_2): missing; "
-        "`kvbench data fetch qa_2` gets it\n"
+        "kvbench: hotpotqa/hotpot_qa distractor validation (qa_2): missing; `kvbench data fetch qa_2` gets it\n"
     )
     assert cli.call(["data", "list", "qa_1,qa_2"]) == 0
     table = capsys.readouterr().out.splitlines()

@@ -27,18 +27,14 @@ VALUES = st.recursive(
     chunk=st.integers(1, 40),
     end=st.sampled_from(["", "\n", " \t\n"]),
 )
-def test_a_json_list_is_read_in_pieces(
-    content: list[dict[str, Any]], indent: int | None, chunk: int, end: str
-) -> None:
+def test_a_json_list_is_read_in_pieces(content: list[dict[str, Any]], indent: int | None, chunk: int, end: str) -> None:
     text = "\n " + json.dumps(content, indent=indent, ensure_ascii=False) + end
     assert list(json_rows(io.StringIO(text), chunk)) == content
     if content:
         assert list(json_rows(io.StringIO(json.dumps(content[0]) + end), chunk)) == content[:1]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "3", '"x"', "[", "[1]", '[{"a": 1}', '[{"a": 1},]', '[{"a": 1}] {}', "[{} {}]"]
-)
+@pytest.mark.parametrize("text", ["", "3", '"x"', "[", "[1]", '[{"a": 1}', '[{"a": 1},]', '[{"a": 1}] {}', "[{} {}]"])
 @pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
 def test_what_is_not_a_json_list_of_objects_is_an_error(text: str, chunk: int) -> None:
     with pytest.raises(ValueError, match=r"list|object|JSON|Expecting|Extra|row"):
@@ -63,9 +59,7 @@ def test_a_file_that_does_not_match_its_name_is_one_line(tmp_path: Path, name: s
     path = tmp_path / name
     path.write_bytes(b"\x1f\x8b\x08\x00\xff\xff\n")
     member = "y.jsonl" if name == "x.zip" else ""
-    with pytest.raises(
-        UserError, match=r"^cannot read [xy]\.\w+(\.gz)? as \w+: |^cannot read x\.zip"
-    ):
+    with pytest.raises(UserError, match=r"^cannot read [xy]\.\w+(\.gz)? as \w+: |^cannot read x\.zip"):
         list(file_rows(path, member))
     with pytest.raises(UserError, match=r"^cannot read x\.txt: use jsonl, json, csv, "):
         list(file_rows(tmp_path / "x.txt"))

@@ -85,14 +85,12 @@ def test_files_that_other_tools_have_downloaded_are_read(offline: Hub, tmp_path:
         with pytest.raises(NotFetched) as error:
             rows(Source("org/raw", file=file), tmp_path)
         assert str(error.value) == (
-            f"needs org/raw {file} from the Hugging Face hub: {reason} "
-            f"(commit {SHA[:12]} in its cache; {why})"
+            f"needs org/raw {file} from the Hugging Face hub: {reason} (commit {SHA[:12]} in its cache; {why})"
         )
     with pytest.raises(NotFetched) as error:
         rows(Source("org/other", file="a.jsonl"), tmp_path)
     assert str(error.value) == (
-        "needs the dataset org/other from the Hugging Face hub, which is not contacted because "
-        "HF_HUB_OFFLINE is set"
+        "needs the dataset org/other from the Hugging Face hub, which is not contacted because HF_HUB_OFFLINE is set"
     )
 
 
@@ -138,9 +136,7 @@ def test_parts_of_a_table_are_not_taken_for_it(offline: Hub, tmp_path: Path) -> 
     assert not Path("ran").exists()
 
 
-def test_the_default_configuration_is_read_where_several_are_cached(
-    offline: Hub, tmp_path: Path
-) -> None:
+def test_the_default_configuration_is_read_where_several_are_cached(offline: Hub, tmp_path: Path) -> None:
     card = (
         "---\nconfigs:\n- config_name: a\n  data_files: a.jsonl\n"
         "- config_name: b\n  data_files: b.jsonl\n  default: true\n---\n"
@@ -148,9 +144,7 @@ def test_the_default_configuration_is_read_where_several_are_cached(
     offline.add("org/two", "README.md", card.encode())
     offline.add("org/two", "a.jsonl", lines(RAW[:1]))
     offline.add("org/two", "b.jsonl", lines(RAW))
-    other_tool(
-        offline, "import datasets\nfor name in 'ab':\n datasets.load_dataset('org/two', name)"
-    )
+    other_tool(offline, "import datasets\nfor name in 'ab':\n datasets.load_dataset('org/two', name)")
     with pytest.warns(UserWarning, match="is read from the Hugging Face cache"):
         assert rows(Source("org/two", split="train"), tmp_path) == RAW
     assert not list((offline.home / "datasets").glob(f"{SHA}/*"))  # nothing is converted again
@@ -182,9 +176,7 @@ def flip(path: Path) -> None:
         (Source("org/tables", file="*.jsonl"), "hub/**/test.jsonl"),
     ],
 )
-def test_damage_is_found_and_repaired(
-    offline: Hub, tmp_path: Path, source: Source, pattern: str
-) -> None:
+def test_damage_is_found_and_repaired(offline: Hub, tmp_path: Path, source: Source, pattern: str) -> None:
     offline.add("org/tables", "test.jsonl", lines(squad(3)))
     get = f"from kvbench.data.fetching import *\nfetch({source!r}, Path({str(tmp_path)!r}))"
     get = f"from kvbench.data.sources import Source\n{get}"

@@ -133,8 +133,7 @@ def test_a_full_disk_is_one_line_and_the_old_rows_stay(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr == ""
     assert done.stdout == (
-        f"cannot write {path}: File too large; free some space, or set KVBENCH_CACHE to another "
-        "folder\n"
+        f"cannot write {path}: File too large; free some space, or set KVBENCH_CACHE to another folder\n"
     )
     assert load(TABLE, tmp_path) == ROWS
     assert list(path.parent.iterdir()) == [path]

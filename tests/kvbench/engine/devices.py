@@ -33,9 +33,7 @@ def put(x: Any, device: torch.device) -> Any:
 class Devices(TorchFunctionMode):
     """Within it `Tensor.device`, `Tensor.to` and `device=` go by the labels, and so do errors."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if func == _DEVICE:

@@ -54,9 +54,7 @@ def worst(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
     return max(float((x.float() - y.float()).abs().max()) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("pads", "gap"), [([0], 0), ([0, 9, 3], 0), ([0, 9, 3], 4)], ids=["alone", "padded", "gap"]
-)
+@pytest.mark.parametrize(("pads", "gap"), [([0], 0), ([0, 9, 3], 0), ([0, 9, 3], 4)], ids=["alone", "padded", "gap"])
 def test_ragged_eviction_equals_masking(family: Any, pads: list[int], gap: int) -> None:
     ours, theirs, full, cache = run(family, pads, 0.3, gap=gap)
     assert worst(ours, theirs) < 1e-5 * max(1.0, float(theirs[0].abs().max()))

@@ -27,8 +27,7 @@ LIBRARIES = [
         name,
         marks=pytest.mark.skipif(
             not block_quantizers._is_installed(QUANTIZERS[name].module),
-            reason=f"{QUANTIZERS[name].package} is not installed: "
-            "pip install 'kvbench[quantizers]'",
+            reason=f"{QUANTIZERS[name].package} is not installed: pip install 'kvbench[quantizers]'",
         ),
     )
     for name in ("hqq", "quanto")
@@ -44,9 +43,7 @@ CASES = [
 def by_hqq(blocks: Tensor, bits: int) -> tuple[Tensor, int]:
     from hqq.core.quantize import Quantizer
 
-    code, meta = Quantizer.quantize(
-        blocks, nbits=bits, group_size=blocks.shape[1], axis=1, device="cpu"
-    )
+    code, meta = Quantizer.quantize(blocks, nbits=bits, group_size=blocks.shape[1], axis=1, device="cpu")
     meta["compute_dtype"] = blocks.dtype
     code, meta = Quantizer.cpu(code, meta)
     return Quantizer.dequantize(code, meta), sum(
@@ -196,7 +193,5 @@ def test_a_missing_package_is_named(
 
 
 def test_a_cell_records_the_library_only_where_it_is_used() -> None:
-    plain, other = (
-        versions(kvbench.policy(f"full:bits=4{how}")) for how in ("", ":quantizer=quanto")
-    )
+    plain, other = (versions(kvbench.policy(f"full:bits=4{how}")) for how in ("", ":quantizer=quanto"))
     assert other.keys() - plain.keys() == {"optimum-quanto"}

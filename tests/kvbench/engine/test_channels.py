@@ -108,9 +108,7 @@ def packed(coding: Coding, dim: int, order: Tensor) -> RaggedLayer:
 
 
 @pytest.mark.parametrize("dim", [16, 12, 5])
-@pytest.mark.parametrize(
-    "coding", [Coding(None, 8, 5, 0.6), Coding(4, 8, 5, 0.6), Coding(2, 4, 0, 0.1)], ids=str
-)
+@pytest.mark.parametrize("coding", [Coding(None, 8, 5, 0.6), Coding(4, 8, 5, 0.6), Coding(2, 4, 0, 0.1)], ids=str)
 def test_a_head_holds_its_channels_in_the_bytes_of_the_loop(coding: Coding, dim: int) -> None:
     key, value, keep = drawn(45, dim)
     width = dim - math.floor(dim * (1 - Fraction(str(coding.key_channels))))
@@ -155,9 +153,7 @@ def test_a_head_holds_its_channels_in_the_bytes_of_the_loop(coding: Coding, dim:
 
 def test_all_channels_are_the_keys_as_they_are() -> None:
     key, _, keep = drawn(45)
-    layer = packed(
-        Coding(None, 8, 0, 1.0), 16, torch.arange(16, dtype=torch.uint8).expand(2, 3, 16)
-    )
+    layer = packed(Coding(None, 8, 0, 1.0), 16, torch.arange(16, dtype=torch.uint8).expand(2, 3, 16))
     for s in range(BATCH * HEADS):
         row, head = divmod(s, HEADS)
         own = key[row, head, keep[row, head]].numpy()
@@ -222,9 +218,7 @@ def llama_of(heads: int) -> Any:
 
 
 @torch.no_grad()
-def right_logits(
-    model: Any, ids: Tensor, context: int, kept: list[Tensor], share: str, residual: int
-) -> Tensor:
+def right_logits(model: Any, ids: Tensor, context: int, kept: list[Tensor], share: str, residual: int) -> Tensor:
     """Logits behind the context of one sequence `[1, T]`, whose context's keys are pruned."""
     cache = DynamicCache(config=model.config)
     mask = torch.ones_like(ids)
@@ -274,11 +268,7 @@ def test_logits_are_those_of_a_full_cache_with_zeroed_channels(
     for row, pad in enumerate(pads):
         own = ids[row : row + 1, pad:]
         held = [m[row, :, pad:] for m in kept if m is not None]
-        assert all(
-            torch.equal(a, b[row, :, pad:])
-            for a, b in zip(held, plain, strict=True)
-            if b is not None
-        )
+        assert all(torch.equal(a, b[row, :, pad:]) for a, b in zip(held, plain, strict=True) if b is not None)
         right = right_logits(model, own, context - pad, held, share, residual)
         torch.testing.assert_close(found[row : row + 1], right, rtol=1e-4, atol=1e-4)
         with kvbench.attach(model, pruned_spec, budget) as alone:
@@ -301,9 +291,7 @@ def test_odd_lengths_and_bytes(length: int) -> None:
         assert cache.live_bytes() == expected + 4 * 64
 
 
-@pytest.mark.parametrize(
-    "spec", ["h2o:buffer=2:residual=4", "d2o:buffer=2:residual=4:bits=8:group_size=4"]
-)
+@pytest.mark.parametrize("spec", ["h2o:buffer=2:residual=4", "d2o:buffer=2:residual=4:bits=8:group_size=4"])
 @pytest.mark.parametrize("moment", ["decode", "chunked", "turns"])
 @torch.no_grad()
 def test_budgets_hold_and_channels_stay_at_every_moment(moment: Any, spec: str) -> None:
@@ -332,9 +320,6 @@ def test_without_a_pruned_channel_nothing_changes() -> None:
     model, (ids, mask) = llama_of(2), batch(2, 40, [0, 9])
     chunks = [ids[:, :36], ids[:, 36:]]
     with kvbench.attach(model, "full:key_channels=0.99:residual=0", "full") as cache:
-        found = [
-            step(model, cache, part, mask, first)
-            for part, first in zip(chunks, (0, 36), strict=True)
-        ]
+        found = [step(model, cache, part, mask, first) for part, first in zip(chunks, (0, 36), strict=True)]
     for a, b in zip(found, masked_run(model, chunks, mask, [None, None]), strict=True):
         torch.testing.assert_close(a[:, -4:], b[:, -4:], rtol=1e-4, atol=1e-4)

@@ -30,9 +30,7 @@ def rounded(numbers: np.ndarray, bits: int) -> np.ndarray:
     return out
 
 
-def quantised(
-    key: np.ndarray, value: np.ndarray, coding: Coding
-) -> tuple[np.ndarray, np.ndarray, int]:
+def quantised(key: np.ndarray, value: np.ndarray, coding: Coding) -> tuple[np.ndarray, np.ndarray, int]:
     """Keys and values `[n, d]` of one head as they are read back, and the bytes that they take."""
     key, value = key.copy(), value.copy()
     n, d = key.shape
@@ -159,9 +157,7 @@ def test_a_fork_grows_on_its_own() -> None:
     other.pending = (new, new)
     other.append(torch.arange(9).expand(BATCH, 9), None, [9] * BATCH, 45)
     Coding(4, 4, 2).age(other)
-    assert [of_segment(layer, layer.key, s).tolist() for s in range(BATCH * HEADS)] == [
-        x.tolist() for x in before
-    ]
+    assert [of_segment(layer, layer.key, s).tolist() for s in range(BATCH * HEADS)] == [x.tolist() for x in before]
 
 
 def test_a_part_of_the_rows_stays_coded_and_reads_like_a_tensor() -> None:

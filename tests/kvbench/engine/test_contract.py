@@ -87,9 +87,7 @@ def test_an_attachment_refuses_what_it_would_compute_wrongly(family: str, policy
 
 
 @pytest.mark.parametrize("family", sorted(SDPA))
-def test_a_model_that_transformers_has_no_sdpa_for_is_refused_in_one_short_line(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_model_that_transformers_has_no_sdpa_for_is_refused_in_one_short_line(family: str, tmp_path: Path) -> None:
     random_model(family, **NOT_YET[family][0]).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="attention sinks or soft caps, which kvb") as refused:
         load_model(str(tmp_path), None, torch.device("cpu"), torch.float32)
@@ -135,17 +133,12 @@ def test_a_bias_of_the_user_is_refused() -> None:
 def test_attention_past_the_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: Any, hidden_states: Any, **more: Any) -> Any:
         split = hidden_states.shape[:-1], (-1, self.head_dim)
-        key, value = (
-            p(hidden_states).view(*split[0], *split[1]).transpose(1, 2)
-            for p in (self.k_proj, self.v_proj)
-        )
+        key, value = (p(hidden_states).view(*split[0], *split[1]).transpose(1, 2) for p in (self.k_proj, self.v_proj))
         more["past_key_values"].update(key, value, self.layer_idx)
         return hidden_states, None
 
     monkeypatch.setattr(LlamaAttention, "forward", forward)
-    with pytest.raises(
-        UserError, match=r"^llama attention does not use transformers' attention in"
-    ):
+    with pytest.raises(UserError, match=r"^llama attention does not use transformers' attention in"):
         check_supported(build("llama"))
 
 
@@ -167,9 +160,7 @@ def test_keywords_are_known_by_a_list_of_what_is_allowed() -> None:
         with pytest.raises(UserError, match=f"^odd attention passes {next(iter(keywords))}"):
             check_keywords(module(), keywords)
     for odd, keywords in ((module(), {"is_causal": False}), (module(is_causal=False), {})):
-        with pytest.raises(
-            UserError, match=r"^odd attention is not causal, which kvbench does not"
-        ):
+        with pytest.raises(UserError, match=r"^odd attention is not causal, which kvbench does not"):
             check_keywords(odd, keywords)
 
 

@@ -72,9 +72,7 @@ def test_noise_is_splitmix64_and_gumbel() -> None:
 
 def test_a_token_depends_on_nothing_but_its_own_row() -> None:
     raw = logits(6, 301, ties=False)
-    draws = [
-        None if i == 2 else Draw(SAMPLINGS[i % 2], (7, "task", f"{i}", 0, i)) for i in range(6)
-    ]
+    draws = [None if i == 2 else Draw(SAMPLINGS[i % 2], (7, "task", f"{i}", 0, i)) for i in range(6)]
     steps = [3, 0, 5, 3, 8, 1]
     together = choose(raw, draws, steps)
     alone = [choose(raw[i : i + 1], [draws[i]], [steps[i]])[0] for i in range(6)]

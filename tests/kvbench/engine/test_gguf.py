@@ -83,9 +83,7 @@ def test_quantised_weights_are_dequantised(write: Write, tiny_llama: Any) -> Non
     assert not hasattr(model.config, "quantization_config")
 
 
-def test_tied_weights_stay_tied(
-    tmp_path: Path, tiny_llama: Any, bpe_tokenizer: Any, cache: Path
-) -> None:
+def test_tied_weights_stay_tied(tmp_path: Path, tiny_llama: Any, bpe_tokenizer: Any, cache: Path) -> None:
     path = write_llama(tmp_path / "tied.gguf", tiny_llama, bpe_tokenizer, leave_out="lm_head")
     model = load(path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -113,8 +111,7 @@ def test_the_tokenizer_is_the_written_one(write: Write, bpe_tokenizer: Any) -> N
     assert tokenizer(TEXT)["input_ids"] == bpe_tokenizer(TEXT)["input_ids"]
     messages = [{"role": "user", "content": TEXT}]
     rendered = [
-        t.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        for t in (tokenizer, bpe_tokenizer)
+        t.apply_chat_template(messages, add_generation_prompt=True)["input_ids"] for t in (tokenizer, bpe_tokenizer)
     ]
     assert rendered[0] == rendered[1]
     for role in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -235,15 +232,11 @@ def test_an_array_that_claims_more_items_than_the_file_can_hold_is_refused_at_on
         ("llama.rope.scaling.type", 7, "llama.rope.scaling.type has the type int instead of str"),
     ],
 )
-def test_metadata_of_the_wrong_type_is_refused(
-    write: Write, key: str, value: Any, told: str
-) -> None:
+def test_metadata_of_the_wrong_type_is_refused(write: Write, key: str, value: Any, told: str) -> None:
     assert refused(write(more={key: value})) == f"tiny.gguf is damaged: {told}"
 
 
-@pytest.mark.parametrize(
-    "key", ["general.architecture", "tokenizer.ggml.pre", "tokenizer.ggml.model"]
-)
+@pytest.mark.parametrize("key", ["general.architecture", "tokenizer.ggml.pre", "tokenizer.ggml.model"])
 def test_text_that_became_a_number_is_refused(write: Write, key: str) -> None:
     path = write()
     content = bytearray(path.read_bytes())
@@ -299,9 +292,7 @@ def test_missing_packages_are_named(write: Write, monkeypatch: pytest.MonkeyPatc
 
 def test_an_old_transformers_is_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     path, version = write(), conversion.version
-    monkeypatch.setattr(
-        conversion, "version", lambda name: "5.17.0" if name == "transformers" else version(name)
-    )
+    monkeypatch.setattr(conversion, "version", lambda name: "5.17.0" if name == "transformers" else version(name))
     assert refused(path).startswith("a GGUF file needs transformers 5.23 or later; run pip ")
 
 

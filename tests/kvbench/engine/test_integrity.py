@@ -22,9 +22,7 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 2, 37, 33), (1, 2, 1024, 64)], ids=str)
-def test_every_element_counts_and_so_does_its_place(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_every_element_counts_and_so_does_its_place(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = tensor(shape, dtype)
     was = checksum(x)
     assert torch.equal(checksum(x.clone()), was)

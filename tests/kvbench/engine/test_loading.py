@@ -154,9 +154,7 @@ def test_the_command_exits_with_2(folder: Path, capsys: pytest.CaptureFixture[st
     assert "lacks weights of the model" in capsys.readouterr().err
 
 
-def test_a_model_without_a_tokenizer_is_refused_in_one_line(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_a_tokenizer_is_refused_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     assert cli.call(["run", "--policy", "knorm", "--task", "vt", "--model", str(folder)]) == 2
@@ -167,7 +165,5 @@ def test_a_model_without_a_tokenizer_is_refused_in_one_line(
 
 
 def test_no_message_points_to_a_report_that_is_not_shown() -> None:
-    told = (
-        "We could not convert the weights. For details look at the `X` entries of the above report!"
-    )
+    told = "We could not convert the weights. For details look at the `X` entries of the above report!"
     assert first_lines(RuntimeError(told)) == ("RuntimeError: We could not convert the weights.")

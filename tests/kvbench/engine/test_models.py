@@ -56,9 +56,7 @@ def test_a_device_map_places_the_model_and_changes_nothing(
         ({"": "nowhere"}, r"^model \S+ cannot be loaded: "),
     ],
 )
-def test_what_is_not_wholly_in_memory_is_refused(
-    llama_folder: str, device_map: Any, message: str
-) -> None:
+def test_what_is_not_wholly_in_memory_is_refused(llama_folder: str, device_map: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as raised:
         load(llama_folder, device_map=device_map)
     assert "\n" not in str(raised.value)
@@ -88,9 +86,7 @@ def test_device_and_device_map_are_not_given_both() -> None:
     assert Grid.from_dict(placed.to_dict()) == placed
 
 
-def test_packages_that_are_missing_are_named(
-    monkeypatch: pytest.MonkeyPatch, llama_folder: str
-) -> None:
+def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, llama_folder: str) -> None:
     monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"^--device-map needs accelerate: pip install accelerate$"):
         load(llama_folder, device_map="auto")
@@ -107,9 +103,7 @@ def test_a_revision_in_the_name_is_told_how_to_be_given() -> None:
 
 
 @pytest.mark.parametrize("length", ["x", [], {}])
-def test_a_tokenizer_with_damaged_settings_is_refused(
-    llama_folder: str, tmp_path: Path, length: Any
-) -> None:
+def test_a_tokenizer_with_damaged_settings_is_refused(llama_folder: str, tmp_path: Path, length: Any) -> None:
     folder = shutil.copytree(llama_folder, tmp_path / "damaged")
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": length}))
@@ -127,9 +121,7 @@ class Rows(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.scale = nn.Buffer(linear.weight.detach().abs().amax(1, keepdim=True) / 127)
-        self.weight = nn.Parameter(
-            (linear.weight.detach() / self.scale).round().to(torch.int8), requires_grad=False
-        )
+        self.weight = nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), requires_grad=False)
         self.bias = nn.Parameter(torch.linspace(-1, 1, linear.out_features))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,9 +149,7 @@ def test_criticalkv_weighs_by_what_a_quantised_projection_does(
         rows.bias.data.zero_()
         plain.self_attn.o_proj.weight.data = rows.weight * rows.scale
         quantised.self_attn.o_proj = rows
-    torch.testing.assert_close(
-        model_info(own).output_weight(1), model_info(rounded).output_weight(1)
-    )
+    torch.testing.assert_close(model_info(own).output_weight(1), model_info(rounded).output_weight(1))
     kept = [kvbench.kept(model, IDS, "criticalkv:window=4", 0.4) for model in (rounded, own)]
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))  # type: ignore[arg-type]
 
@@ -195,18 +185,14 @@ def test_quantization_is_part_of_a_run(llama_folder: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", list(quantization.PACKAGES))
-def test_a_scheme_quantises_and_criticalkv_runs(
-    scheme: str, llama_folder: str, tiny_llama: LlamaForCausalLM
-) -> None:
+def test_a_scheme_quantises_and_criticalkv_runs(scheme: str, llama_folder: str, tiny_llama: LlamaForCausalLM) -> None:
     pytest.importorskip(quantization.PACKAGES[scheme])
     model = load(llama_folder, quantization=scheme)
     linear = model.model.layers[1].self_attn.o_proj
     before = tiny_llama.model.layers[1].self_attn.o_proj.weight
     weight = plain_weight(linear, 64, torch.float32)
     # What it multiplies by is what it does to the unit vectors.
-    torch.testing.assert_close(
-        weight, linear(torch.eye(64)[None])[0].detach().T, rtol=1e-2, atol=2e-3
-    )
+    torch.testing.assert_close(weight, linear(torch.eye(64)[None])[0].detach().T, rtol=1e-2, atol=2e-3)
     error = (weight - before).abs().max() / before.abs().max()
     assert 0 < error < (0.2 if "4bit" in scheme else 0.01)
     kept = kvbench.kept(model, IDS, "criticalkv:window=4", 0.4)

@@ -102,9 +102,7 @@ def test_bfloat16_is_summed_in_float32() -> None:
     torch.testing.assert_close(observer.read(3)[0].double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: QueryObserver(8), lambda: MassObserver(None), lambda: MassObserver(8)]
-)
+@pytest.mark.parametrize("make", [lambda: QueryObserver(8), lambda: MassObserver(None), lambda: MassObserver(8)])
 def test_a_fork_goes_on_alone(make: type) -> None:
     data = Stream(padded(63, 40))
     observer, alone = make(), make()

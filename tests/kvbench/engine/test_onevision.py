@@ -55,9 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         model: Any = transformers.LlavaOnevisionForConditionalGeneration(config)
     size = {"height": 32, "width": 32}
     processor = transformers.LlavaOnevisionProcessor(
-        image_processor=transformers.LlavaOnevisionImageProcessorPil(
-            size=size, image_grid_pinpoints=tiles
-        ),
+        image_processor=transformers.LlavaOnevisionImageProcessorPil(size=size, image_grid_pinpoints=tiles),
         tokenizer=words,
         video_processor=transformers.LlavaOnevisionVideoProcessor(size=size),
         num_image_tokens=16,

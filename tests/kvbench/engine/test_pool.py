@@ -13,7 +13,7 @@ import kvbench
 from kvbench.budget import Budget
 from kvbench.decoding import Sampling
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decode import Row, Stop
+from kvbench.engine.decode import DecodeRow, Stop
 from kvbench.engine.draw import Draw
 from kvbench.engine.driver import engine, forward
 from kvbench.engine.pool import Pool, Pooled
@@ -58,7 +58,7 @@ def items(model: Any, asked: bool, drawn: bool = False) -> list[Pooled[int]]:
         policy, limit = kvbench.policy(name), Budget.parse(budget)
         prefix = prefilled(model, 20 + 7 * (i % 3), policy, i % 3)
         (cache,) = prefix.compress([Compression(policy, limit, "context", 0)], reserve=30)
-        row = Row(1 + (5 * i) % 11, Stop(Words(), [3 * i], []))
+        row = DecodeRow(1 + (5 * i) % 11, Stop(Words(), [3 * i], []))
         if drawn:
             row.draw = Draw(Sampling(), (0, i))
         question = [10 + i, *range(1, 1 + i % 4)]
@@ -157,9 +157,7 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(model: Any) -> None:
         assert cache is not None and cache.ragged[1].value is not None
         cache.ragged[1].value[:] = torch.nan
     found = answers(pool(model), waiting)
-    assert {i: x for i, x in found.items() if i not in bad} == {
-        i: x for i, x in expected.items() if i not in bad
-    }
+    assert {i: x for i, x in found.items() if i not in bad} == {i: x for i, x in expected.items() if i not in bad}
     for i, item in enumerate(waiting):
         assert item.row.error.startswith("logits are not finite") == (i in bad)
         assert bool(item.row.tokens) == (i not in bad)

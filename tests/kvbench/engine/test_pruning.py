@@ -78,9 +78,7 @@ def test_pruning_before_the_model_equals_removing_the_tokens(name: str, policy: 
     ids, mask, pixels = turn(family, [0], images=2, seed=0)
     more = torch.randint(1, 110, (1, 3), generator=torch.Generator().manual_seed(1))
     with engine(family.model):
-        cache, logits, stays = pruned_prefix(
-            family, kvbench.policy(policy), ids, mask, pixels, "visual:5"
-        )
+        cache, logits, stays = pruned_prefix(family, kvbench.policy(policy), ids, mask, pixels, "visual:5")
         assert int((stays & (ids == IMAGE)).sum()) == 5
         assert all(torch.equal(k[0, 0], stays[0]) for k in cache.kept() if k is not None)
         later = forward(family.model, cache, more)
@@ -93,9 +91,7 @@ def test_pruning_before_the_model_equals_removing_the_tokens(name: str, policy: 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("policy", ["fastv", "dart", "fastv:layer=1"])
 @torch.no_grad()
-def test_pruning_inside_the_model_hides_the_tokens_from_that_layer_on(
-    name: str, policy: str
-) -> None:
+def test_pruning_inside_the_model_hides_the_tokens_from_that_layer_on(name: str, policy: str) -> None:
     """Against a stock model whose attention masks the same columns in the later layers."""
     family, chosen = build(name), kvbench.policy(policy)
     ids, mask, pixels = turn(family, [0], images=2, seed=2)
@@ -165,9 +161,7 @@ def test_scores_are_shown_what_the_vision_tower_sees(name: str) -> None:
         inner.get_image_features(pixels["pixel_values"])
         query, key = joint
         weights = (query @ key.transpose(-1, -2) * key.shape[-1] ** -0.5).softmax(-1)[:, 0, 1:]
-        assert torch.allclose(
-            torch.cat([s.last_salience for s in seen]), weights.flatten(), atol=1e-5
-        )
+        assert torch.allclose(torch.cat([s.last_salience for s in seen]), weights.flatten(), atol=1e-5)
         keys = key[:, 1:].flatten(0, 1)
         assert torch.allclose(torch.cat([s.last_key for s in seen]), keys, atol=1e-5)
         mean = keys.view(len(keys), heads, -1).mean(1)
@@ -190,9 +184,7 @@ def test_ordinary_budgets_spend_on_text_first() -> None:
     text = int((ids != IMAGE).sum())
     with engine(family.model):
         for budget, visual in ((text + 3, 3), (text - 2, 0)):
-            cache, _, _ = pruned_prefix(
-                family, kvbench.policy("divprune"), ids, mask, pixels, str(budget)
-            )
+            cache, _, _ = pruned_prefix(family, kvbench.policy("divprune"), ids, mask, pixels, str(budget))
             assert cache.visual_entries(0) == visual * 6
             assert cache.live_entries(0) == budget * 6
 
@@ -202,9 +194,7 @@ def test_attach_prunes_as_well() -> None:
     family = build("llava")
     ids, mask, pixels = turn(family, [0], images=1, seed=5)
     with kvbench.attach(family.model, "visionzip", "visual:4") as cache:
-        family.model.generate(
-            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2, **pixels
-        )
+        family.model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2, **pixels)
         assert cache.visual_entries(0) == 4 * 6
     tower = family.model.model.vision_tower
     assert tower.config._attn_implementation == "sdpa"

@@ -135,8 +135,7 @@ def slow_run(model: Any, ids: Tensor, context: int, entries: int, dense: int = 0
                 _KEPT[module.layer_idx] = keep
 
             handles = [
-                layer.self_attn.register_forward_pre_hook(choose, with_kwargs=True)
-                for layer in model.model.layers
+                layer.self_attn.register_forward_pre_hook(choose, with_kwargs=True) for layer in model.model.layers
             ]
             try:
                 logits.append(step(model, cache, ids[:, first : first + 1], mask, first))
@@ -159,9 +158,7 @@ def projected(model: Any, module: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
     return out[0], out[1]
 
 
-@pytest.mark.parametrize(
-    ("entries", "dense"), [(1, 0), (6, 0), (13, 0), (100, 0), (17, 1), (32, 2), (100, 3)]
-)
+@pytest.mark.parametrize(("entries", "dense"), [(1, 0), (6, 0), (13, 0), (100, 0), (17, 1), (32, 2), (100, 3)])
 def test_attention_reads_what_a_slow_loop_reads(llama: Any, entries: int, dense: int) -> None:
     ids, mask = batch(3, 46, [0, 7, 15])
     context, question = 33, 9  # the question in one forward, then token by token

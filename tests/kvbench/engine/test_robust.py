@@ -129,9 +129,7 @@ class Harmful(FunctionScore):
         return kvbench.policy("snapkv:window=4").needs
 
 
-@pytest.mark.parametrize(
-    "score", [FunctionScore.of(harmful_key), Harmful.of(harmful_obs)], ids=["key", "obs"]
-)
+@pytest.mark.parametrize("score", [FunctionScore.of(harmful_key), Harmful.of(harmful_obs)], ids=["key", "obs"])
 @torch.no_grad()
 def test_a_policy_that_changes_its_view_fails(llama: Any, score: Score) -> None:
     with engine(llama):
@@ -196,9 +194,7 @@ def test_a_broken_observer_fails_only_who_needs_it(llama: Any) -> None:
 
 
 @torch.no_grad()
-def test_an_observer_that_cannot_be_split_fails_only_who_needs_it(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_observer_that_cannot_be_split_fails_only_who_needs_it(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: MassObserver, row: int, tokens: int) -> MassObserver:
         raise RuntimeError("cannot split")
 
@@ -319,9 +315,7 @@ def test_reset_with_sliding_layers() -> None:
     assert torch.allclose(again, model(other).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "ids", [[1, 2], torch.ones(3), torch.ones(2, 3), torch.ones(0, 3).long(), None]
-)
+@pytest.mark.parametrize("ids", [[1, 2], torch.ones(3), torch.ones(2, 3), torch.ones(0, 3).long(), None])
 def test_input_of_the_wrong_kind_is_one_line(llama: Any, ids: Any) -> None:
     with pytest.raises(ValueError, match=r"must be an integer tensor|give \[batch, tokens\]"):
         kvbench.kept(llama, ids, "random", 0.5)

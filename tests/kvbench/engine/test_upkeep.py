@@ -155,9 +155,7 @@ def test_chunks_are_cut_like_a_masked_cache(llama: Any, spec: str) -> None:
             ours.append(step(llama, cache, chunk, mask, first))
             kept.append(cache.kept())
             first += chunk.shape[1]
-            assert [cache.live_entries(r) for r in (0, 1)] == [
-                3 * 2 * min(11, first - pad) for pad in (0, 7)
-            ]
+            assert [cache.live_entries(r) for r in (0, 1)] == [3 * 2 * min(11, first - pad) for pad in (0, 7)]
     theirs = masked_run(llama, chunks, mask, [None, *kept[:-1]])
     ours[0][1, :7] = theirs[0][1, :7] = 0
     assert max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) < 1e-4
@@ -202,9 +200,7 @@ def test_queries_go_on(llama: Any) -> None:
 class Linear(PerToken):
     """Tells tokens apart by hidden state, value and projections; not by their place."""
 
-    def measure(
-        self, layer: int, hidden: Tensor, key: Tensor, value: Tensor, model: ModelInfo
-    ) -> Tensor:
+    def measure(self, layer: int, hidden: Tensor, key: Tensor, value: Tensor, model: ModelInfo) -> Tensor:
         assert model.project is not None
         own = hidden.mean(-1) + model.project(layer, hidden)[..., ::3].sum(-1)
         return value.sum(-1) + own[:, None] * (layer + 1)

@@ -23,18 +23,14 @@ IMAGE = Medium("image", "i", lambda: vision.picture("red", (64, 48)))
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl"])
-def saved(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, str]:
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A family and the folder of its model."""
     return request.param, vision.save(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def text(processor: Any, kinds: tuple[str, ...]) -> str:
     content = [{"type": kind} for kind in kinds] + [{"type": "text", "text": "What is it?"}]
-    made: str = processor.apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True
-    )
+    made: str = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     return made
 
 

@@ -140,9 +140,7 @@ def turn(family: Family, pads: list[int], images: int, seed: int) -> tuple[Tenso
     return ids, mask, family.pixels(noise)
 
 
-def oracle_run(
-    model: Any, chunks: list[tuple[Tensor, Any]], mask: Tensor, kept: list[Any]
-) -> list[Tensor]:
+def oracle_run(model: Any, chunks: list[tuple[Tensor, Any]], mask: Tensor, kept: list[Any]) -> list[Tensor]:
     """Logits of every chunk on transformers' own cache with evicted entries at -inf.
 
     Positions are those that the model gives all chunks together, which is not how kvbench finds

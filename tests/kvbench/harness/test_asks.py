@@ -49,9 +49,7 @@ def load(folder: Path, tokenizer: Any, **changes: Any) -> LmEvalTask:
 RESPONSES = {("2", 0, 0): "xx", ("0", 0, 1): "y", ("0", 0, 0): "zzz"}
 
 
-def test_a_metric_receives_the_response_and_all_its_marks(
-    bpe_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_metric_receives_the_response_and_all_its_marks(bpe_tokenizer: Any, tmp_path: Path) -> None:
     task = load(tmp_path, bpe_tokenizer)
     asks = task.asks(RESPONSES)
     assert [(a.fields["question"], a.fields["response"]) for a in asks] == [

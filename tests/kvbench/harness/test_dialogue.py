@@ -47,10 +47,7 @@ LATE = (
     "[{{ m['content'] }}]{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
 )
 # Only the newest question is marked: what comes before changes when a turn is added.
-REWRITING = (
-    "{% for m in messages %}{% if loop.last %}<now>{% endif %}{{ m['role'] }}: {{ m['content'] }}\n"
-    "{% endfor %}"
-)
+REWRITING = "{% for m in messages %}{% if loop.last %}<now>{% endif %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
 
 def row(turns: int = 3, **changes: Any) -> Doc:
@@ -114,9 +111,7 @@ def joined(task: LmEvalTask) -> None:
         (LATE, "", ""),
     ],
 )
-def test_turns_go_on_from_one_another(
-    template: str, begin: str, end: str, templated: Any, tmp_path: Path
-) -> None:
+def test_turns_go_on_from_one_another(template: str, begin: str, end: str, templated: Any, tmp_path: Path) -> None:
     templated.chat_template = template or templated.chat_template
     task = load(bench(tmp_path, row(), row(2)), templated, tmp_path, bool(template), samples=2)
     keys = [(r.sample_id, r.question_id, r.dialogue, r.turn, r.doc_id) for r in task.requests]
@@ -140,8 +135,7 @@ def test_turns_go_on_from_one_another(
 def test_without_a_template_the_frame_joins(templated: Any, tmp_path: Path) -> None:
     last = load(bench(tmp_path, row()), templated, tmp_path, False).requests[-1]
     assert last.context + last.question == (
-        "Be brief.\nU Box 0 holds 10.\nBox 0?\nA 10\nU Box 1 holds 11.\nBox 0?\nA 10\n"
-        "U Box 2 holds 12.\nBox 1?\nA "
+        "Be brief.\nU Box 0 holds 10.\nBox 0?\nA 10\nU Box 1 holds 11.\nBox 0?\nA 10\nU Box 2 holds 12.\nBox 1?\nA "
     )
     assert last.delta == "U Box 2 holds 12.\n"
 
@@ -174,7 +168,6 @@ def test_a_dialogue_of_which_something_is_wrong_is_named(templated: Any, tmp_pat
     wrong("row 0, turn 1: a dialogue cannot have a 'gen_prefix'", turn(gen_prefix="It is"))
     wrong("row 0, turn 0: a turn must be an object", row() | {"turns": ["a"]})
     shots = YAML + (
-        "num_fewshot: 1\nfewshot_config: {sampler: first_n, samples: "
-        '[{context: "a", question: "b", outputs: ["c"]}]}\n'
+        'num_fewshot: 1\nfewshot_config: {sampler: first_n, samples: [{context: "a", question: "b", outputs: ["c"]}]}\n'
     )
     wrong("a dialogue cannot have few-shot examples", row(), shots)

@@ -14,9 +14,7 @@ from kvbench.harness.encode import count_tokens, split_encode, tokenizer_hash
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-many = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+many = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 texts = st.lists(
     st.one_of(
         st.text(max_size=12),
@@ -47,9 +45,7 @@ def test_what_is_given_after_a_prompt_is_the_rest_of_the_whole(
     bpe_tokenizer: PreTrainedTokenizerFast, context: str, question: str, after: str
 ) -> None:
     parts = split_encode(bpe_tokenizer, context, question, after)
-    assert [*parts[0], *parts[1], *parts[2]] == bpe_tokenizer(context + question + after)[
-        "input_ids"
-    ]
+    assert [*parts[0], *parts[1], *parts[2]] == bpe_tokenizer(context + question + after)["input_ids"]
     head, rest = split_encode(bpe_tokenizer, context, question + after)
     assert (parts[0], parts[1] + parts[2]) == (head, rest)
     assert parts[2] == split_encode(bpe_tokenizer, context + question, after)[1]
@@ -134,9 +130,7 @@ def test_no_end_token_follows_a_prompt(word_tokenizer: PreTrainedTokenizerFast) 
     from transformers import PreTrainedTokenizerFast
 
     both = PreTrainedTokenizerFast(
-        tokenizer_object=type(word_tokenizer.backend_tokenizer).from_str(
-            word_tokenizer.backend_tokenizer.to_str()
-        ),
+        tokenizer_object=type(word_tokenizer.backend_tokenizer).from_str(word_tokenizer.backend_tokenizer.to_str()),
         bos_token="<bos>",
         eos_token="<eos>",
     )

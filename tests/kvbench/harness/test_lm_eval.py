@@ -68,9 +68,7 @@ def toy_docs(leaf: str, *, samples: int, **_: Any) -> list[Doc]:
 @pytest.fixture
 def toy(tmp_path: Path) -> Benchmark:
     (tmp_path / "toy.yaml").write_text(YAML)
-    return Benchmark(
-        name="toy", leaves=("toy_sum",), docs=toy_docs, yaml=tmp_path, metric="exact_match,number"
-    )
+    return Benchmark(name="toy", leaves=("toy_sum",), docs=toy_docs, yaml=tmp_path, metric="exact_match,number")
 
 
 def load(
@@ -106,9 +104,7 @@ def evaluated(task: LmEvalTask, answers: list[str], tokenizer: Any, chat: bool) 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
             raise NotImplementedError
 
-        def apply_chat_template(
-            self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-        ) -> str:
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             return str(
                 tokenizer.apply_chat_template(
                     chat_history,
@@ -162,9 +158,7 @@ def test_filters_few_shot_and_a_third_partys_yaml(
     assert list(scores.values()) == [1.0, 1.0, 0.0, 0.0, 1.0]
     found, asked = evaluated(task, answers, bpe_tokenizer, chat)
     assert total == found["results"]["toy_sum"]["exact_match,number"] == 0.6
-    raw = load(
-        Benchmark(**{**vars(toy), "metric": "exact_match,raw"}), "toy_sum", bpe_tokenizer, tmp_path
-    )
+    raw = load(Benchmark(**{**vars(toy), "metric": "exact_match,raw"}), "toy_sum", bpe_tokenizer, tmp_path)
     assert raw.score({(str(i), 0, 0): a for i, a in enumerate(answers)})[1] == 0.2
     assert found["results"]["toy_sum"]["exact_match,raw"] == 0.2
     for request, prompt in zip(task.requests, asked, strict=True):

@@ -16,7 +16,7 @@ import pytest
 from kvbench.benchmark import Benchmark, Doc
 from kvbench.errors import LeftOut, UserError
 from kvbench.harness import optional
-from kvbench.harness.lmms_eval import Table, _end
+from kvbench.harness.lmms_eval import MediaRows, _end
 from kvbench.harness.optional import lacking
 from kvbench.harness.rows import SENTINEL
 
@@ -110,9 +110,7 @@ def test_it_is_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         (MMSTAR + "doc_to_visual: null\n", {}, "has neither images nor videos"),
     ],
 )
-def test_what_is_wrong_with_a_benchmark_is_said(
-    yaml: str, changes: Any, message: str, tmp_path: Path
-) -> None:
+def test_what_is_wrong_with_a_benchmark_is_said(yaml: str, changes: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         load_task("look", bench(tmp_path, [row()], yaml, **changes), tmp_path)
 
@@ -126,9 +124,7 @@ def test_a_text_model_is_told_before_anything_is_read(tmp_path: Path) -> None:
         load_task("look", look, tmp_path, processor=None)
 
 
-def test_a_missing_package_is_named_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def only(*there: str) -> None:
         find = {name: object() for name in there}.get
         monkeypatch.setattr(optional.importlib.util, "find_spec", find)
@@ -160,7 +156,7 @@ def test_an_import_of_a_definition_that_fails_is_named(tmp_path: Path) -> None:
 
 def test_documents_are_new_mappings_with_pictures() -> None:
     given = [{"n": [1], "image": encoded(picture("red")), "extra": {"a": 1}}]
-    table = Table(given)
+    table = MediaRows(given)
     first = table[0]
     first["n"].append(2)
     assert table[0]["n"] == given[0]["n"] == [1]

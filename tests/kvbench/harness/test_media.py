@@ -57,9 +57,7 @@ def bench(folder: Path, rows: list[Doc], **changes: Any) -> Benchmark:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_images_stand_in_the_context_as_the_template_writes_them(kind: str, tmp_path: Path) -> None:
-    two = row(
-        context=f"A {IMAGE} B {IMAGE} C ", media=[encoded(picture(c)) for c in ("red", "blue")]
-    )
+    two = row(context=f"A {IMAGE} B {IMAGE} C ", media=[encoded(picture(c)) for c in ("red", "blue")])
     [request] = load_task("look", bench(tmp_path, [two]), tmp_path, kind).requests
     if kind == "llava":
         assert request.context == "USER: <image>\n<image>\nA   B   C "

@@ -148,9 +148,7 @@ def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
         ("rougeL", "x", ["a b"], 0.0),
     ],
 )
-def test_metrics_have_their_known_values(
-    metric: str, response: str, answers: list[str], value: float
-) -> None:
+def test_metrics_have_their_known_values(metric: str, response: str, answers: list[str], value: float) -> None:
     assert METRICS[metric](response, answers) == pytest.approx(value)
 
 

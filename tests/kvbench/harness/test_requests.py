@@ -38,10 +38,7 @@ metric_list:
   - {metric: exact_match, aggregation: mean, higher_is_better: true}
 generation_kwargs: {until: ["."], max_gen_toks: 9, do_sample: true, temperature: 0.6, top_k: 20}
 """
-ROWS: list[Doc] = [
-    {"context": f"The mountain {i}. " * 9, "question": "What?", "outputs": [f"{i}"]}
-    for i in range(3)
-]
+ROWS: list[Doc] = [{"context": f"The mountain {i}. " * 9, "question": "What?", "outputs": [f"{i}"]} for i in range(3)]
 
 
 def bench(folder: Path, rows: list[Doc], yaml: str = YAML, **changes: Any) -> Benchmark:
@@ -72,9 +69,7 @@ SHOTS = [
 ]
 
 
-def test_worked_examples_are_turns_where_there_is_a_chat_template(
-    bpe_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_worked_examples_are_turns_where_there_is_a_chat_template(bpe_tokenizer: Any, tmp_path: Path) -> None:
     rows = [{**row, "shots": SHOTS, "gen_prefix": "It is"} for row in ROWS]
     made = bench(tmp_path, rows, YAML + "gen_prefix: gen_prefix\n")
     for request, row in zip(load(made, bpe_tokenizer, tmp_path).requests, ROWS, strict=True):
@@ -88,16 +83,12 @@ def test_worked_examples_are_turns_where_there_is_a_chat_template(
         assert request.question == "What?<|im_end|>\n<|im_start|>assistant\nIt is"
     plain = load(made, bpe_tokenizer, tmp_path, chat_template=False)
     for request, row in zip(plain.requests, ROWS, strict=True):
-        assert request.context == (
-            "The lake 7.\nWhat? It is 7.\n\nThe lake 8.\nWhat? It is 8.\n" + row["context"]
-        )
+        assert request.context == ("The lake 7.\nWhat? It is 7.\n\nThe lake 8.\nWhat? It is 8.\n" + row["context"])
         assert request.question == "What? It is"
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_worked_examples_count_in_the_size_of_a_prompt(
-    chat: bool, bpe_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_worked_examples_count_in_the_size_of_a_prompt(chat: bool, bpe_tokenizer: Any, tmp_path: Path) -> None:
     sizes = []
 
     def docs(leaf: str, *, size: Any, **_: Any) -> list[Doc]:
@@ -106,9 +97,7 @@ def test_worked_examples_count_in_the_size_of_a_prompt(
 
     made = bench(tmp_path, [], YAML + "gen_prefix: gen_prefix\n", docs=docs, sized=True)
     (request,) = load(made, bpe_tokenizer, tmp_path, chat_template=chat).requests
-    assert {sum(map(len, split_encode(bpe_tokenizer, request.context, request.question)))} == {
-        *sizes
-    }
+    assert {sum(map(len, split_encode(bpe_tokenizer, request.context, request.question)))} == {*sizes}
 
 
 @pytest.mark.parametrize(
@@ -121,9 +110,7 @@ def test_worked_examples_count_in_the_size_of_a_prompt(
         [{**SHOTS[0], "x": ""}],
     ],
 )
-def test_what_is_wrong_with_worked_examples_is_said(
-    shots: Any, bpe_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_what_is_wrong_with_worked_examples_is_said(shots: Any, bpe_tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="toy, row 0: 'shots' must be a list of objects with the"):
         load(bench(tmp_path, [{**ROWS[0], "shots": shots}]), bpe_tokenizer, tmp_path)
 
@@ -152,9 +139,7 @@ def test_the_score_of_repeats_is_their_mean(bpe_tokenizer: Any, tmp_path: Path) 
     assert mean == pytest.approx(3 / 12)
 
 
-def test_what_follows_the_thinking_is_scored(
-    bpe_tokenizer: Any, thinker: Any, tmp_path: Path
-) -> None:
+def test_what_follows_the_thinking_is_scored(bpe_tokenizer: Any, thinker: Any, tmp_path: Path) -> None:
     said = {
         ("0", 0, 0): "<think>no. 2</think>\n\n0. And more",
         ("1", 0, 0): "1",
@@ -185,9 +170,7 @@ def test_given_text_is_in_all_rows_or_in_none(bpe_tokenizer: Any, tmp_path: Path
         load(bench(tmp_path, [row]), bpe_tokenizer, tmp_path)
 
 
-def test_perplexity_goes_the_whole_way(
-    llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_perplexity_goes_the_whole_way(llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -199,32 +182,23 @@ def test_perplexity_goes_the_whole_way(
         "metric_list:\n  - {metric: score, aggregation: mean, higher_is_better: false}\n"
         "generation_kwargs: {until: []}\n"
     )
-    rows = [
-        {**row, "question": "", "given": f"The river {i} is green." * 3}
-        for i, row in enumerate(ROWS)
-    ]
+    rows = [{**row, "question": "", "given": f"The river {i} is green." * 3} for i, row in enumerate(ROWS)]
     made = bench(tmp_path, rows, yaml, metric="score", plain=frozenset({"toy"}))
     monkeypatch.setattr(catalogue, "resolve_task", lambda spec: [("toy", made)])
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     grid = {"policy": "snapkv:window=8", "budget": "0.2", "task": "toy", "model": llama_folder}
-    done = kvbench.run(
-        {**grid, "samples": 3, "out": str(tmp_path / "run"), "moment": "context,question"}
-    )
+    done = kvbench.run({**grid, "samples": 3, "out": str(tmp_path / "run"), "moment": "context,question"})
     assert (done.cells.status == "ok").all()
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     tokenizer = AutoTokenizer.from_pretrained(llama_folder)
     want = []
     for row in rows:
-        prompt, whole = (
-            tokenizer(t)["input_ids"] for t in (row["context"], row["context"] + row["given"])
-        )
+        prompt, whole = (tokenizer(t)["input_ids"] for t in (row["context"], row["context"] + row["given"]))
         same = [a == b for a, b in zip(prompt, whole, strict=False)]
         cut = (*same, False).index(False)
         with torch.no_grad():
             logs = model(torch.tensor([whole])).logits[0].double().log_softmax(-1)
-        want.append(
-            -sum(float(logs[i - 1, whole[i]]) for i in range(cut, len(whole))) / (len(whole) - cut)
-        )
+        want.append(-sum(float(logs[i - 1, whole[i]]) for i in range(cut, len(whole))) / (len(whole) - cut))
     full = done.cells[done.cells.policy == "full"].iloc[0]
     assert full.score == pytest.approx(sum(want) / 3, rel=1e-5)
     assert (done.cells[done.cells.policy != "full"]["diff"].abs() > 1e-4).all()
@@ -249,9 +223,7 @@ def test_a_task_without_prompts_for_the_model_is_left_out(
     with pytest.raises(LeftOut, match="the reference model knows only its own 900 words"):
         load(made, bpe_tokenizer, tmp_path, lexicon="reference")
     found = catalogue.resolve_task
-    monkeypatch.setattr(
-        catalogue, "resolve_task", lambda spec: [("toy", made)] if spec == "toy" else found(spec)
-    )
+    monkeypatch.setattr(catalogue, "resolve_task", lambda spec: [("toy", made)] if spec == "toy" else found(spec))
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     out = str(tmp_path / "run")
     usual = ["run", "--policy", "knorm", "--samples", "1", "--length", "200", "--out", out]

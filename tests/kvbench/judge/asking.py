@@ -13,9 +13,7 @@ from kvbench.judge.client import EndpointJudge
 from .server import SECRET, Server
 
 
-def make(
-    server: Server, folder: Path, said: list[str] | None = None, **changes: Any
-) -> EndpointJudge:
+def make(server: Server, folder: Path, said: list[str] | None = None, **changes: Any) -> EndpointJudge:
     say = (said if said is not None else []).append
     return EndpointJudge(server.settings(**changes), folder / "judge", say)
 

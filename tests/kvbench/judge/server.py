@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbench.judge.settings import Settings
+from kvbench.judge.settings import JudgeSettings
 
 SECRET = "sk-secret-0123456789"
 RETRY_SOON = {"Retry-After-Ms": "1"}
@@ -33,9 +33,7 @@ class Reply:
         if self.status != 200:
             return json.dumps({"error": self.error}).encode()
         message = {"role": "assistant", "content": self.text}
-        return json.dumps(
-            {"choices": [{"index": 0, "message": message, "finish_reason": self.finish}]}
-        ).encode()
+        return json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": self.finish}]}).encode()
 
 
 @dataclass
@@ -55,9 +53,9 @@ class Server:
         """Give these replies in order, and repeat the last one."""
         self.answer = lambda body, count: replies[min(count, len(replies) - 1)]
 
-    def settings(self, **changes: Any) -> Settings:
+    def settings(self, **changes: Any) -> JudgeSettings:
         usual: dict[str, Any] = {"url": self.url, "model": "judge-1", "key": SECRET, "timeout": 5}
-        return Settings(**{**usual, **changes})
+        return JudgeSettings(**{**usual, **changes})
 
     @property
     def host(self) -> str:

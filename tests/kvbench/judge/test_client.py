@@ -42,9 +42,7 @@ def test_the_request(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "not-for-the-judge" not in str(server.headers)
 
 
-def test_no_proxy_for_this_machine(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_proxy_for_this_machine(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     assert scores(make(server, tmp_path).judge(asks("Rome"))) == [1]
@@ -55,9 +53,7 @@ def test_a_lone_surrogate_is_replaced(server: Server, tmp_path: Path) -> None:
     assert response_in(server.bodies[0]) == "half ? of \N{SNOWMAN}"
 
 
-def test_models_that_think_get_another_limit_and_no_temperature(
-    server: Server, tmp_path: Path
-) -> None:
+def test_models_that_think_get_another_limit_and_no_temperature(server: Server, tmp_path: Path) -> None:
     def thinking_model(body: dict[str, Any], count: int) -> Reply:
         for name in ("max_tokens", "temperature"):
             if name in body:
@@ -114,9 +110,7 @@ def test_temporary_errors_are_retried(server: Server, tmp_path: Path, trouble: R
     "raw",
     [b"{not json", b'{"choices": []}', b"[]", b'{"choices": [{"message": {"content": [1]}}]}'],
 )
-def test_what_is_not_a_chat_completion_is_asked_once_more(
-    server: Server, tmp_path: Path, raw: bytes
-) -> None:
+def test_what_is_not_a_chat_completion_is_asked_once_more(server: Server, tmp_path: Path, raw: bytes) -> None:
     server.replies(Reply(raw=raw), Reply("no"))
     assert scores(make(server, tmp_path / "a").judge(asks("Rome"))) == [0]
     server.replies(Reply(raw=raw))
@@ -211,9 +205,7 @@ def test_separate_failures_do_not_end_the_asking(server: Server, tmp_path: Path)
     assert len(server.bodies) == 4, "only what failed is asked again"
 
 
-def test_three_prompts_in_a_row_without_answer_end_the_asking(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_three_prompts_in_a_row_without_answer_end_the_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "RETRIES", 0)
     nowhere = Server(url="http://127.0.0.1:9/v1")
     judge = make(nowhere, tmp_path, jobs=1)
@@ -223,9 +215,7 @@ def test_three_prompts_in_a_row_without_answer_end_the_asking(
     def counting() -> Any:
         connection = start()
         create = connection.chat.completions.create
-        monkeypatch.setattr(
-            connection.chat.completions, "create", lambda **k: attempts.append(1) or create(**k)
-        )
+        monkeypatch.setattr(connection.chat.completions, "create", lambda **k: attempts.append(1) or create(**k))
         return connection
 
     monkeypatch.setattr(judge, "_connect", counting)
@@ -236,9 +226,7 @@ def test_three_prompts_in_a_row_without_answer_end_the_asking(
     assert "refused; check KVBENCH_JUDGE_URL, or repeat the command later" in str(verdicts[49])
 
 
-def test_a_server_that_stops_answering_keeps_what_it_answered(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_server_that_stops_answering_keeps_what_it_answered(server: Server, tmp_path: Path) -> None:
     server.answer = lambda body, count: Reply(status=200 if count < 5 else 503)
     wanted = asks(*(f"Rome {i}" for i in range(100)))
     assert scores(make(server, tmp_path, jobs=2).judge(wanted)).count(1) == 5

@@ -81,9 +81,7 @@ def test_an_answer_that_the_rubric_cannot_read_any_more_is_asked_anew(
     assert len(server.bodies) == 2
 
 
-def test_an_unreadable_answer_is_asked_once_more_and_not_kept(
-    server: Server, tmp_path: Path
-) -> None:
+def test_an_unreadable_answer_is_asked_once_more_and_not_kept(server: Server, tmp_path: Path) -> None:
     server.replies(Reply("perhaps"), Reply("no"))
     assert scores(make(server, tmp_path / "a").judge(asks("Rome"))) == [0]
     server.replies(Reply(f"I cannot\nsay {SECRET} " + "x" * 80, finish="length"))
@@ -116,9 +114,7 @@ def test_a_response_cannot_write_the_verdict(server: Server, tmp_path: Path, res
 
 def test_the_key_is_in_no_file_and_no_message(server: Server, tmp_path: Path) -> None:
     said: list[str] = []
-    server.replies(
-        Reply(f"yes {SECRET}"), Reply(status=401, error={"message": f"wrong key {SECRET}"})
-    )
+    server.replies(Reply(f"yes {SECRET}"), Reply(status=401, error={"message": f"wrong key {SECRET}"}))
     settings = server.settings()
     judge = EndpointJudge(settings, tmp_path / "judge", said.append)
     assert scores(judge.judge(asks("Rome"))) == [1]

@@ -48,16 +48,12 @@ def _choice(**message: Any) -> bytes:
     ],
 )
 @pytest.mark.parametrize("key", ["sk-secret-0123456789", ""])
-def test_a_reply_of_the_wrong_shape_is_one_line(
-    server: Server, tmp_path: Path, body: bytes, key: str
-) -> None:
+def test_a_reply_of_the_wrong_shape_is_one_line(server: Server, tmp_path: Path, body: bytes, key: str) -> None:
     server.replies(Reply(raw=body))
     assert "does not answer with a chat completion" in error(make(server, tmp_path, key=key))
 
 
-@pytest.mark.parametrize(
-    "body", [{"param": ["max_tokens"]}, {"param": {"a": 1}, "message": [1]}, ["no"], 3, None]
-)
+@pytest.mark.parametrize("body", [{"param": ["max_tokens"]}, {"param": {"a": 1}, "message": [1]}, ["no"], 3, None])
 def test_an_error_of_the_wrong_shape_is_one_line(server: Server, tmp_path: Path, body: Any) -> None:
     server.replies(Reply(status=400, error=body))
     assert "answers 400" in error(make(server, tmp_path))

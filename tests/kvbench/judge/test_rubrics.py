@@ -51,9 +51,7 @@ def test_a_changed_prompt_needs_a_new_version(name: str, version: str, digest: s
     assert (data["version"], hashlib.sha256(asked.encode()).hexdigest()[:16]) == (version, digest)
 
 
-@pytest.mark.parametrize(
-    "response", ["{answer}", "{response} {question}", "\\g<0> \\1 %s {0} {}", "{{answer}}"]
-)
+@pytest.mark.parametrize("response", ["{answer}", "{response} {question}", "\\g<0> \\1 %s {0} {}", "{{answer}}"])
 def test_fields_in_a_response_are_not_filled_in(response: str) -> None:
     found = rubric("correct")
     prompt = found.render({**ITEM, "question": response, "response": response})
@@ -141,9 +139,7 @@ def test_thinking_is_ignored() -> None:
         ("", None),
     ],
 )  # fmt: skip
-def test_ratings_are_the_last_object_of_the_answer(
-    tmp_path: Path, answer: str, marks: dict[str, float] | None
-) -> None:
+def test_ratings_are_the_last_object_of_the_answer(tmp_path: Path, answer: str, marks: dict[str, float] | None) -> None:
     file = tmp_path / "rated.json"
     data = {"version": "1", "source": "me", "licence": "MIT", "parse": "ratings", "max_tokens": 99}
     file.write_text(json.dumps({**data, "ratings": ["style", "overall"], "template": "x"}))

@@ -77,9 +77,7 @@ def quiz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sized=False,
     )
     known = catalogue.resolve_task
-    monkeypatch.setattr(
-        catalogue, "resolve_task", lambda s: [("quiz", benchmark)] if s == "quiz" else known(s)
-    )
+    monkeypatch.setattr(catalogue, "resolve_task", lambda s: [("quiz", benchmark)] if s == "quiz" else known(s))
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     for name in ("", "_URL", "_KEY", "_MODEL", "_JOBS", "_TIMEOUT", "_TOKENS"):
         monkeypatch.delenv(f"KVBENCH_JUDGE{name}", raising=False)
@@ -117,9 +115,7 @@ def test_an_unknown_judge_is_one_line(quiz: None, monkeypatch: pytest.MonkeyPatc
         execute(grid("reference", Path("run")))
 
 
-def test_an_endpoint_judges_and_is_asked_once(
-    llama_folder: str, endpoint: Server, tmp_path: Path
-) -> None:
+def test_an_endpoint_judges_and_is_asked_once(llama_folder: str, endpoint: Server, tmp_path: Path) -> None:
     told = Told()
     run = execute(grid(llama_folder, tmp_path / "run"), reporter=told)
     assert list(run.cells.status) == ["ok", "ok"]
@@ -132,12 +128,9 @@ def test_an_endpoint_judges_and_is_asked_once(
     assert versions["judge"] == f"judge-1 at {host}"
     assert versions["rubric"].startswith("correct 1 (")
     assert told.lines[:1] == [
-        f"quiz is judged by judge-1 at {host}: "
-        "questions, reference answers and responses are sent there"
+        f"quiz is judged by judge-1 at {host}: questions, reference answers and responses are sent there"
     ]
-    assert "What is 1 + 1?" in endpoint.prompts[0], (
-        "the judge is tried before anything is generated"
-    )
+    assert "What is 1 + 1?" in endpoint.prompts[0], "the judge is tried before anything is generated"
     distinct = len(run.samples[["doc_id", "response"]].drop_duplicates())
     assert len(endpoint.bodies) == 1 + distinct
 
@@ -162,8 +155,7 @@ def test_a_missing_verdict_fails_its_cell_and_is_asked_again(
     run = execute(grid(llama_folder, out))
     assert list(run.cells.status) == ["error", "error"]
     assert run.cells.error[0] == (
-        "1 of 3 responses have no verdict: sample 1, question 0: "
-        "judge-1 gave no verdict: 'hard to say'"
+        "1 of 3 responses have no verdict: sample 1, question 0: judge-1 gave no verdict: 'hard to say'"
     )
     assert set(run.cells.metric) == {"accuracy (judge judge-1)"}
     assert run.samples.score.isna().all()
@@ -193,9 +185,7 @@ def test_a_wrong_key_stops_before_anything_is_generated(
     assert (tmp_path / "run/responses.jsonl").read_bytes() == b""
 
 
-def test_without_a_judge_only_the_judged_task_is_left_out(
-    llama_folder: str, quiz: None, tmp_path: Path
-) -> None:
+def test_without_a_judge_only_the_judged_task_is_left_out(llama_folder: str, quiz: None, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     row = {"context": "A b c. " * 20, "question": "?", "answers": "b", "max_new_tokens": 2}
     own.write_text(json.dumps(row))

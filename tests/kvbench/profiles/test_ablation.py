@@ -39,7 +39,7 @@ from kvbench.profiles.ablation import (
     verify,
 )
 from kvbench.profiles.command import check, per_kv_head, significant
-from kvbench.profiles.measure import Answer, Measured
+from kvbench.profiles.needle_attention import NeedleAnswer, NeedleAttention
 from kvbench.profiles.needles import Needle
 from kvbench.progress import Silent
 from kvbench.runs.prompts import Prompt
@@ -68,7 +68,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
         return Qwen3ForCausalLM(config).eval()
 
 
-def answer(model: nn.Module, context: int, question: int, tokens: int, seed: int = 0) -> Answer:
+def answer(model: nn.Module, context: int, question: int, tokens: int, seed: int = 0) -> NeedleAnswer:
     """A random prompt with the model's own answer."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, VOCABULARY, context + question).tolist()
@@ -77,10 +77,10 @@ def answer(model: nn.Module, context: int, question: int, tokens: int, seed: int
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     request = Request("t", "0", 0, 0, "c", "", "", (), tokens, ("?",))
     prompt = Prompt(request, tuple(ids[:context]), tuple(ids[context : context + question]))
-    return Answer(Needle(prompt, 3, 9), tuple(ids[context + question :]), True)
+    return NeedleAnswer(Needle(prompt, 3, 9), tuple(ids[context + question :]), True)
 
 
-def slow(model: nn.Module, given: Answer, ablated: Sequence[Head]) -> float:
+def slow(model: nn.Module, given: NeedleAnswer, ablated: Sequence[Head]) -> float:
     """Mean log-likelihood of the answer, no token less likely than by chance.
 
     One forward of everything: from the question on, ablated heads do not see what is neither among
@@ -205,7 +205,7 @@ def test_heads_that_cannot_be_told_from_zero_count_nothing() -> None:
 
 def test_attention_scores_are_summed_over_the_query_heads_of_a_kv_head() -> None:
     scores = torch.tensor([[1.0, 2.0, 0.0, 1.0], [0.0, 0.0, 3.0, 1.0]], dtype=torch.float64)
-    found = Measured({"reason": scores, "copy": scores * 0}, ())
+    found = NeedleAttention({"reason": scores, "copy": scores * 0}, ())
     assert per_kv_head(found, "reason", 2, "m").tolist() == [[3.0, 1.0], [0.0, 4.0]]
     assert per_kv_head(found, "reason", 4, "m")[1].tolist() == [0.0, 0.0, 3.0, 1.0]
     with pytest.raises(UserError, match=r"no head .* copy profile .*--kind ablation") as error:
@@ -213,9 +213,7 @@ def test_attention_scores_are_summed_over_the_query_heads_of_a_kv_head() -> None
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"), [("reason", "--kind ablation"), ("ablation", "--samples")]
-)
+@pytest.mark.parametrize(("kind", "way"), [("reason", "--kind ablation"), ("ablation", "--samples")])
 def test_a_profile_whose_heads_do_not_matter_is_refused(kind: str, way: str) -> None:
     check(Evidence(2, 8, 3.0, 0.1, holds=True), kind, "m")
     with pytest.raises(UserError, match=rf"does not tell which heads matter.* 2 of 8 .*{way}") as e:
@@ -225,15 +223,13 @@ def test_a_profile_whose_heads_do_not_matter_is_refused(kind: str, way: str) -> 
 
 def test_the_reference_models_last_layer_is_what_matters() -> None:
     """What attention says (layers 1 and 2) does not hold; what ablation says (layer 3) does."""
-    from kvbench.profiles.measure import measure
+    from kvbench.profiles.needle_attention import measure
     from kvbench.profiles.needles import find_needles
     from kvbench.runs.grid import Grid
     from kvbench.runs.planning import plan
 
     given = {"tasks": "niah_single_2", "lengths": [512], "samples": 8, "device": "cpu"}
-    (stage,) = plan(
-        Grid.from_dict({**given, "models": "reference", "policies": "full"}), print
-    ).stages
+    (stage,) = plan(Grid.from_dict({**given, "models": "reference", "policies": "full"}), print).stages
     network = load_model("reference", None, torch.device("cpu"), torch.float32)
     needles = find_needles(stage.tokenizer, stage.jobs[0].prompts)
     measured = measure(network, stage.tokenizer, needles, Silent())

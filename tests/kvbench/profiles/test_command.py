@@ -15,7 +15,7 @@ from kvbench.named import model_digest
 from kvbench.profiles import files
 from kvbench.profiles.command import describe, profile_heads
 from kvbench.profiles.files import PROFILES
-from kvbench.progress import Lines, Silent
+from kvbench.progress import LineProgress, Silent
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +37,7 @@ def small(folder: str) -> list[str]:
     return ["profile", "heads", "--model", folder, "--length", "200"]
 
 
-def test_a_profile_is_written_where_policies_look(
-    small: list[str], folder: str, cache: Path
-) -> None:
+def test_a_profile_is_written_where_policies_look(small: list[str], folder: str, cache: Path) -> None:
     done = CliRunner().invoke(cli.app.app, [*small, "--samples", "11", "--seed", "5"])
     assert done.exit_code == 0, done.output
     path = PROFILES.user_path(folder, "ablation")
@@ -83,9 +81,7 @@ def test_the_same_command_writes_the_same_file(small: list[str], tmp_path: Path)
 
 def test_the_summary_names_the_largest_heads_and_what_they_are_worth() -> None:
     table = ((0.1, 0.6), (0.1, 0.2))
-    made = files.HeadProfile(
-        "m", "", "reason", 2, 2, 4, table, answered=0.2, loss_top=2.5, loss_others=0.01
-    )
+    made = files.HeadProfile("m", "", "reason", 2, 2, 4, table, answered=0.2, loss_top=2.5, loss_others=0.01)
     text = describe(made)
     assert "half of it lies in 1 of the 4 heads (layer 0 head 1 60.0%, layer 1 head 1 20" in text
     assert "lose 2.5 nats per token without that half, and 0.01 without as many other" in text
@@ -95,7 +91,7 @@ def test_the_summary_names_the_largest_heads_and_what_they_are_worth() -> None:
 
 def test_progress_is_told_of_every_sample(folder: str) -> None:
     lines: list[str] = []
-    profile_heads(folder, "ablation", {"length": "200", "samples": 11}, None, Lines(lines.append))
+    profile_heads(folder, "ablation", {"length": "200", "samples": 11}, None, LineProgress(lines.append))
     assert any("answers: 11/11" in line for line in lines)
     assert any("ablated one by one: 11/11" in line for line in lines)
 
@@ -136,9 +132,7 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(
     assert "Traceback" not in text
 
 
-def test_a_model_that_answers_nothing_has_no_profile(
-    llama_folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_answers_nothing_has_no_profile(llama_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--length", "280", "--no-chat-template", "--samples", "3"]
     assert cli.call(["profile", "heads", "--model", llama_folder, *given]) == 2
     assert "answers 0 of 3 samples correctly, too few" in capsys.readouterr().err
@@ -149,9 +143,7 @@ def test_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ablation" in capsys.readouterr().out
 
 
-def test_ctrl_c_says_what_is_left(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_says_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*given: object) -> None:
         raise KeyboardInterrupt
 

@@ -94,9 +94,7 @@ def test_a_profile_by_hand_needs_no_more_than_its_table(tmp_path: Path) -> None:
         ({"lengths": 5}, "lengths is 5"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_in_one_line(
-    changes: dict[str, Any], says: str, tmp_path: Path
-) -> None:
+def test_what_is_wrong_with_a_file_is_said_in_one_line(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         files.read(changed(tmp_path / "p.json", **changes))
     assert says in str(error.value)

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from kvbench.harness.protocol import Request
-from kvbench.profiles.measure import Measured, measure
+from kvbench.profiles.needle_attention import NeedleAttention, measure
 from kvbench.profiles.needles import Needle
 from kvbench.progress import Silent
 from kvbench.runs.worker import Prompt
@@ -55,9 +55,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
         return Qwen3ForCausalLM(config).eval()
 
 
-def needle(
-    ids: list[int], start: int, stop: int, value: str = "?", limit: int = 11, until: str = ""
-) -> Needle:
+def needle(ids: list[int], start: int, stop: int, value: str = "?", limit: int = 11, until: str = "") -> Needle:
     request = Request("t", "0", 0, 0, "c", "", "", (until,), limit, (value,))
     cut = len(ids) - 3
     return Needle(Prompt(request, tuple(ids[:cut]), tuple(ids[cut:])), start, stop)
@@ -111,7 +109,7 @@ def slow(model: nn.Module, needles: list[Needle], eos: int | None = None) -> dic
     return {kind: x / len(needles) for kind, x in total.items()}
 
 
-def agree(found: Measured, expected: dict[str, np.ndarray]) -> None:
+def agree(found: NeedleAttention, expected: dict[str, np.ndarray]) -> None:
     for kind, scores in found.scores.items():
         np.testing.assert_allclose(scores.numpy(), expected[kind], rtol=1e-4, atol=1e-6)
 

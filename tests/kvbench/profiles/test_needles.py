@@ -89,9 +89,7 @@ def test_needles_of_the_needle_task_with_a_bpe_tokenizer(
 def test_needles_of_the_needle_task_in_the_reference_lexicon(
     word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    for found in find_needles(
-        word_tokenizer, loaded(word_tokenizer, "reference", 22, tmp_path, False)
-    ):
+    for found in find_needles(word_tokenizer, loaded(word_tokenizer, "reference", 22, tmp_path, False)):
         ids = [*found.prompt.context_ids, *found.prompt.question_ids]
         text = word_tokenizer.decode(ids[found.start : found.stop])
         key = found.prompt.request.question.split()[1]
@@ -100,9 +98,7 @@ def test_needles_of_the_needle_task_in_the_reference_lexicon(
 
 
 @pytest.mark.parametrize("of", ["bpe_tokenizer", "word_tokenizer"])
-def test_a_slow_tokenizer_finds_the_same_tokens(
-    of: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_a_slow_tokenizer_finds_the_same_tokens(of: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     tokenizer = request.getfixturevalue(of)
     lexicon = "natural" if of == "bpe_tokenizer" else "reference"
     fast = loaded(tokenizer, lexicon, 11, tmp_path, False)
@@ -122,9 +118,7 @@ def test_a_token_that_straddles_the_needle_belongs_to_it(
         tokenizer = make(bpe_tokenizer)
         (found,) = find_needles(tokenizer, [prompt(tokenizer, request(context, "71 93"))])
         ids = [*found.prompt.context_ids, *found.prompt.question_ids]
-        assert bpe_tokenizer.decode(ids[found.start : found.stop]).strip() == (
-            "Some say the code is 71 93!"
-        )
+        assert bpe_tokenizer.decode(ids[found.start : found.stop]).strip() == ("Some say the code is 71 93!")
 
 
 def test_characters_within_a_token_give_the_whole_token(
@@ -151,9 +145,7 @@ def test_of_several_sentences_it_is_the_one_that_is_asked_for(
 
     a, b, c, d, e, f = WORDS[:6]
     context = f"{c} {a} {b} {d} . note {e} {a} {b} . {f} {a} {b} . "
-    (found,) = find_needles(
-        word_tokenizer, [prompt(word_tokenizer, request(context, f"{a} {b}", f"<q> {e}"))]
-    )
+    (found,) = find_needles(word_tokenizer, [prompt(word_tokenizer, request(context, f"{a} {b}", f"<q> {e}"))])
     assert (found.start, found.stop) == (6, 11)
 
 

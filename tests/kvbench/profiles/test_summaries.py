@@ -111,9 +111,7 @@ def test_filters_are_written_where_the_policy_looks(folder: str, cache: Path) ->
     assert filters.shape == SHAPE
     count = notes.queries
     assert 100 < count <= 600
-    expected = SummaryNotes(
-        folder, model_digest(folder), "facts", (200,), 3, count, 5, kvbench.__version__
-    )
+    expected = SummaryNotes(folder, model_digest(folder), "facts", (200,), 3, count, 5, kvbench.__version__)
     assert notes == expected
     assert float(filters.norm(dim=-1).max()) <= 1.0001
     assert torch.equal(FILTERS.load(folder, None, SHAPES)["q_filters"], filters)
@@ -159,9 +157,7 @@ def test_what_the_authors_publish_can_be_read(tmp_path: Path) -> None:
         ({"q_filters": torch.full((1, 1, 1), torch.nan)}, "not finite"),
     ],
 )
-def test_what_holds_no_filters_is_refused(
-    tensors: dict[str, torch.Tensor], message: str, tmp_path: Path
-) -> None:
+def test_what_holds_no_filters_is_refused(tensors: dict[str, torch.Tensor], message: str, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / WEIGHTS)
     with pytest.raises(UserError, match=message):
         FILTERS.read(tmp_path)

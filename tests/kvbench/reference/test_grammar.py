@@ -53,7 +53,6 @@ def test_numerals_end(number: int) -> None:
 
 def test_grammar_and_package_import_without_torch() -> None:
     code = (
-        "import sys; import kvbench.reference.grammar; "
-        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+        "import sys; import kvbench.reference.grammar; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from kvbench.reference import grammar, samples
-from kvbench.reference.samples import Knobs, Question
+from kvbench.reference.samples import Knobs, NeedleQuestion
 
 LENGTHS = (64, 200, 512)
 
 
-def _split(sample: samples.Sample) -> tuple[list[str], list[Question]]:
+def _split(sample: samples.Sample) -> tuple[list[str], list[NeedleQuestion]]:
     """Return the unsupervised words of a sample, joined, and its questions."""
     words: list[str] = []
     questions = []
@@ -55,9 +55,7 @@ def test_answers_to_facts_are_exactly_the_notes_of_the_context(task: str) -> Non
 
 def test_chains_follow_the_assignments() -> None:
     for seed in range(10):
-        words, questions = _split(
-            samples.draw(np.random.default_rng(seed), "vt", 300, Knobs(hops=(0, 4)))
-        )
+        words, questions = _split(samples.draw(np.random.default_rng(seed), "vt", 300, Knobs(hops=(0, 4))))
         starts = [n for n, word in enumerate(words) if word == "let"]
         following = {words[n + 1]: words[n + 2] for n in starts}
         assert len(following) == len(starts)
@@ -73,9 +71,7 @@ def test_chains_follow_the_assignments() -> None:
 def test_counts_of_bags_give_the_answer(length: int) -> None:
     for task, size in (("cwe", 10), ("fwe", 3)):
         for seed in range(5):
-            words, (question,) = _split(
-                samples.draw(np.random.default_rng(seed), task, length, Knobs())
-            )
+            words, (question,) = _split(samples.draw(np.random.default_rng(seed), task, length, Knobs()))
             names, counts = np.unique(words[1:], return_counts=True)
             order = np.argsort(-counts)
             top = [str(name) for name in names[order[:size]]]

@@ -5,20 +5,17 @@ from __future__ import annotations
 import pytest
 
 from kvbench.reference_vl import dialogues
-from kvbench.reference_vl.dialogues import Sample, Settings
+from kvbench.reference_vl.dialogues import DialogueSample, DialogueSettings
 
 
 @pytest.fixture(scope="session")
-def samples() -> list[Sample]:
+def samples() -> list[DialogueSample]:
     """Samples of both tasks in several settings."""
     settings = (
-        Settings(questions=6),
-        Settings(questions=6, shuffled=True, images=(2, 3)),
-        Settings(images=(2, 2), hints=0, notes=0.0, filler=(0, 0), turns=(1, 2)),
+        DialogueSettings(questions=6),
+        DialogueSettings(questions=6, shuffled=True, images=(2, 3)),
+        DialogueSettings(images=(2, 2), hints=0, notes=0.0, filler=(0, 0), turns=(1, 2)),
     )
     return [
-        make(each, 5, index)
-        for make in (dialogues.vqa, dialogues.dialogue)
-        for each in settings
-        for index in range(12)
+        make(each, 5, index) for make in (dialogues.vqa, dialogues.dialogue) for each in settings for index in range(12)
     ]

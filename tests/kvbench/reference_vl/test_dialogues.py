@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from kvbench.reference_vl import dialogues
-from kvbench.reference_vl.dialogues import Sample, Settings
+from kvbench.reference_vl.dialogues import DialogueSample, DialogueSettings
 from kvbench.reference_vl.pictures import Picture
 from kvbench.reference_vl.questions import KINDS
 from kvbench.reference_vl.words import COLOURS, COUNTS, ORDINALS, SHAPES, VOCABULARY
@@ -16,16 +16,16 @@ from kvbench.reference_vl.words import COLOURS, COUNTS, ORDINALS, SHAPES, VOCABU
 
 def test_a_sample_depends_on_settings_seed_and_index() -> None:
     for make in (dialogues.vqa, dialogues.dialogue):
-        settings = Settings(questions=3)
+        settings = DialogueSettings(questions=3)
         assert make(settings, 1, 4) == make(settings, 1, 4)
         assert make(settings, 1, 4) != make(settings, 1, 5)
         assert make(settings, 1, 4) != make(settings, 2, 4)
-    drawn = dialogues.pictures(dialogues.vqa(Settings(), 1, 4).exchanges())[0]
-    other = dialogues.pictures(dialogues.vqa(Settings(), 2, 4).exchanges())[0]
+    drawn = dialogues.pictures(dialogues.vqa(DialogueSettings(), 1, 4).exchanges())[0]
+    other = dialogues.pictures(dialogues.vqa(DialogueSettings(), 2, 4).exchanges())[0]
     assert drawn.seed != other.seed
 
 
-def _said_and_asked(sample: Sample) -> list[tuple[list[Picture], str, dialogues.Question]]:
+def _said_and_asked(sample: DialogueSample) -> list[tuple[list[Picture], str, dialogues.Question]]:
     """Return every question with the pictures and the text before it."""
     pictures: list[Picture] = []
     text = ""
@@ -73,9 +73,7 @@ def _answer(table: dict[int, dict[str, tuple[str, str]]], text: str, words: str)
     if match := re.fullmatch(r"count image (.) (\w+)", words):
         return COUNTS[sum(match[2] in pair for pair in table[int(match[1])].values())]
     if match := re.fullmatch(r"more image (.) image (.) (\w+)", words):
-        first, second = (
-            sum(match[3] in pair for pair in table[int(match[n])].values()) for n in (1, 2)
-        )
+        first, second = (sum(match[3] in pair for pair in table[int(match[n])].values()) for n in (1, 2))
         assert first != second
         return match[1] if first > second else match[2]
     if match := re.fullmatch(r"same (colour|shape) image (.) image (.) (..)", words):
@@ -87,7 +85,7 @@ def _answer(table: dict[int, dict[str, tuple[str, str]]], text: str, words: str)
     return tag
 
 
-def test_answers_follow_from_the_cells_and_the_text(samples: list[Sample]) -> None:
+def test_answers_follow_from_the_cells_and_the_text(samples: list[DialogueSample]) -> None:
     kinds: Counter[str] = Counter()
     for sample in samples:
         for pictures, text, question in _said_and_asked(sample):
@@ -99,7 +97,7 @@ def test_answers_follow_from_the_cells_and_the_text(samples: list[Sample]) -> No
     assert min(kinds.values()) >= 5
 
 
-def test_cells_of_a_question_hold_its_answer(samples: list[Sample]) -> None:
+def test_cells_of_a_question_hold_its_answer(samples: list[DialogueSample]) -> None:
     for sample in samples:
         for pictures, _, question in _said_and_asked(sample):
             shown = [pictures[n].objects[cell] for n, cell in question.cells]
@@ -112,12 +110,12 @@ def test_cells_of_a_question_hold_its_answer(samples: list[Sample]) -> None:
                 assert len(shown) == 2
 
 
-def test_words_are_in_the_vocabulary_and_names_are_in_order(samples: list[Sample]) -> None:
+def test_words_are_in_the_vocabulary_and_names_are_in_order(samples: list[DialogueSample]) -> None:
     for sample in samples:
         for _, text, question in _said_and_asked(sample):
             assert {*text.split(), *question.words, question.answer} <= set(VOCABULARY)
     for index in range(20):
-        exchanges = dialogues.dialogue(Settings(), 9, index).exchanges()
+        exchanges = dialogues.dialogue(DialogueSettings(), 9, index).exchanges()
         names = [picture.name for picture in dialogues.pictures(exchanges)]
         assert names == list(range(1, len(names) + 1))
 
@@ -125,9 +123,7 @@ def test_words_are_in_the_vocabulary_and_names_are_in_order(samples: list[Sample
 def test_hints_and_large_objects_are_asked_about_more_often() -> None:
     hinted = large = asked = 0
     for index in range(150):
-        for pictures, text, question in _said_and_asked(
-            dialogues.vqa(Settings(questions=2), 3, index)
-        ):
+        for pictures, text, question in _said_and_asked(dialogues.vqa(DialogueSettings(questions=2), 3, index)):
             if question.kind not in ("colour", "shape"):
                 continue
             ((n, cell),) = question.cells
@@ -144,7 +140,7 @@ def test_hints_and_large_objects_are_asked_about_more_often() -> None:
 def test_dialogues_have_turns_that_go_back() -> None:
     back = 0
     for index in range(40):
-        sample = dialogues.dialogue(Settings(), 4, index)
+        sample = dialogues.dialogue(DialogueSettings(), 4, index)
         counts = [sum(isinstance(p, Picture) for p in turn.parts) for turn in sample.turns]
         assert 4 <= len(counts) <= 8
         assert 2 <= counts[0] <= 4
@@ -159,12 +155,12 @@ def test_dialogues_have_turns_that_go_back() -> None:
 
 def test_no_question_is_asked_twice() -> None:
     for index in range(20):
-        exchanges = dialogues.vqa(Settings(questions=8), 6, index).exchanges()
+        exchanges = dialogues.vqa(DialogueSettings(questions=8), 6, index).exchanges()
         assert len({question.words for _, question in exchanges}) == len(exchanges)
 
 
 def test_questions_of_one_context_can_be_asked_apart() -> None:
-    sample = dialogues.vqa(Settings(questions=3), 2, 0)
+    sample = dialogues.vqa(DialogueSettings(questions=3), 2, 0)
     (parts, question), *others = sample.asked(0, 2)
     assert not others
     assert parts == sample.turns[0].parts
@@ -176,7 +172,7 @@ def test_questions_of_one_context_can_be_asked_apart() -> None:
 
 @pytest.mark.parametrize("field", ["images", "sides"])
 def test_settings_set_the_number_and_the_sides_of_pictures(field: str) -> None:
-    settings = Settings(images=(5, 5), sides=(4,))
+    settings = DialogueSettings(images=(5, 5), sides=(4,))
     shown = dialogues.pictures(dialogues.vqa(settings, 1, 0).exchanges())
     values = {"images": [len(shown)], "sides": [picture.side for picture in shown]}
     assert set(values[field]) == {{"images": 5, "sides": 4}[field]}

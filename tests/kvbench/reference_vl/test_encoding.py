@@ -9,7 +9,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerFast, Qwen2VLForConditionalGeneration
 
 from kvbench.reference_vl import dialogues
-from kvbench.reference_vl.dialogues import Sample, Settings
+from kvbench.reference_vl.dialogues import DialogueSample, DialogueSettings
 from kvbench.reference_vl.pictures import Picture
 from kvbench.reference_vl.words import ASSISTANT, BOS, END, IDS, IMAGE, USER
 from scripts.reference_vl.batches import encode, make_batch
@@ -31,7 +31,7 @@ def _expanded(tokenizer: PreTrainedTokenizerFast, text: str, pictures: list[Pict
 
 
 def test_training_tokens_equal_the_chat_template(
-    samples: list[Sample], tokenizer: PreTrainedTokenizerFast
+    samples: list[DialogueSample], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     for sample in samples:
         exchanges = sample.exchanges()
@@ -51,7 +51,7 @@ def test_training_tokens_equal_the_chat_template(
             ]
 
 
-def test_training_positions_equal_those_of_transformers(samples: list[Sample]) -> None:
+def test_training_positions_equal_those_of_transformers(samples: list[DialogueSample]) -> None:
     model = Qwen2VLForConditionalGeneration(model_config())
     for sample in samples[::5]:
         encoded = encode(sample.exchanges())
@@ -90,7 +90,7 @@ def test_tokens_that_are_special_are_named_and_skipped(tokenizer: PreTrainedToke
 
 
 def test_batches_know_where_answers_and_cells_are() -> None:
-    drawn = [dialogues.vqa(Settings(questions=2), 1, n) for n in range(3)]
+    drawn = [dialogues.vqa(DialogueSettings(questions=2), 1, n) for n in range(3)]
     batch = make_batch([encode(each.exchanges()) for each in drawn], np.random.default_rng(0))
     flat = batch.ids.flatten()
     assert (flat[batch.visual] == IDS[IMAGE]).all()
@@ -101,9 +101,7 @@ def test_batches_know_where_answers_and_cells_are() -> None:
     assert len(batch.order) == sum(p.side**2 for p in shown) == len(batch.visual)
     assert sum(len(patches) for patches in batch.patches.values()) == 4 * len(batch.order)
     texts = [part for each in drawn for part in each.turns[0].parts if isinstance(part, str)]
-    tags = [
-        words[words.index("note") + 3 :][0] for words in map(str.split, texts) if "note" in words
-    ]
+    tags = [words[words.index("note") + 3 :][0] for words in map(str.split, texts) if "note" in words]
     assert tags
     noted = batch.named[len(batch.visual) :]
     assert flat[noted].tolist() == [IDS[tag] for tag in tags]

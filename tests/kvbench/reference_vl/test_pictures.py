@@ -62,6 +62,4 @@ def test_patches_equal_those_of_the_image_processor() -> None:
     output = processor(images=[each.pixels() for each in shown], return_tensors="pt")
     assert output["image_grid_thw"].tolist() == [[1, 4, 4], [1, 6, 6], [1, 2, 2]]
     cells = np.concatenate([draw([each], np.random.default_rng(each.seed)) for each in shown])
-    torch.testing.assert_close(
-        patchify(cells).flatten(0, 1), output["pixel_values"], rtol=0, atol=1e-6
-    )
+    torch.testing.assert_close(patchify(cells).flatten(0, 1), output["pixel_values"], rtol=0, atol=1e-6)

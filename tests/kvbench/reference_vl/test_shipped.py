@@ -38,9 +38,7 @@ def test_the_log_has_the_accuracy_of_every_kind() -> None:
 @pytest.mark.parametrize("task", list(TASKS))
 def test_it_answers_most_questions_about_fresh_pictures(task: str) -> None:
     reader = Reader(reference_vl.path())
-    model = AutoModelForImageTextToText.from_pretrained(
-        reference_vl.path(), dtype=torch.float32
-    ).eval()
+    model = AutoModelForImageTextToText.from_pretrained(reference_vl.path(), dtype=torch.float32).eval()
     asked = cases(reader, task, 40, seed=12345)
     right = [generated(model, reader, case) == case.answer for case in asked]
     # Chance is about 0.3; the card has the accuracy.

@@ -22,9 +22,7 @@ def test_a_run_is_no_worse_than_itself() -> None:
     found = compare(usual(), usual())
     assert len(found.cells) == 10 and found.complete and not found.failed
     assert {cell.outcome for cell in found.cells} == {Outcome.SAME}
-    assert {(cell.p, cell.p_corrected, cell.change.mean) for cell in found.cells} == {
-        (1.0, 1.0, 0.0)
-    }
+    assert {(cell.p, cell.p_corrected, cell.change.mean) for cell in found.cells} == {(1.0, 1.0, 0.0)}
     assert found.made == {} and found.tested == 0
 
 
@@ -52,9 +50,7 @@ def test_the_cell_that_lost_its_answers_fails_and_no_other() -> None:
         ([1.0] * 4, [0.0] * 4, {}, Outcome.UNPROVEN),
     ],
 )
-def test_outcomes(
-    before: list[float], after: list[float], options: dict[str, float], expected: Outcome
-) -> None:
+def test_outcomes(before: list[float], after: list[float], options: dict[str, float], expected: Outcome) -> None:
     assert outcome(before, after, **options) is expected
 
 
@@ -78,9 +74,7 @@ def test_questions_about_one_context_count_once() -> None:
     before, after = [1.0] * 40, [0.0] * 20 + [1.0] * 20
     assert compare(one_cell(before), one_cell(after)).failed
     # The same 20 lost answers, all about 4 of 8 contexts: 2 / 2**4 is no evidence.
-    shared = compare(
-        one_cell(before, contexts=8), one_cell([float(i % 8 >= 4) for i in range(40)], contexts=8)
-    )
+    shared = compare(one_cell(before, contexts=8), one_cell([float(i % 8 >= 4) for i in range(40)], contexts=8))
     assert shared.cells[0].outcome is Outcome.UNPROVEN
     assert shared.cells[0].contexts == 8 and shared.cells[0].p == pytest.approx(2 / 2**4)
 
@@ -165,9 +159,7 @@ def test_other_data_are_named_as_such() -> None:
     cells.loc[other, "data_hash"] = "cd" * 8
     cells.loc[other, "match"] = "x" + cells.loc[other, "match"]
     found = compare(usual(), (cells, samples))
-    assert {c.reason for c in found.of(Outcome.NOT_COMPARED)} == {
-        f"the task's data differ: {'ab' * 8} and {'cd' * 8}"
-    }
+    assert {c.reason for c in found.of(Outcome.NOT_COMPARED)} == {f"the task's data differ: {'ab' * 8} and {'cd' * 8}"}
     assert {c.pair.place.task for c in found.of(Outcome.NOT_COMPARED)} == {"vt"}
 
 

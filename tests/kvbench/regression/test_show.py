@@ -10,7 +10,7 @@ import pytest
 from kvbench.regression.compare import Outcome, compare
 from kvbench.regression.junit import junit
 from kvbench.regression.show import as_json, complaint, markdown_page, sentences, tables, verdict
-from kvbench.report.outputs import plain_text
+from kvbench.tables.outputs import plain_text
 
 from .conftest import one_cell, rescored, usual, without
 
@@ -87,13 +87,9 @@ def test_fewer_samples_than_the_baseline_has_are_pointed_out() -> None:
 
 def test_the_verdict_and_the_line_for_stderr() -> None:
     assert verdict(compare(usual(), usual())) == "no regression shown"
-    assert complaint(compare(*mixed())).startswith(
-        "regression in 1 cell, first vt, snapkv at 0.2: 85.0 -> 0.0"
-    )
+    assert complaint(compare(*mixed())).startswith("regression in 1 cell, first vt, snapkv at 0.2: 85.0 -> 0.0")
     missing = compare(usual(), without(usual(), policy="snapkv"))
-    assert complaint(missing) == (
-        "not everything could be compared, first vt, snapkv at 0.2: not in the run"
-    )
+    assert complaint(missing) == ("not everything could be compared, first vt, snapkv at 0.2: not in the run")
 
 
 def test_scales_and_directions_have_tables_of_their_own() -> None:

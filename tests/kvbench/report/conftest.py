@@ -33,9 +33,7 @@ FULL_BYTES = 2_097_152.0
 def reading_few(cells: pd.DataFrame, policy: str) -> pd.DataFrame:
     """Cells in which a policy holds everything, and 5% more, and reads what it held before."""
     few = cells["policy"] == policy
-    return cells.assign(
-        kv_bytes_live=cells["kv_bytes_live"].where(~few, 1.05 * cells["kv_bytes_full"])
-    )
+    return cells.assign(kv_bytes_live=cells["kv_bytes_live"].where(~few, 1.05 * cells["kv_bytes_full"]))
 
 
 def make_run(

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from kvbench.errors import UserError
 from kvbench.report.against import differences, tables, write
-from kvbench.report.outputs import terminal
 from kvbench.stats import paired
+from kvbench.tables.outputs import terminal
 
 from .conftest import make_run
 
@@ -27,19 +27,14 @@ def test_of_one_task_it_is_the_paired_difference() -> None:
             scores[policy] = dict(zip(keys, mine["score"], strict=True))
             clusters = dict(zip(keys, mine["context_id"], strict=True))
         want = paired(scores[str(row.policy)], scores["snapkv"], clusters)
-        assert (row.diff, row.diff_lo, row.diff_hi) == pytest.approx(
-            (want.mean, want.lo, want.hi), abs=1e-9
-        )
+        assert (row.diff, row.diff_lo, row.diff_hi) == pytest.approx((want.mean, want.lo, want.hi), abs=1e-9)
         assert row.score - row.base_score == pytest.approx(row.diff, abs=1e-9)
 
 
 def test_over_tasks_the_differences_of_the_tasks_are_averaged() -> None:
     cells, samples = make_run(("snapkv", "criticalkv"), budgets=("0.2",), tasks=("vt", "cwe"))
     both = differences(cells, samples, "snapkv")["diff"].item()
-    apart = [
-        differences(cells[cells["task"] == t], samples, "snapkv")["diff"].item()
-        for t in ("vt", "cwe")
-    ]
+    apart = [differences(cells[cells["task"] == t], samples, "snapkv")["diff"].item() for t in ("vt", "cwe")]
     assert both == pytest.approx(sum(apart) / 2)
 
 

@@ -25,9 +25,7 @@ def frame(*rows: tuple[str, str, float, float, float, float]) -> pd.DataFrame:
     columns = ["policy", "budget", "kv_bytes_live", "diff", "diff_lo", "diff_hi"]
     made = pd.DataFrame([("full", "full", 100.0, 0.0, 0.0, 0.0), *rows], columns=columns)
     made = made.assign(kv_bytes_full=100.0, share=made["kv_bytes_live"] / 100, score=0.5)
-    return made.assign(
-        full_score=0.5, samples=20, status="ok", discriminative=True, higher_is_better=True
-    )
+    return made.assign(full_score=0.5, samples=20, status="ok", discriminative=True, higher_is_better=True)
 
 
 SURE = ("a", "0.4", 40.0, -0.004, -0.015, 0.01)
@@ -62,9 +60,7 @@ def test_none_within_is_certain_only_if_no_interval_reaches_it() -> None:
     assert said(5, FAR, WIDE, SURE).startswith("b at 0.2")
 
 
-@pytest.mark.parametrize(
-    ("within", "words"), [(1, "1 point"), (2, "2 points"), (0.5, "0.5 points")]
-)
+@pytest.mark.parametrize(("within", "words"), [(1, "1 point"), (2, "2 points"), (0.5, "0.5 points")])
 def test_points_in_words(within: float, words: str) -> None:
     assert Aim.of(within, None, None).points == words
 
@@ -150,9 +146,7 @@ def test_the_report_says_it_in_the_terminal_the_summary_and_json(
     assert first["memory_held"] == pytest.approx(first["share"] * first["memory_full"])
 
 
-def test_without_the_flags_the_terminal_keeps_to_tables(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_flags_the_terminal_keeps_to_tables(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["report", str(run)]) == 0
     assert "Cheapest policy" not in capsys.readouterr().out
     summary = (run / "report" / "summary.md").read_text()

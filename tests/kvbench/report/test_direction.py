@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from kvbench.report import render, run_table
-from kvbench.report.figures import _score_label
+from kvbench.report.pareto_figures import _score_label
 
 
 def shown(cells: Any, samples: Any) -> str:

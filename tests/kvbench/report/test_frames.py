@@ -64,10 +64,7 @@ def test_full_is_first_whatever_the_order_of_runs(run_frames, tmp_path):
     assert results.policies == ["random", "snapkv"]
     rows = [line for line in shown(cells).splitlines() if line.startswith("│")]
     assert [row.split()[1] for row in rows] == ["full", "random", "snapkv"]
-    assert (
-        "- Policies: `full`, `random`, `snapkv`\n"
-        in render(cells, samples, tmp_path)[0].read_text()
-    )
+    assert "- Policies: `full`, `random`, `snapkv`\n" in render(cells, samples, tmp_path)[0].read_text()
 
 
 def test_tasks_without_full_are_not_called_silent(run_frames, tmp_path):

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from kvbench.errors import UserError
 from kvbench.report import figures, heatmap
-from kvbench.report.figures import draw_fronts
 from kvbench.report.frames import prepare
 from kvbench.report.front import HELD, READ, front
 from kvbench.report.pareto import ByteAxis, draw_panel
-from kvbench.report.style import PALE, lay_out_figure, marker_styles, plot_style, save
+from kvbench.report.pareto_figures import draw_fronts
+from kvbench.tables.plot_style import PALE, lay_out_figure, marker_styles, plot_style, save
 
 from .conftest import reading_few
 
@@ -29,9 +29,7 @@ def oracle(cost, value):
     """A point is optimal if none is at least as good in both and better in one."""
     best = []
     for c, v in zip(cost, value, strict=True):
-        beaten = any(
-            c2 <= c and v2 >= v and (c2 < c or v2 > v) for c2, v2 in zip(cost, value, strict=True)
-        )
+        beaten = any(c2 <= c and v2 >= v and (c2 < c or v2 > v) for c2, v2 in zip(cost, value, strict=True))
         best.append(not beaten and not np.isnan(c) and not np.isnan(v))
     return best
 
@@ -72,9 +70,7 @@ def test_a_colour_bar_has_arrows_where_numbers_leave_it():
         ([0.0, 1.0], "neither"), ([-0.1, np.nan], "min"), ([2.0], "max"), ([-1.0, 2.0], "both"),
         ([-1e-16, 1.0 + 1e-15], "neither"),
     ):  # fmt: skip
-        page = lay_out_figure(
-            1, 1, title="t", width=3.5, panel_height=2.0, x_label="x", y_label="y", right_margin=0.6
-        )
+        page = lay_out_figure(1, 1, title="t", width=3.5, panel_height=2.0, x_label="x", y_label="y", right_margin=0.6)
         image = page.axes[0, 0].imshow([[0.0, 1.0]], vmin=0.0, vmax=1.0)
         page.colour_bar(image, values)
         assert image.colorbar.extend == extend
@@ -113,17 +109,13 @@ def overlaps(figure):
     seen = []
     draw = matplotlib.text.Text.draw
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            matplotlib.text.Text, "draw", lambda self, r: (seen.append(self), draw(self, r))[1]
-        )
+        patch.setattr(matplotlib.text.Text, "draw", lambda self, r: (seen.append(self), draw(self, r))[1])
         figure.canvas.draw()
     seen = [text for text in dict.fromkeys(seen) if text.get_visible() and text.get_text()]
     boxes = [(t.get_text(), t.get_window_extent().shrunk(0.98, 0.9)) for t in seen]
     bad = [(a, b) for (a, x), (b, y) in itertools.combinations(boxes, 2) if x.overlaps(y)]
     edge = figure.bbox.padded(1)
-    outside = [
-        n for n, b in boxes if not edge.contains(b.x0, b.y0) or not edge.contains(b.x1, b.y1)
-    ]
+    outside = [n for n, b in boxes if not edge.contains(b.x0, b.y0) or not edge.contains(b.x1, b.y1)]
     return bad + outside
 
 
@@ -289,9 +281,7 @@ def many(run_frames, tasks=("vt", "cwe")):
     return prepare(cells.assign(kv_bytes_live=cells["kv_bytes_live"] * factor), samples)
 
 
-def test_of_many_policies_only_those_on_the_front_are_coloured_and_named(
-    drawn, run_frames, tmp_path
-):
+def test_of_many_policies_only_those_on_the_front_are_coloured_and_named(drawn, run_frames, tmp_path):
     results = many(run_frames)
     draw_fronts(results, tmp_path)
     for name, rows in (
@@ -353,18 +343,14 @@ def test_heat_map_shows_the_means_of_depth_and_length(drawn, run_frames, tmp_pat
 
 
 def test_heat_map_of_one_question_per_field_says_so(drawn, run_frames, tmp_path):
-    cells, samples = run_frames(
-        ["snapkv"], ("0.2",), ["niah"], group="niah", samples=3, depths=(0, 50, 100)
-    )
+    cells, samples = run_frames(["snapkv"], ("0.2",), ["niah"], group="niah", samples=3, depths=(0, 50, 100))
     heatmap.draw_heatmaps(prepare(cells, samples), tmp_path)
     said = " ".join(" ".join(t.get_text() for t in drawn["depth-niah"].texts).split())
     assert "n = 1 question per cell" in said
 
 
 def test_heat_map_writes_the_number_of_samples_where_it_differs(drawn, run_frames, tmp_path):
-    cells, samples = run_frames(
-        ["snapkv"], ("0.2",), ["niah"], group="niah", samples=8, depths=(0, 50, 100)
-    )
+    cells, samples = run_frames(["snapkv"], ("0.2",), ["niah"], group="niah", samples=8, depths=(0, 50, 100))
     heatmap.draw_heatmaps(prepare(cells, samples), tmp_path)
     texts = [t.get_text() for ax in drawn["depth-niah"].axes for t in ax.texts]
     assert any(t.endswith("(3)") for t in texts)
@@ -396,7 +382,4 @@ def test_repeats_of_a_question_count_once(drawn, run_frames, tmp_path):
     cells, samples = run_frames(["snapkv"], ("0.2",), ["vt"], samples=6, depths=(0, 50, 100))
     twice = pd.concat([samples, samples.assign(repeat=1)])
     heatmap.draw_heatmaps(prepare(cells, twice), tmp_path)
-    assert any(
-        "n = 2 questions per cell" in " ".join(t.get_text().split())
-        for t in drawn["depth-vt"].texts
-    )
+    assert any("n = 2 questions per cell" in " ".join(t.get_text().split()) for t in drawn["depth-vt"].texts)

@@ -22,8 +22,8 @@ from kvbench.errors import UserError
 from kvbench.judge.base import LocalJudge
 from kvbench.report import render, run_table
 from kvbench.report.frames import prepare
-from kvbench.report.numbers import Kind, interval, number, size
-from kvbench.report.text import code, md, plain, short, slug, span
+from kvbench.tables.numbers import NumberFormat, interval, number, size
+from kvbench.tables.text import code, md, plain, short, slug, span
 
 from .conftest import reading_few
 
@@ -100,7 +100,7 @@ def test_summary_tables_hold_the_numbers(report):
     row = overall[(overall["policy"] == "criticalkv") & (overall["budget"] == "0.4")].iloc[0]
     line = next(x for x in text.splitlines() if x.startswith("| `criticalkv` | `0.4` | 40.4%"))
     assert f"{100 * row['score']:.1f}" in line
-    assert interval(row["diff_lo"], row["diff_hi"], Kind.POINTS, signed=True) in line
+    assert interval(row["diff_lo"], row["diff_hi"], NumberFormat.POINTS, signed=True) in line
     assert "★" in line
     tables = [x for x in text.splitlines() if x.startswith("|")]
     blocks = "\n".join(text.splitlines()).split("\n\n")
@@ -156,9 +156,7 @@ def test_table_fits_the_terminal(run_frames, width):
 
 def test_control_characters_do_not_reach_the_terminal(run_frames):
     policy, task = "x\x1b[31m\n[bold]y", "t\x07|"
-    cells, _ = run_frames(
-        [policy], ("0.2",), [task], failed=[(policy, "0.2", task)], error="\x1b]0;title\x07"
-    )
+    cells, _ = run_frames([policy], ("0.2",), [task], failed=[(policy, "0.2", task)], error="\x1b]0;title\x07")
     text = shown(cells)
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
     assert "[bold]y" in text
@@ -170,9 +168,7 @@ def test_real_models_get_no_reference_note(run_frames):
 
 
 def test_lengths_and_moments_are_told_apart(run_frames, tmp_path):
-    cells, samples = run_frames(
-        ["snapkv"], ("0.2",), ["vt"], lengths=(512, 1024), moments=("context", "question")
-    )
+    cells, samples = run_frames(["snapkv"], ("0.2",), ["vt"], lengths=(512, 1024), moments=("context", "question"))
     text = shown(cells)
     for label in ("512 tokens, context", "1024 tokens, question"):
         assert label in text
@@ -209,7 +205,7 @@ def test_a_report_imports_nothing_heavy():
 
 def test_a_table_for_a_command_needs_neither_pandas_nor_matplotlib():
     code = (
-        "import sys; import kvbench.report.outputs, kvbench.cli.listing; "
+        "import sys; import kvbench.tables.outputs, kvbench.cli.listing; "
         "print({'torch', 'pandas', 'numpy', 'matplotlib'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -295,9 +291,7 @@ def test_versions_are_told_once_and_as_they_are(run_frames, tmp_path):
     known = {"chat_template": "", "none": None, "torch": "2.13.0+cpu", "x_": odd, "flag": False}
     turned = dict(reversed(list(known.items())))
     texts = [json.dumps(v) for v in (known, turned, {**known, "torch": "2"})]
-    cells = pd.concat(
-        [cells.assign(cell=cells["cell"] + str(i), versions=t) for i, t in enumerate(texts)]
-    )
+    cells = pd.concat([cells.assign(cell=cells["cell"] + str(i), versions=t) for i, t in enumerate(texts)])
     samples = pd.concat([samples.assign(cell=samples["cell"] + str(i)) for i in range(len(texts))])
     cells = cells.assign(task_version="1+generated-prose", attention="flash_attention_2")
     text = render(cells, samples, tmp_path)[0].read_text()
@@ -340,13 +334,13 @@ def test_nothing_breaks_out_of_a_code_span(text):
 
 
 def test_numbers_and_names_as_text():
-    assert number(0.98765, Kind.POINTS) == "98.8"
-    assert number(-0.0001, Kind.POINTS, signed=True) == "0.0"
-    assert number(-0.03, Kind.POINTS) == "−3.0"
-    assert number(12.3456, Kind.NUMBER) == "12.35"
-    assert number(float("nan"), Kind.POINTS) == "–"
-    assert interval(-0.06, 0.004, Kind.POINTS, signed=True) == "[−6.0, +0.4]"
-    assert interval(-np.inf, np.inf, Kind.NUMBER) == "[−∞, ∞]"
+    assert number(0.98765, NumberFormat.POINTS) == "98.8"
+    assert number(-0.0001, NumberFormat.POINTS, signed=True) == "0.0"
+    assert number(-0.03, NumberFormat.POINTS) == "−3.0"
+    assert number(12.3456, NumberFormat.NUMBER) == "12.35"
+    assert number(float("nan"), NumberFormat.POINTS) == "–"
+    assert interval(-0.06, 0.004, NumberFormat.POINTS, signed=True) == "[−6.0, +0.4]"
+    assert interval(-np.inf, np.inf, NumberFormat.NUMBER) == "[−∞, ∞]"
     assert [size(v) for v in (512, 2048, 15_000, 5 * 2**20)] == [
         "512 B",
         "2.00 KiB",

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvbench.report.samples import Samples
+from kvbench.report.sorted_samples import Samples
 
 KEY = ["context_id", "sample_id", "question_id", "repeat"]
 

@@ -12,8 +12,8 @@ from kvbench.report import render
 from kvbench.report.frames import prepare
 from kvbench.report.panel import panels
 from kvbench.report.strata import MOST, strata
-from kvbench.report.table import Compared, Interval, Name, Table
 from kvbench.stats import paired
+from kvbench.tables.table import Compared, Interval, Name, Table
 
 
 def tables(cells: Any, samples: Any) -> list[Table]:
@@ -83,9 +83,7 @@ def test_what_names_rows_divides_nothing(run_frames: Any, values: int, divided: 
     assert bool(found) == divided
 
 
-@pytest.mark.parametrize(
-    "values", [("a", None), ([1, 2], []), ({"a": 1}, {"a": 2}), (0.5, 1), (True, "True ")]
-)
+@pytest.mark.parametrize("values", [("a", None), ([1, 2], []), ({"a": 1}, {"a": 2}), (0.5, 1), (True, "True ")])
 def test_values_of_any_kind_divide(run_frames: Any, values: tuple[Any, Any]) -> None:
     cells, samples = run_frames(["snapkv"], ("0.2",), ["vt"], samples=8)
     (table,) = tables(cells, marked(samples, lambda i: {"kind": values[i % 2]}))

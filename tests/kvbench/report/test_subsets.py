@@ -51,9 +51,7 @@ def test_each_subset_has_the_mean_of_its_tasks(run_frames: Any, tmp_path: Path) 
     assert len(lines) == 2 + 3
     full = found["first_two"].set_index("policy").loc["full", "score"]
     assert lines[2].startswith(f"| `full` | `full` | {100 * full:.1f} | ")
-    assert re.fullmatch(
-        r"\| `snapkv` \| `0\.1` \| [\d.]+ −[\d.]+ \[.+\] \| [\d.]+ −[\d.]+ \[.+\] \|", lines[3]
-    )
+    assert re.fullmatch(r"\| `snapkv` \| `0\.1` \| [\d.]+ −[\d.]+ \[.+\] \| [\d.]+ −[\d.]+ \[.+\] \|", lines[3])
 
 
 @pytest.mark.usefixtures("named")

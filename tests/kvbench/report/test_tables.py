@@ -24,9 +24,7 @@ def test_tables_of_a_task_hold_the_numbers_of_its_cells(run_frames: Any, tmp_pat
     rows = list(csv.DictReader(files["scores-vt.csv"].splitlines()))
     assert len(rows) == len(cells) == 5
     for row in rows:
-        (cell,) = cells[
-            (cells["policy"] == row["policy"]) & (cells["budget"] == row["budget"])
-        ].to_dict("records")
+        (cell,) = cells[(cells["policy"] == row["policy"]) & (cells["budget"] == row["budget"])].to_dict("records")
         for name in ("score", "score_lo", "score_hi"):
             assert float(row[name]) == pytest.approx(cell[name])
         if cell["policy"] != "full":
@@ -55,9 +53,7 @@ def test_every_panel_has_files_of_its_own(run_frames: Any, tmp_path: Path) -> No
     assert head == "policy,budget,task_8"
 
 
-def test_tables_with_codes_show_allocated_bytes_beside_live_ones(
-    run_frames: Any, tmp_path: Path
-) -> None:
+def test_tables_with_codes_show_allocated_bytes_beside_live_ones(run_frames: Any, tmp_path: Path) -> None:
     cells, samples = run_frames(["snapkv:bits=4"], ("0.2",), samples=10)
     codes = cells["policy"] != "full"
     cells["kv_bytes_allocated"] *= codes.map({True: 1.3, False: 1.2})

@@ -33,9 +33,7 @@ def test_each_moment_is_paired_with_its_own_full() -> None:
     for own_cells, own_samples in ((cells, samples), (live_cells, live_samples)):
         alone = group_means(own_cells, own_samples)
         for row in alone.itertuples():
-            (found,) = joint[
-                (joint["policy"] == row.policy) & (joint["moment"] == row.moment)
-            ].itertuples()
+            (found,) = joint[(joint["policy"] == row.policy) & (joint["moment"] == row.moment)].itertuples()
             assert (found.score, found.full_score, found.diff, found.diff_lo, found.diff_hi) == (
                 row.score,
                 row.full_score,

@@ -13,9 +13,7 @@ def points(*rows):
     columns = ["policy", "budget", "kv_bytes_live", "diff", "diff_lo", "diff_hi", "score"]
     frame = pd.DataFrame([("full", "full", 100.0, 0, 0, 0, 0.9), *rows], columns=columns)
     frame = frame.assign(kv_bytes_full=100.0, share=frame["kv_bytes_live"] / 100)
-    return frame.assign(
-        samples=20, status="ok", discriminative=True, higher_is_better=True, full_score=0.9
-    )
+    return frame.assign(samples=20, status="ok", discriminative=True, higher_is_better=True, full_score=0.9)
 
 
 def test_cheapest_within_a_point():
@@ -36,9 +34,7 @@ def test_cheapest_within_a_point():
 
 
 def test_cheapest_says_when_there_is_none():
-    rows = points(
-        ("a", "0.1", 10.0, -0.5, -0.6, -0.4, 0.4), ("b", "0.4", 40.0, -0.2, -0.3, -0.1, 0.7)
-    )
+    rows = points(("a", "0.1", 10.0, -0.5, -0.6, -0.4, 0.4), ("b", "0.4", 40.0, -0.2, -0.3, -0.1, 0.7))
     verdict = cheapest(rows, unit_scaled=True)
     assert (verdict.kind, verdict.row["policy"]) == ("none", "b")
     assert cheapest(rows, unit_scaled=False).kind == "scale"
@@ -68,17 +64,13 @@ def test_ties_are_named_where_none_is_within_a_point():
     verdict = cheapest(rows, unit_scaled=True)
     assert verdict.row["policy"] == "b"
     text = sentence(verdict)
-    assert text.startswith(
-        "none; `b` at `0.2` (20.0% of the bytes; −20.0 [−30.0, −10.0] points from full) comes"
-    )
+    assert text.startswith("none; `b` at `0.2` (20.0% of the bytes; −20.0 [−30.0, −10.0] points from full) comes")
     assert text.endswith("Equally close: `d` at `0.2` (20.0%), `a` at `0.4` (40.0%).")
     assert "Equally close" not in sentence(cheapest(rows.iloc[[0, 1, 3]], unit_scaled=True))
 
 
 def test_cheapest_where_less_is_better():
-    rows = points(
-        ("a", "0.1", 10.0, 0.1, 0.05, 0.2, 1.0), ("b", "0.4", 40.0, 0.005, 0.0, 0.02, 0.905)
-    )
+    rows = points(("a", "0.1", 10.0, 0.1, 0.05, 0.2, 1.0), ("b", "0.4", 40.0, 0.005, 0.0, 0.02, 0.905))
     verdict = cheapest(rows.assign(higher_is_better=False), unit_scaled=True)
     assert verdict.row["policy"] == "b"
     assert not verdict.sure

@@ -7,7 +7,7 @@ from typing import Any
 import kvbench
 from kvbench.budget import Budget
 from kvbench.moments import Timing
-from kvbench.runs.cell import Cell, Variant
+from kvbench.runs.cell import Cell, CellVariant
 
 USUAL: dict[str, Any] = {
     "model": "m",
@@ -35,7 +35,7 @@ def make_cell(
 ) -> Cell:
     """A cell whose versions do not depend on what is installed."""
     timing = Timing.parse(moment) if moment else None
-    variant = Variant(kvbench.policy(policy), Budget.parse(budget), timing)
+    variant = CellVariant(kvbench.policy(policy), Budget.parse(budget), timing)
     cell = Cell(variant=variant, **{**USUAL, **changes})
     cell.__dict__["versions"] = {"torch": "2"} if versions is None else versions
     return cell

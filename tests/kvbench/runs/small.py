@@ -31,8 +31,7 @@ def small_grid(out: Path, **changes: Any) -> Grid:
 def answers(responses: list[Response]) -> dict[Key, Any]:
     """Everything about responses but their times."""
     return {
-        r.key: (r.response, r.stop, r.error, r.held_entries, r.kv_bytes_live, r.generated_tokens)
-        for r in responses
+        r.key: (r.response, r.stop, r.error, r.held_entries, r.kv_bytes_live, r.generated_tokens) for r in responses
     }
 
 

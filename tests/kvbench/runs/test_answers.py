@@ -15,7 +15,7 @@ import pytest
 import kvbench
 from kvbench.cli import call
 from kvbench.decoding import Thinking
-from kvbench.engine.decode import Row, Stop
+from kvbench.engine.decode import DecodeRow, Stop
 from kvbench.harness import catalogue
 from kvbench.harness.chat import chat
 from kvbench.runs.store import RESPONSES, RunStore
@@ -133,10 +133,7 @@ def test_drawn_responses_do_not_depend_on_the_batch_or_on_interruptions(
     drawn: Path, folder: str, own: str, tmp_path: Path
 ) -> None:
     want = texts(drawn)
-    assert (
-        run(folder, own, tmp_path / "one", *MOMENTS, *DRAWN, "--repeats", "3", "--batch-size", "1")
-        == 0
-    )
+    assert run(folder, own, tmp_path / "one", *MOMENTS, *DRAWN, "--repeats", "3", "--batch-size", "1") == 0
     assert texts(tmp_path / "one") == want
     # Half way: fewer repeats first, and of those every third response lost.
     out = tmp_path / "half"
@@ -247,9 +244,7 @@ def test_the_template_is_told(tokenizer: Any) -> None:
     assert chat(tokenizer, "m", asked, thinking=True) == chat(tokenizer, "m", asked)
 
 
-def test_a_template_without_a_switch_is_refused(
-    llama_folder: str, own: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_template_without_a_switch_is_refused(llama_folder: str, own: str, tmp_path: Path, capsys: Any) -> None:
     assert run(llama_folder, own, tmp_path, "--thinking") == 2
     assert "ignores enable_thinking" in capsys.readouterr().err
     assert run(llama_folder, own, tmp_path, "--thinking", "--no-chat-template") == 2
@@ -257,9 +252,9 @@ def test_a_template_without_a_switch_is_refused(
 
 
 def test_stop_strings_do_not_end_thinking(tokenizer: Any) -> None:
-    def pushed(text: str, opened: bool = False, until: str = ".") -> Row:
+    def pushed(text: str, opened: bool = False, until: str = ".") -> DecodeRow:
         stop = Stop(tokenizer, [], [until], Thinking.of(tokenizer), opened)
-        row = Row(99, stop)
+        row = DecodeRow(99, stop)
         for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
             row.push(token)
         return row
@@ -276,9 +271,7 @@ def test_stop_strings_do_not_end_thinking(tokenizer: Any) -> None:
     assert (row.reason, row.text()) == ("stop", "the green")
 
 
-def test_contexts_are_cut_in_the_middle_only_where_asked(
-    folder: str, own: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_contexts_are_cut_in_the_middle_only_where_asked(folder: str, own: str, tmp_path: Path, capsys: Any) -> None:
     rows = [json.loads(line) for line in Path(own).read_text().splitlines()]
     long = tmp_path / "long.jsonl"
     rows[0]["context"] = rows[0]["context"] * 8

@@ -33,7 +33,7 @@ def test_rows_are_what_fits_beside_the_caches_that_wait(tiny_llama: Any) -> None
 def test_rows_follow_what_is_decoded_where_bits_do_not_depend_on_them(
     tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Steady, "at", lambda self, rows, head=False: True)
+    monkeypatch.setattr(Steady, "at", lambda self, rows, with_head=False: True)
     plan = Batching(tiny_llama, 3, 10**9)
     plan.fit(100, [5])
     assert (plan.counts, plan.asking) == ((8, 16, 32, 64), (8, 16, 32))
@@ -45,7 +45,7 @@ def test_rows_follow_what_is_decoded_where_bits_do_not_depend_on_them(
 def test_a_batch_always_has_equally_many_rows_where_bits_depend_on_them(
     tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, unsteady: int
 ) -> None:
-    monkeypatch.setattr(Steady, "at", lambda self, rows, head=False: rows != unsteady)
+    monkeypatch.setattr(Steady, "at", lambda self, rows, with_head=False: rows != unsteady)
     plan = Batching(tiny_llama, "auto", 10**9)
     plan.fit(100, [7])
     assert (plan.counts, plan.asking) == ((32,), (16,))
@@ -68,9 +68,7 @@ def test_contexts_are_prefilled_together_where_it_is_asked_for_and_fits(tiny_lla
     assert not plan.halve()
 
 
-def test_a_gpu_prefills_what_keeps_it_busy(
-    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_prefills_what_keeps_it_busy(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Batching(tiny_llama, "auto", 10**12)
     monkeypatch.setattr(plan, "cpu", False)
     found = []

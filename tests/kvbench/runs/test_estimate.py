@@ -34,14 +34,10 @@ def test_what_is_missing_is_counted(stage: Stage) -> None:
     (left,) = missing_of(stage, done)
     assert left.job is second and left.responses == 2 * 39
     assert [*left.prompts] == [p for i, p in enumerate(second.prompts) if i != 5]
-    assert missing_of(stage, done | {key_of(c, p) for c in second.cells for p in left.prompts}) == (
-        []
-    )
+    assert missing_of(stage, done | {key_of(c, p) for c in second.cells for p in left.prompts}) == ([])
 
 
-def test_batches_are_filled_and_the_sum_is_scaled(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_filled_and_the_sum_is_scaled(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, int]] = []
 
     class Meter:
@@ -74,8 +70,6 @@ def test_a_prefill_is_measured_apart_from_all_else(stage: Stage) -> None:
     assert 0 < measured.prefill < measured.seconds
 
 
-@pytest.mark.parametrize(
-    ("length", "count", "places"), [(10, 3, [1, 5, 8]), (2, 3, [0, 1]), (1, 1, [0])]
-)
+@pytest.mark.parametrize(("length", "count", "places"), [(10, 3, [1, 5, 8]), (2, 3, [0, 1]), (1, 1, [0])])
 def test_places_are_spread(length: int, count: int, places: list[int]) -> None:
     assert estimates._spread(length, count) == places

@@ -73,9 +73,7 @@ def test_only_more_of_the_same_extends_a_run(
     assert "with other seed; choose another --out" in capsys.readouterr().err
     with pytest.raises(UserError, match="with other policies; choose another --out"):
         kvbench.run(grid.to_dict() | {"policies": "random"}, progress=False, extend=True)
-    assert {path.name: path.read_bytes() for path in grid.path.iterdir() if path.name in held} == (
-        held
-    )
+    assert {path.name: path.read_bytes() for path in grid.path.iterdir() if path.name in held} == (held)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +86,7 @@ def test_only_more_of_the_same_extends_a_run(
         ("--out there --recipe criticalkv-table1", "--extend and --recipe exclude each other"),
     ],
 )
-def test_what_cannot_be_extended_is_one_line(
-    flags: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_extended_is_one_line(flags: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["run", "--extend", *flags.split()]) == 2
     assert says in capsys.readouterr().err
 

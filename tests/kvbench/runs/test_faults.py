@@ -53,12 +53,8 @@ def resumed(grid: Any, undisturbed: Any) -> None:
     assert problems(grid.path, undisturbed.path) == []
 
 
-@pytest.mark.parametrize(
-    ("sent", "status"), [(signal.SIGINT, INTERRUPTED), (signal.SIGKILL, -signal.SIGKILL)]
-)
-def test_a_stopped_run_goes_on(
-    tmp_path: Path, undisturbed: Any, place: dict[str, Any], sent: int, status: int
-) -> None:
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, INTERRUPTED), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_stopped_run_goes_on(tmp_path: Path, undisturbed: Any, place: dict[str, Any], sent: int, status: int) -> None:
     grid = small_grid(tmp_path / "run", **place)
     child = Child(grid, pause=1)
     child.wait_until_it_pauses()
@@ -114,9 +110,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(
     resumed(grid, undisturbed)
 
 
-def test_damaged_and_torn_lines_cost_only_themselves(
-    tmp_path: Path, undisturbed: Any, place: dict[str, Any]
-) -> None:
+def test_damaged_and_torn_lines_cost_only_themselves(tmp_path: Path, undisturbed: Any, place: dict[str, Any]) -> None:
     grid = small_grid(tmp_path / "run", **place)
     execute(small_grid(tmp_path / "run"))
     intact = lines(grid.path)
@@ -163,9 +157,7 @@ def test_what_a_killed_run_has_half_written_is_no_result_and_is_removed(
     assert not list(grid.path.glob(".*.part"))
 
 
-def test_a_cell_that_raises_fails_alone(
-    tmp_path: Path, undisturbed: Any, place: dict[str, Any]
-) -> None:
+def test_a_cell_that_raises_fails_alone(tmp_path: Path, undisturbed: Any, place: dict[str, Any]) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text("def broken(v):\n    raise RuntimeError('no luck')\n")
     grid = small_grid(tmp_path / "run", policy=f"snapkv:window=8,random,{bad}:broken", **place)
@@ -176,17 +168,12 @@ def test_a_cell_that_raises_fails_alone(
     ok = done.samples[done.samples.error == ""]
     columns = ["cell", "sample_id", "response", "score"]
     pd.testing.assert_frame_equal(
-        *(
-            frame[columns].sort_values(columns, ignore_index=True)
-            for frame in (ok, undisturbed.samples)
-        )
+        *(frame[columns].sort_values(columns, ignore_index=True) for frame in (ok, undisturbed.samples))
     )
 
 
 @pytest.mark.faults
-def test_every_worker_that_is_killed_is_replaced(
-    tmp_path: Path, undisturbed: Any, on_ray: dict[str, Any]
-) -> None:
+def test_every_worker_that_is_killed_is_replaced(tmp_path: Path, undisturbed: Any, on_ray: dict[str, Any]) -> None:
     # One worker: a second one would end this run before the first is replaced.
     grid = small_grid(tmp_path / "run", **{**on_ray, "workers": 1})
     child = Child(grid)

@@ -69,9 +69,7 @@ def test_flags_go_before_what_a_task_says_and_leave_the_rest() -> None:
     (made,), _ = applied(GenerationFlags(temperature=0.3), request(sampling=WARM, repeats=4))
     assert made.sampling == Sampling(0.3, 0.95, 20)
     assert (made.repeats, made.max_new_tokens) == (4, 8)
-    (made,), _ = applied(
-        GenerationFlags(top_k=5, repeats=2, max_new_tokens=99), request(sampling=WARM)
-    )
+    (made,), _ = applied(GenerationFlags(top_k=5, repeats=2, max_new_tokens=99), request(sampling=WARM))
     assert made.sampling == Sampling(0.6, 0.95, 5)
     assert (made.repeats, made.max_new_tokens) == (2, 99)
     (made,), said = applied(GenerationFlags(temperature=0.5), request())

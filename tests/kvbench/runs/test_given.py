@@ -59,9 +59,7 @@ FULL = [("full", "full", ""), *(("knorm", "900", m) for m in ("question", "decod
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize(("policy", "budget", "moment"), FULL)
 @torch.no_grad()
-def test_where_nothing_is_cut_one_forward_says_the_same(
-    family: str, policy: str, budget: str, moment: str
-) -> None:
+def test_where_nothing_is_cut_one_forward_says_the_same(family: str, policy: str, budget: str, moment: str) -> None:
     model, asked = build(family), prompts(SIZES if family == "llama" else SIZES[::2])
     found = measured(model, asked, policy=policy, budget=budget, moment=moment)
     for prompt in asked:

@@ -24,9 +24,7 @@ MINE = {"policies": "snapkv", "tasks": "vt"}
 
 def test_flags_and_lists_read_the_same() -> None:
     text = Grid.from_dict({"policy": "a,b:x=1", "budget": "0.2, 512", "task": "vt", "length": "64"})
-    lists = Grid.from_dict(
-        {"policies": ["a", "b:x=1"], "budgets": [0.2, 512], "tasks": ["vt"], "lengths": [64]}
-    )
+    lists = Grid.from_dict({"policies": ["a", "b:x=1"], "budgets": [0.2, 512], "tasks": ["vt"], "lengths": [64]})
     assert text == lists
     assert text.policies == ("a", "b:x=1")
     assert text.budgets == ("0.2", "512")
@@ -206,9 +204,7 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"two tasks are called 'mine'"):
         Grid.from_dict({"policies": "a", "tasks": [one, two]}).leaves()
     with pytest.raises(UserError, match=r"two tasks are called 'vt'"):
-        Grid.from_dict(
-            {"policies": "a", "tasks": ["vt", write_rows(tmp_path / "vt.jsonl")]}
-        ).leaves()
+        Grid.from_dict({"policies": "a", "tasks": ["vt", write_rows(tmp_path / "vt.jsonl")]}).leaves()
 
 
 def test_an_unknown_task_gives_the_nearest() -> None:
@@ -361,13 +357,9 @@ def test_only_a_raised_version_of_a_part_changes_the_versions(
     assert after == before
 
 
-@pytest.mark.parametrize(
-    "word", ["1:30", "010", "0x10", "0b1", "1_000", "2026-11-23", ".inf", ".nan"]
-)
+@pytest.mark.parametrize("word", ["1:30", "010", "0x10", "0b1", "1_000", "2026-11-23", ".inf", ".nan"])
 @pytest.mark.parametrize("text", ["{}", "[snapkv, {}]", "\n  - {}"])
-def test_a_word_that_yaml_takes_for_something_else_is_refused(
-    tmp_path: Path, word: str, text: str
-) -> None:
+def test_a_word_that_yaml_takes_for_something_else_is_refused(tmp_path: Path, word: str, text: str) -> None:
     path = tmp_path / "grid.yaml"
     path.write_text(f"tasks: vt\nout: {text.format(word)}\n")
     line = 3 if "\n" in text else 2

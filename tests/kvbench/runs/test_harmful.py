@@ -95,9 +95,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], flo
 
 
 @pytest.mark.parametrize("field", WRITES)
-def test_a_write_fails_its_cells_and_no_others(
-    field: str, tmp_path: Path, alone: dict[tuple[str, str], float]
-) -> None:
+def test_a_write_fails_its_cells_and_no_others(field: str, tmp_path: Path, alone: dict[tuple[str, str], float]) -> None:
     bad = plugin(tmp_path, WRITES[field])
     cells = run(tmp_path / "run", f"{bad},snapkv:window=8")
     failed = cells[cells.status != "ok"]
@@ -178,9 +176,7 @@ def test_a_write_at_another_moment(moment: str, field: str, tmp_path: Path) -> N
     ("cast", "kind"),
     [("long()", "int64"), ("bool()", "bool"), ("to(torch.complex64)", "complex64")],
 )
-def test_scores_that_are_not_floating_point_fail_in_a_run_as_in_check(
-    cast: str, kind: str, tmp_path: Path
-) -> None:
+def test_scores_that_are_not_floating_point_fail_in_a_run_as_in_check(cast: str, kind: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(f"import torch\ndef bad(v):\n    return v.value.float().norm(dim=-1).{cast}\n")
     cells = run(tmp_path / "run", f"{file}:bad,snapkv:window=8")

@@ -110,9 +110,7 @@ def test_no_flipped_bit_changes_data_unnoticed(run: Path, tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_flipped_bit_in_an_older_table_is_never_a_traceback(
-    run: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_flipped_bit_in_an_older_table_is_never_a_traceback(run: Path, tmp_path: Path, name: str) -> None:
     folder = without_record(run, tmp_path / "run")
     assert loaded(folder) is not None
     for _ in flipped(folder, name):
@@ -166,9 +164,7 @@ def test_a_table_of_nothing_but_nan_is_one_line(run: Path, tmp_path: Path, name:
 
 
 @pytest.mark.parametrize(("name", "column"), [(TABLES[0], "samples"), (TABLES[1], "score")])
-def test_older_tables_that_do_not_agree_are_told(
-    run: Path, tmp_path: Path, name: str, column: str
-) -> None:
+def test_older_tables_that_do_not_agree_are_told(run: Path, tmp_path: Path, name: str, column: str) -> None:
     folder = without_record(run, tmp_path / "run")
     frame = pd.read_parquet(folder / name)
     frame.loc[frame["cell"] == "snapkv", column] *= 2

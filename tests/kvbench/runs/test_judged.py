@@ -52,10 +52,7 @@ class Quiz(LoadedTask):
 
 def row(judge: LocalJudge, *texts: str) -> dict[str, Any]:
     """The row of a cell; its responses are stored in reverse order."""
-    requests = tuple(
-        Request("t", f"{i}", i, 0, f"context{i}", "c", "q", (), 4, ("x",))
-        for i in range(len(texts))
-    )
+    requests = tuple(Request("t", f"{i}", i, 0, f"context{i}", "c", "q", (), 4, ("x",)) for i in range(len(texts)))
     task = Quiz("t", "g", "1", "d", "accuracy", True, 0.0, 64, requests, rubric="correct")
     cell = make_cell("full", "0.5", task="t", group="g", length=64)
     responses = [
@@ -78,9 +75,7 @@ def test_the_responses_of_a_cell_are_judged_together() -> None:
 def test_missing_verdicts_are_counted_and_the_first_is_named() -> None:
     failed = row(Counting("Oslo", "Bergen"), "Rome", "Oslo", "Bergen")
     assert failed["status"] == "error"
-    assert failed["error"] == (
-        "2 of 3 responses have no verdict: sample 1, question 0: it said maybe"
-    )
+    assert failed["error"] == ("2 of 3 responses have no verdict: sample 1, question 0: it said maybe")
     assert row(Counting("Oslo"), "Oslo")["error"] == "sample 0, question 0: it said maybe"
 
 

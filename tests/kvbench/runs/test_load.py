@@ -146,17 +146,13 @@ def test_tables_without_the_columns_of_images_can_still_be_read(run: Path, tmp_p
     for folders in (run, [run, new]):
         _, coded = load_frames(folders, coded=True)
         assert coded["prompt_end"].dtype == "category"
-        assert coded.groupby("cell", observed=True).size().to_dict() == (
-            samples.groupby("cell").size().to_dict()
-        )
+        assert coded.groupby("cell", observed=True).size().to_dict() == (samples.groupby("cell").size().to_dict())
 
 
 def test_another_schema_is_refused(run: Path) -> None:
     cells, samples = make_frames()
     with RunStore(run) as store:
         store.write(cells, samples)
-    pq.read_table(run / "cells.parquet").to_pandas().assign(schema=99).to_parquet(
-        run / "cells.parquet"
-    )
+    pq.read_table(run / "cells.parquet").to_pandas().assign(schema=99).to_parquet(run / "cells.parquet")
     with pytest.raises(UserError, match="not written with schema 4"):
         load_frames(run)

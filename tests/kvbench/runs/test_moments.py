@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.engine.decode import Row, Stop
+from kvbench.engine.decode import DecodeRow, Stop
 from kvbench.engine.loading import load_model, load_tokenizer
 from kvbench.runs.dialogues import _next
 from kvbench.runs.runner import Run
@@ -51,9 +51,7 @@ GRIDS = {
 
 
 @pytest.mark.parametrize("moment", GRIDS)
-def test_responses_depend_neither_on_the_batch_nor_on_the_other_cells(
-    moment: str, tmp_path: Path
-) -> None:
+def test_responses_depend_neither_on_the_batch_nor_on_the_other_cells(moment: str, tmp_path: Path) -> None:
     grid = GRIDS[moment]
     together = texts(run(tmp_path / "all", **grid))
     alone: dict[tuple[Any, ...], str] = {}
@@ -90,9 +88,7 @@ def kvbench_heads() -> int:
 
 
 def test_chunks_end_exactly_at_the_budget(tmp_path: Path) -> None:
-    made = run(
-        tmp_path, policy="snapkv,h2o,knorm:allocate=global", budget="0.3,17", moment="chunked:90"
-    )
+    made = run(tmp_path, policy="snapkv,h2o,knorm:allocate=global", budget="0.3,17", moment="chunked:90")
     kept = made.samples[made.samples["policy"] != "full"]
     heads = kvbench_heads()
     for row in kept.itertuples():
@@ -161,9 +157,7 @@ def test_turns_are_held_to_the_share_of_what_was_said(tmp_path: Path) -> None:
     assert made.cells["diff"].notna().all()
 
 
-def test_a_history_is_closed_whatever_token_ended_the_answer(
-    llama_folder: str, tmp_path: Path
-) -> None:
+def test_a_history_is_closed_whatever_token_ended_the_answer(llama_folder: str, tmp_path: Path) -> None:
     """A byte-level tokenizer: the stop may share a token with the answer, or take several."""
     tokenizer = load_tokenizer(llama_folder)
     asked = SimpleNamespace(delta=" More.", delta_media=(), question=" And?", answer_end="\nUser:")
@@ -171,7 +165,7 @@ def test_a_history_is_closed_whatever_token_ended_the_answer(
     dialogue: Any = SimpleNamespace(turns=[SimpleNamespace(request=asked)] * 2)
     for answer, until in (("the letter is green.", "\n"), ("a b", "\nUser:"), ("x", ".")):
         stop = Stop(tokenizer, [], [until])
-        row = Row(99, stop)
+        row = DecodeRow(99, stop)
         for token in tokenizer(f"{answer}{until} tail", add_special_tokens=False)["input_ids"]:
             row.push(token)
         assert row.reason == "stop"
@@ -192,9 +186,7 @@ def test_a_budget_that_fails_leaves_the_others(moment: str, tmp_path: Path) -> N
     task = "longgen_copy" if moment == "decode" else "dialogue"
     small = "8" if moment == "decode" else "9"
     policy = f"{bad}:bad:buffer=1"
-    made = run(
-        tmp_path / "o", policy=policy, budget=f"{small},60", moment=moment, task=task, samples=1
-    )
+    made = run(tmp_path / "o", policy=policy, budget=f"{small},60", moment=moment, task=task, samples=1)
     cells = made.cells[made.cells["policy"] != "full"].set_index("budget")["status"]
     assert cells.to_dict() == {small: "error", "60": "ok"}
 

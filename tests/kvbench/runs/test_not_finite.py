@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvbench.engine.decode import NOT_FINITE, Row, Stop
+from kvbench.engine.decode import NOT_FINITE, DecodeRow, Stop
 from kvbench.engine.draw import choose
 from kvbench.runs.grid import Grid
 from kvbench.runs.runner import execute
@@ -25,9 +25,7 @@ def run(out: Path, model: str, policy: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("changes", [{}, {"moment": "question"}, {"moment": "decode"}])
-def test_a_model_that_computes_nan_answers_nothing(
-    changes: dict[str, str], llama_folder: str, tmp_path: Path
-) -> None:
+def test_a_model_that_computes_nan_answers_nothing(changes: dict[str, str], llama_folder: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(llama_folder, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -60,9 +58,7 @@ def test_a_cell_that_computes_nan_fails_alone(tmp_path: Path) -> None:
     assert set(failed.policy) == {f"{file}:bad"}
     assert failed.error.str.contains("logits are not finite").all()
     good = cells[cells.status == "ok"]
-    assert dict(zip(good.policy, good.score, strict=True)) == dict(
-        zip(alone.policy, alone.score, strict=True)
-    )
+    assert dict(zip(good.policy, good.score, strict=True)) == dict(zip(alone.policy, alone.score, strict=True))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -74,6 +70,6 @@ def test_one_value_is_enough_and_masked_tokens_are_none(value: float) -> None:
 
 
 def test_given_text_that_cannot_be_measured_fails() -> None:
-    row = Row(2, Stop(Words(), [], []), given=(1, 2))
+    row = DecodeRow(2, Stop(Words(), [], []), given=(1, 2))
     row.measure(torch.full((2, 5), torch.nan))
     assert (row.reason, row.error) == ("error", NOT_FINITE)

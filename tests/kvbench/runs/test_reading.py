@@ -51,9 +51,7 @@ def texts(made: Run) -> dict[Any, str]:
 
 
 @pytest.mark.parametrize("moment", GRIDS)
-def test_responses_depend_neither_on_the_batch_nor_on_the_other_cells(
-    moment: str, tmp_path: Path
-) -> None:
+def test_responses_depend_neither_on_the_batch_nor_on_the_other_cells(moment: str, tmp_path: Path) -> None:
     grid = GRIDS[moment]
     made = run(tmp_path / "all", **grid)
     assert list(made.cells["status"].unique()) == ["ok"]

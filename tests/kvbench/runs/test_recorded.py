@@ -31,9 +31,7 @@ def as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("as_recorded")
 @pytest.mark.parametrize("name", RUNS)
-def test_a_recorded_run_resumes_without_generating(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recorded_run_resumes_without_generating(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(RECORDED, tmp_path / "recorded")
     monkeypatch.chdir(tmp_path / "recorded")
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))

@@ -29,18 +29,13 @@ class Numbers(LoadedTask):
 
     aggregate: Callable[[list[float]], float] = statistics.fmean
 
-    def score(
-        self, responses: Mapping[Key, str], marks: Any = None
-    ) -> tuple[dict[Key, float], float]:
+    def score(self, responses: Mapping[Key, str], marks: Any = None) -> tuple[dict[Key, float], float]:
         scores = {key: float(text) for key, text in responses.items()}
         return scores, self.aggregate(list(scores.values()))
 
 
 def task(**changes: Any) -> Numbers:
-    requests = [
-        Request("t", f"{i // 2}", i, i % 2, f"context{i // 2}", "c", "q", (), 4, ("x",))
-        for i in range(8)
-    ]
+    requests = [Request("t", f"{i // 2}", i, i % 2, f"context{i // 2}", "c", "q", (), 4, ("x",)) for i in range(8)]
     usual: dict[str, Any] = {
         "name": "t", "group": "g", "version": "1", "data_hash": "d", "metric": "score",
         "higher_is_better": True, "chance": 0.0, "length": 64, "requests": tuple(requests),
@@ -54,9 +49,7 @@ def cell(policy: str) -> Cell:
 
 def tables(task: LoadedTask, cells: list[Cell], got: list[Response]) -> Any:
     rows, parts = [], []
-    for row, columns in scored(
-        [Job(task, [], cells)], lambda cell: [r for r in got if r.cell == cell]
-    ):
+    for row, columns in scored([Job(task, [], cells)], lambda cell: [r for r in got if r.cell == cell]):
         rows.append(row)
         parts.append(from_columns(columns, SAMPLES_SCHEMA))
     return pd.DataFrame(rows), pa.concat_tables(parts).to_pandas()

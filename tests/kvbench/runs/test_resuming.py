@@ -60,9 +60,7 @@ def test_the_larger_set_is_what_the_tables_hold_and_not_what_was_begun(tmp_path:
     assert heard.lines == []
 
 
-def test_responses_of_other_data_are_not_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_responses_of_other_data_are_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "run"
     execute(small_grid(out, **BRIEF, samples=2))
@@ -92,9 +90,7 @@ def test_a_plugin_that_changes_the_folder_does_not_move_the_results(
     away = tmp_path / "away"
     away.mkdir()
     plugin = tmp_path / "mover.py"
-    plugin.write_text(
-        f"import os\ndef mover(v):\n    os.chdir({str(away)!r})\n    return v.noise()\n"
-    )
+    plugin.write_text(f"import os\ndef mover(v):\n    os.chdir({str(away)!r})\n    return v.noise()\n")
     grid = small_grid(Path("out"), task="niah_single_1", policy=f"{plugin}:mover", samples=1)
     done = execute(grid)
     assert done.path == tmp_path / "out"

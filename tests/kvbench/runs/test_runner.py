@@ -158,9 +158,7 @@ def test_an_observer_that_cannot_be_split_prefills_each_context_alone(
     assert found == texts(unbroken.path)
 
 
-def test_cells_alone_and_together_give_the_same_bytes(
-    llama_folder: str, tmp_path: Path, unbroken: Any
-) -> None:
+def test_cells_alone_and_together_give_the_same_bytes(llama_folder: str, tmp_path: Path, unbroken: Any) -> None:
     alone = {}
     for i, (policy, size) in enumerate([("random", 1), ("snapkv:window=8", 5)]):
         out = tmp_path / str(i)
@@ -246,18 +244,10 @@ def test_a_failing_policy_fails_its_cells_only(llama_folder: str, tmp_path: Path
     assert (mended.cells.status == "ok").all()
 
 
-def test_a_policy_that_fails_at_one_budget_keeps_its_other_cells(
-    llama_folder: str, tmp_path: Path
-) -> None:
+def test_a_policy_that_fails_at_one_budget_keeps_its_other_cells(llama_folder: str, tmp_path: Path) -> None:
     picky = tmp_path / "picky.py"
-    picky.write_text(
-        "def picky(v):\n"
-        "    assert (v.budget != 24).all(), 'not this budget'\n"
-        "    return v.noise()\n"
-    )
-    done = execute(
-        make(llama_folder, tmp_path / "run", policy=f"{picky}:picky", task="vt", full=False)
-    )
+    picky.write_text("def picky(v):\n    assert (v.budget != 24).all(), 'not this budget'\n    return v.noise()\n")
+    done = execute(make(llama_folder, tmp_path / "run", policy=f"{picky}:picky", task="vt", full=False))
     for budget, group in done.cells.groupby("budget"):
         assert set(group.status) == ({"error"} if budget == "24" else {"ok"})
 
@@ -332,9 +322,7 @@ def test_own_data_and_own_file_with_the_library(llama_folder: str, tmp_path: Pat
     assert done.samples.context_id.nunique() == 1
 
 
-def test_another_grid_in_the_same_folder_is_refused(
-    llama_folder: str, tmp_path: Path, unbroken: Any
-) -> None:
+def test_another_grid_in_the_same_folder_is_refused(llama_folder: str, tmp_path: Path, unbroken: Any) -> None:
     before = (unbroken.path / "cells.parquet").read_bytes()
     with pytest.raises(UserError, match=r"another grid.*with other policies; add to it with --ext"):
         execute(make(llama_folder, unbroken.path, policy="local"))
@@ -343,9 +331,7 @@ def test_another_grid_in_the_same_folder_is_refused(
     assert (unbroken.path / "cells.parquet").read_bytes() == before
 
 
-def test_the_digest_of_a_model_covers_weights_tokenizer_and_generation(
-    llama_folder: str, tmp_path: Path
-) -> None:
+def test_the_digest_of_a_model_covers_weights_tokenizer_and_generation(llama_folder: str, tmp_path: Path) -> None:
     import shutil
 
     from kvbench.named import model_digest
@@ -367,9 +353,7 @@ def test_a_policy_that_changes_its_view_harms_no_other(llama_folder: str, tmp_pa
     bad = tmp_path / "bad.py"
     bad.write_text("def harm(v):\n    v.key.zero_()\n    return v.noise()\n")
     plain = execute(make(llama_folder, tmp_path / "plain", policy="snapkv:window=8", task="vt"))
-    mixed = execute(
-        make(llama_folder, tmp_path / "mixed", policy=f"{bad}:harm,snapkv:window=8", task="vt")
-    )
+    mixed = execute(make(llama_folder, tmp_path / "mixed", policy=f"{bad}:harm,snapkv:window=8", task="vt"))
     failed = mixed.cells[mixed.cells.status != "ok"]
     assert set(failed.policy) == {f"{bad}:harm"}
     assert failed.error.str.contains("in place").all()

@@ -13,7 +13,7 @@ import pytest
 from docs import make_results
 from kvbench.report.overall import MEMORY
 from kvbench.runs import schema
-from kvbench.runs.schema import CELL_COLUMNS, SAMPLE_COLUMNS, Column, Response
+from kvbench.runs.schema import CELL_COLUMNS, SAMPLE_COLUMNS, Response, ResultColumn
 
 ROOT = Path(__file__).parents[3]
 KINDS = {"str": pa.types.is_string, "int": pa.types.is_integer, "float": pa.types.is_floating}
@@ -41,7 +41,7 @@ def test_old_tables_have_a_substitute_for_each_newer_column() -> None:
 def test_the_page_is_up_to_date() -> None:
     text = make_results.PAGE.read_text(encoding="utf-8")
     assert make_results.page(text) == text, "run python docs/make_results.py"
-    grown = (*CELL_COLUMNS, Column(pa.float64(), "nats a token", name="kl"))
+    grown = (*CELL_COLUMNS, ResultColumn(pa.float64(), "nats a token", name="kl"))
     assert "| `kl` | nats a token |" in make_results.table(grown, of_samples=False)
 
 

@@ -131,9 +131,7 @@ def test_lines_of_another_version_are_left_alone(run: Path) -> None:
     filled(run, 1)
     path = run / "responses.jsonl"
     payload = b'{"cell":"old"}'
-    path.write_bytes(
-        path.read_bytes() + b'{"crc":"%08x","r":%s}\n' % (zlib.crc32(payload), payload)
-    )
+    path.write_bytes(path.read_bytes() + b'{"crc":"%08x","r":%s}\n' % (zlib.crc32(payload), payload))
     before = path.read_bytes()
     with pytest.raises(UserError, match="another version"):
         RunStore(run)
@@ -142,9 +140,7 @@ def test_lines_of_another_version_are_left_alone(run: Path) -> None:
 
 @pytest.mark.parametrize("grid", [False, True])
 @pytest.mark.parametrize("content", ["mine\n", '{"id": 1}\n{"id": 2}\n', "no newline"])
-def test_responses_that_are_no_runs_are_left_alone(
-    tmp_path: Path, content: str, grid: bool
-) -> None:
+def test_responses_that_are_no_runs_are_left_alone(tmp_path: Path, content: str, grid: bool) -> None:
     (tmp_path / "responses.jsonl").write_text(content)
     if grid:
         (tmp_path / "grid.yaml").write_text("mine: too\n")

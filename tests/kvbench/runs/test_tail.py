@@ -41,9 +41,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> tuple[Seen, list[Any]]:
     return cuts, caches
 
 
-@pytest.mark.parametrize(
-    ("chunk", "budget", "local"), [(90, "0.3", 7), (90, "60", 7), (2000, "0.3", 7), (100, "5", 7)]
-)
+@pytest.mark.parametrize(("chunk", "budget", "local"), [(90, "0.3", 7), (90, "60", 7), (2000, "0.3", 7), (100, "5", 7)])
 def test_it_is_whole_in_every_head_and_counts_in_the_budget(
     chunk: int, budget: str, local: int, spied: tuple[Seen, list[Any]], tmp_path: Path
 ) -> None:

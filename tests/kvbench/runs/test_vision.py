@@ -74,9 +74,7 @@ def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def benchmark(
-    yaml: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def benchmark(yaml: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Benchmark(
         name="pictures",
         leaves=("pictures", "pictures_chat"),
@@ -111,9 +109,7 @@ def texts(made: Run) -> dict[tuple[Any, ...], str]:
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
 @torch.no_grad()
-def test_the_full_cache_answers_like_the_model_itself(
-    kind: str, models: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_full_cache_answers_like_the_model_itself(kind: str, models: dict[str, str], tmp_path: Path) -> None:
     made = run(tmp_path, models[kind], policy="full")
     processor, model = vision.processor(kind), vision.model(kind)
     for row, doc in zip(made.samples.itertuples(), docs("pictures"), strict=True):
@@ -222,8 +218,7 @@ def test_budgets_that_keep_none_or_all_of_the_images_are_told_in_a_line(
     most = int(bare.samples["visual_tokens"].max())
     whole, said = told(policy="random", budget=f"visual:{most},visual:{most - 1}", full=False)
     assert (
-        f"pictures: budget visual:{most} keeps everything, because no prompt has more than {most} "
-        "visual tokens"
+        f"pictures: budget visual:{most} keeps everything, because no prompt has more than {most} visual tokens"
     ) in said
     assert f"visual:{most - 1} keeps" not in said
     kept = whole.samples.groupby("budget")["held_visual"].max() / 4

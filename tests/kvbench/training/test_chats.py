@@ -20,9 +20,7 @@ def _draw(tokenizer: Any, seed: int, length: int = 448) -> dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_answers_and_what_ends_them_are_learned(
-    bpe_tokenizer: Any, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_and_what_ends_them_are_learned(bpe_tokenizer: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bpe_tokenizer, "chat_template", TEMPLATE, raising=False)
     item = _draw(bpe_tokenizer, seed)
     ids, learned = item["input_ids"], item["supervised"]

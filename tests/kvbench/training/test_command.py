@@ -30,10 +30,7 @@ SMALL = {"steps": 6, "length": 64, "capacity": 16, "accumulate": 2, "hidden_dim"
 @pytest.fixture
 def rows(tmp_path: Path) -> str:
     path = tmp_path / "mine.jsonl"
-    lines = [
-        {"context": f"{'word ' * (9 + n)} {n}.", "question": " Which?", "answers": [str(n)]}
-        for n in range(8)
-    ]
+    lines = [{"context": f"{'word ' * (9 + n)} {n}.", "question": " Which?", "answers": [str(n)]} for n in range(8)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
 
@@ -84,9 +81,7 @@ def test_a_training_that_ended_before_its_first_checkpoint_keeps_no_folder(
 
 
 @pytest.mark.parametrize("policy", ["trimkv", "dbtrimkv", "locret", "lococo"])
-def test_gates_log_and_picture_are_written(
-    llama_folder: str, rows: str, tmp_path: Path, policy: str
-) -> None:
+def test_gates_log_and_picture_are_written(llama_folder: str, rows: str, tmp_path: Path, policy: str) -> None:
     out = tmp_path / "gates"
     _train(llama_folder, rows, out, policy=policy)
     config = json.loads((out / "gates.json").read_text())
@@ -105,9 +100,7 @@ def test_gates_log_and_picture_are_written(
     assert not (out / "checkpoints").exists()
 
 
-def test_a_killed_training_continues_to_the_same_weights(
-    llama_folder: str, rows: str, tmp_path: Path
-) -> None:
+def test_a_killed_training_continues_to_the_same_weights(llama_folder: str, rows: str, tmp_path: Path) -> None:
     """Killed between two checkpoints; another kill left a torn checkpoint."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     _train(llama_folder, rows, whole, save_steps=2, steps=12)
@@ -132,10 +125,7 @@ def test_a_killed_training_continues_to_the_same_weights(
     assert call(command[3:]) == 0
     one, other = (load_file(f / "gates.safetensors") for f in (whole, broken))
     assert all(torch.equal(one[name], other[name]) for name in one)
-    logs = [
-        [json.loads(line) for line in (f / "training.jsonl").read_text().splitlines()]
-        for f in (whole, broken)
-    ]
+    logs = [[json.loads(line) for line in (f / "training.jsonl").read_text().splitlines()] for f in (whole, broken)]
     for record in (*logs[0], *logs[1]):
         del record["seconds"]
     assert logs[0] == logs[1]

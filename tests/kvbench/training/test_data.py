@@ -50,9 +50,7 @@ def test_only_the_answer_of_a_row_is_supervised(tmp_path: Path, bpe_tokenizer: A
     assert text == "The code is 4711.\nCode: 4711"
 
 
-def test_text_is_supervised_everywhere_and_cut_to_length(
-    tmp_path: Path, bpe_tokenizer: Any
-) -> None:
+def test_text_is_supervised_everywhere_and_cut_to_length(tmp_path: Path, bpe_tokenizer: Any) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text("".join(json.dumps({"text": f"{n} " * 300}) + "\n" for n in range(3)))
     (stream,) = _open(str(path), bpe_tokenizer)
@@ -86,9 +84,7 @@ def test_other_rows_are_refused(tmp_path: Path, bpe_tokenizer: Any, row: Any, me
         _open(str(path), bpe_tokenizer)
 
 
-def test_a_column_can_be_named_and_conversations_are_templated(
-    tmp_path: Path, bpe_tokenizer: Any
-) -> None:
+def test_a_column_can_be_named_and_conversations_are_templated(tmp_path: Path, bpe_tokenizer: Any) -> None:
     path = tmp_path / "mine.jsonl"
     talk = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "there"}]
     path.write_text(json.dumps({"words": "abc", "talk": talk}) + "\n")
@@ -101,10 +97,7 @@ def test_data_of_several_names_takes_turns(tmp_path: Path, bpe_tokenizer: Any) -
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name * 20}) + "\n")
     streams = _open(f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", bpe_tokenizer)
-    texts = [
-        bpe_tokenizer.decode(Sequences(streams, 4)[i]["input_ids"], skip_special_tokens=True)
-        for i in range(4)
-    ]
+    texts = [bpe_tokenizer.decode(Sequences(streams, 4)[i]["input_ids"], skip_special_tokens=True) for i in range(4)]
     assert texts == ["a" * 20, "b" * 20, "a" * 20, "b" * 20]
 
 
@@ -117,10 +110,7 @@ def test_prompts_of_tasks_are_of_other_seeds(llama_folder: str, bpe_tokenizer: A
 
 
 def test_padding_is_on_the_left() -> None:
-    items = [
-        {"input_ids": torch.arange(n) + 1, "supervised": torch.ones(n, dtype=torch.bool)}
-        for n in (3, 5)
-    ]
+    items = [{"input_ids": torch.arange(n) + 1, "supervised": torch.ones(n, dtype=torch.bool)} for n in (3, 5)]
     batch = collate(items, pad_token=9)
     assert batch["input_ids"].tolist() == [[9, 9, 1, 2, 3], [1, 2, 3, 4, 5]]
     assert batch["supervised"].sum(-1).tolist() == [3, 5]

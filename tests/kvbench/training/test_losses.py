@@ -91,10 +91,7 @@ def test_retained_is_the_mean_share_at_the_end() -> None:
     for b, first in ((0, 0), (1, 4)):
         for layer in range(3):
             for h in range(2):
-                kept = sum(
-                    math.exp(float(log_beta[b, layer, h, i].double()) * (12 - i))
-                    for i in range(first, 13)
-                )
+                kept = sum(math.exp(float(log_beta[b, layer, h, i].double()) * (12 - i)) for i in range(first, 13))
                 expected += kept / (13 - first) / 12
     assert float(losses.retained(log_beta, valid)) == pytest.approx(expected, rel=1e-5)
 
@@ -126,10 +123,7 @@ def _slow_shares(query: Tensor, key: Tensor, block: int, t: int) -> list[float]:
         logits = [0.3 * float(q @ key[i].double()) for i in range(t + 1)]
         top = sum(math.exp(x) for x in logits)
         weights.append([math.exp(x) / top for x in logits])
-    largest = [
-        max(w[i] for w in weights for i in range(k * block, (k + 1) * block))
-        for k in range(t // block)
-    ]
+    largest = [max(w[i] for w in weights for i in range(k * block, (k + 1) * block)) for k in range(t // block)]
     return [x / sum(largest) for x in largest]
 
 
@@ -148,9 +142,7 @@ def test_blocks_share_the_largest_attention(group: int, block: int, length: int)
             assert not share[h, t, len(expected) :].any()
             if expected:
                 own = [math.exp(float(x)) for x in logits[h, t, : len(expected)]]
-                expected_sum += sum(
-                    p * math.log(p / (x / sum(own))) for p, x in zip(expected, own, strict=True)
-                )
+                expected_sum += sum(p * math.log(p / (x / sum(own))) for p, x in zip(expected, own, strict=True))
     found = losses.divergence(logits, share, earlier)
     assert float(found) == pytest.approx(expected_sum / 2, rel=1e-3)
 
@@ -163,9 +155,7 @@ def test_regression_is_smooth_l1_and_the_square_between_neighbours_summed_over_l
     errors, smooth = [], 0.0
     for at in range(3):
         jumps = []
-        for row, truth in zip(
-            predicted[:, at].flatten(0, 1), label[:, at].flatten(0, 1), strict=True
-        ):
+        for row, truth in zip(predicted[:, at].flatten(0, 1), label[:, at].flatten(0, 1), strict=True):
             for i in range(8):
                 if math.isfinite(truth[i]):
                     error = abs(float(row[i].double() - truth[i].double()))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from kvbench.errors import UserError
-from kvbench.training.memory import Memory
+from kvbench.training.memory import TrainingMemory
 
 from .test_student import _batch, _student
 
@@ -48,11 +48,9 @@ def test_attention_over_a_memory_is_its_equation(group: int, lengths: tuple[int,
     valid = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
     for x in (q, k, v):
         x[~valid[:, None].expand(x.shape[:3])] = 50.0
-    memory = Memory(keep_most, nn.Identity(), budget)
+    memory = TrainingMemory(keep_most, nn.Identity(), budget)
     parts = [slice(s, s + 7) for s in range(0, longest, 7)]
-    found = torch.cat(
-        [memory.attend(0, q[:, :, p], k[:, :, p], v[:, :, p], valid[:, p], 0.5) for p in parts], 2
-    )
+    found = torch.cat([memory.attend(0, q[:, :, p], k[:, :, p], v[:, :, p], valid[:, p], 0.5) for p in parts], 2)
     for r, length in enumerate(lengths):
         for h in range(heads):
             held: list[int] = []

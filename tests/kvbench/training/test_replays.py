@@ -18,8 +18,8 @@ from kvbench.engine.models import attention_modules, decoder_of, model_info
 from kvbench.errors import UserError
 from kvbench.registry import TRAINERS, get
 from kvbench.training import replays
-from kvbench.training.data import TOGETHER, Sequences, Stream, different
-from kvbench.training.replays import Measured, ReplayStudent, agreement
+from kvbench.training.data import TOGETHER, Sequences, SequenceStream, different
+from kvbench.training.replays import ReplayStudent, ReplayTargets, agreement
 
 
 def student_of(model: nn.Module, **changes: Any) -> ReplayStudent:
@@ -106,7 +106,7 @@ def test_a_sequence_that_comes_again_soon_is_not_replayed_again(
     ran: list[int] = []
     replay = ReplayStudent._replay
 
-    def counted(self: ReplayStudent, ids: Tensor) -> Measured:
+    def counted(self: ReplayStudent, ids: Tensor) -> ReplayTargets:
         ran.append(int(ids[0, 0]))
         return replay(self, ids)
 
@@ -136,7 +136,7 @@ def test_agreement_is_that_of_scipy(tiny_llama: nn.Module, monkeypatch: pytest.M
     said = [x + torch.randn(x.shape, generator=generator) for x in labels]
     labels[0][1, 0, 3] = float("-inf")  # an entry that received nothing
     answers = iter(said)
-    measured = iter(Measured((), x) for x in labels)
+    measured = iter(ReplayTargets((), x) for x in labels)
     monkeypatch.setattr(student, "measure", lambda ids: next(measured))
     monkeypatch.setattr(student, "predict", lambda of: next(answers))
     got = agreement(student, [{"input_ids": torch.arange(3)}] * 2)
@@ -158,8 +158,8 @@ def test_agreement_is_that_of_scipy(tiny_llama: nn.Module, monkeypatch: pytest.M
 # --- the order of sequences -----------------------------------------------------------------------
 
 
-def numbered(size: int | None = None) -> Stream:
-    return Stream(lambda i: {"input_ids": torch.tensor([i])}, False, {}, size)
+def numbered(size: int | None = None) -> SequenceStream:
+    return SequenceStream(lambda i: {"input_ids": torch.tensor([i])}, False, {}, size)
 
 
 def order(sequences: Sequences) -> list[int]:
@@ -223,9 +223,7 @@ def test_trained_gates_are_read_by_the_policy(
     log = [json.loads(line) for line in (out / "training.jsonl").read_text().splitlines()]
     assert log[-1]["fit"] < log[0]["fit"]
     kept = kvbench.kept(tiny_llama, torch.arange(5, 45)[None], f"kvzap:window=4:gates={out}", 8)
-    assert sum(int(x.sum()) for x in kept if x is not None) == 8 * sum(
-        x.shape[1] for x in kept if x is not None
-    )
+    assert sum(int(x.sum()) for x in kept if x is not None) == 8 * sum(x.shape[1] for x in kept if x is not None)
 
 
 def test_a_training_that_stopped_continues_to_the_same_weights(

@@ -100,9 +100,7 @@ def test_gated_attention_follows_the_equation(tiny_llama: nn.Module, gating: str
                 logits.append(z + decay if gating == "additive" else z * 2.718281828459045**decay)
             weight = torch.softmax(torch.tensor(logits, dtype=torch.float64), 0)
             expected = weight @ v[h // 2, : t + 1]
-            torch.testing.assert_close(
-                seen["out"][0, h, t].double(), expected, rtol=1e-4, atol=1e-5
-            )
+            torch.testing.assert_close(seen["out"][0, h, t].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["trimkv", "dbtrimkv", "locret", "seerattn_r"])

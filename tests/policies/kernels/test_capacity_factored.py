@@ -62,9 +62,7 @@ def test_many_rows_in_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("scope", ["head", "global"])
-def test_long_sequences_take_it_and_keep_their_loss_and_gradient(
-    scope: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_sequences_take_it_and_keep_their_loss_and_gradient(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     log_beta = RATES["mixed"](2, 2, 2, 200)
     valid = torch.arange(200).expand(2, -1) >= torch.tensor([[0], [50]])

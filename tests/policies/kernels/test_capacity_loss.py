@@ -13,9 +13,7 @@ from kvbench_policies.kernels.capacity_loss.op import capacity_loss
 from tests.kernels import DEVICES, difference, padding, rates, torch_path
 
 
-def both(
-    log_beta: Tensor, budget: int, device: str = "cpu", **how: object
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def both(log_beta: Tensor, budget: int, device: str = "cpu", **how: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss and gradient, ours in float32 and the oracle's in float64."""
     mine = log_beta.to(device, copy=True).requires_grad_()
     valid = how.pop("valid", None)
@@ -34,9 +32,7 @@ def both(
 @pytest.mark.parametrize("scope", ["head", "global"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("length", [63, 100, 257])
-def test_loss_and_gradient_are_the_equations(
-    length: int, batch: int, scope: str, device: str
-) -> None:
+def test_loss_and_gradient_are_the_equations(length: int, batch: int, scope: str, device: str) -> None:
     torch.manual_seed(length)
     valid = padding(batch, length)
     log_beta = rates(batch, 2, 1, length)
@@ -167,9 +163,7 @@ def test_no_matrix_of_all_pairs_is_ever_made() -> None:
     with Largest() as largest:
         kept = op._sums(log_beta, start)
         op._backward_direct(torch.rand(1, 1, length), log_beta, start)
-        op._backward_runs(
-            (kept > 9).float(), log_beta, start, op.find_runs((kept > 9).float(), length)
-        )
+        op._backward_runs((kept > 9).float(), log_beta, start, op.find_runs((kept > 9).float(), length))
     assert 0 < largest.elements <= 4 * 64 * length
 
 

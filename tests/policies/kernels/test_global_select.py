@@ -23,9 +23,7 @@ from ..views import random_case
 HEADS = 5
 
 
-def entries(
-    batch: int, length: int, *, levels: int | None = None, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+def entries(batch: int, length: int, *, levels: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Scores (of so many different values), positions and validity, `[B, K, T]`."""
     torch.manual_seed(1000 * seed + length)
     score = torch.randn(batch, HEADS, length) * 10.0 ** torch.arange(-3, 2)[:, None]
@@ -48,9 +46,7 @@ def classes(score: Tensor) -> Tensor:
 @pytest.mark.parametrize("protected", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("length", [63, 100, 257])
-def test_selection_is_the_sorted_ones(
-    length: int, batch: int, protected: bool, device: str
-) -> None:
+def test_selection_is_the_sorted_ones(length: int, batch: int, protected: bool, device: str) -> None:
     for seed, levels in enumerate((None, 3)):  # few levels: the threshold falls into a tie
         score, position, valid = entries(batch, length, levels=levels, seed=seed)
         protect = classes(score) if protected else None

@@ -29,8 +29,7 @@ pytestmark = [
 
 def test_kernels_in_the_interpreter() -> None:
     files = [
-        str(HERE / f"test_{op}.py")
-        for op in ("capacity_loss", "retention_attention", "value_norm", "global_select")
+        str(HERE / f"test_{op}.py") for op in ("capacity_loss", "retention_attention", "value_norm", "global_select")
     ]
     files.append(str(ENGINE / "kernels" / "test_ragged_attention.py"))
     files += [str(ENGINE / test) for test in IN_A_MODEL]

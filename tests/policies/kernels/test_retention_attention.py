@@ -98,9 +98,7 @@ def test_gates_that_never_forget_leave_plain_attention(gating: str) -> None:
     torch.manual_seed(0)
     q, k, v, _ = drawn(1, 2, 2, 90, 16)
     got = retention_attention(q, k, v, torch.zeros(1, 2, 90), scale=0.25, gating=gating)
-    plain = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=True, scale=0.25
-    )
+    plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.25)
     assert scaled(got, plain) < 1e-6
 
 

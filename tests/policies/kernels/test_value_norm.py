@@ -30,9 +30,7 @@ def layer(
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("length", [63, 100, 257])
-def test_norms_are_the_equations(
-    length: int, batch: int, group: int, norm: str, device: str
-) -> None:
+def test_norms_are_the_equations(length: int, batch: int, group: int, norm: str, device: str) -> None:
     value, weight = layer(batch, length, group)
     got = value_norm(value.to(device), weight.to(device), norm)
     assert got.dtype == torch.float32
@@ -130,8 +128,6 @@ def test_opcheck() -> None:
         ((2, 5, 8), (4, 8, 3), "l1", r"value is \[2, 5, 8\]"),
     ],
 )
-def test_what_is_wrong_is_said(
-    value: tuple[int, ...], weight: tuple[int, ...], norm: str, wrong: str
-) -> None:
+def test_what_is_wrong_is_said(value: tuple[int, ...], weight: tuple[int, ...], norm: str, wrong: str) -> None:
     with pytest.raises(UserError, match=wrong):
         value_norm(torch.zeros(value), torch.zeros(weight), norm)

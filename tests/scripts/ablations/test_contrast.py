@@ -132,8 +132,6 @@ def test_the_table_says_whether_the_paper_agrees() -> None:
     assert lines[7].split(" | ")[3:5] == ["38.0, 42.0", "−10.0 [−15.0, −5.0]"]
     assert lines[7].endswith("| worse, as in the paper | 40 at 64, 50 at 128 |")
     assert lines[8].endswith("| better, unlike the paper | worse |")
-    assert lines[9].endswith(
-        "| better, unlike the paper |  |"
-    )  # the paper's score is in the first row only
+    assert lines[9].endswith("| better, unlike the paper |  |")  # the paper's score is in the first row only
     assert lines[10].endswith("| not clear | 55 at 64, 50 at 128 |")
     assert len({line.count("|") for line in lines[4:]}) == 1

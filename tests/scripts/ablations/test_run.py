@@ -34,10 +34,7 @@ tables:
 @pytest.fixture
 def recipe(llama_folder: str, tmp_path: Path) -> Path:
     data = tmp_path / "mine.jsonl"
-    rows = [
-        {"context": f"{'word ' * (9 + n)} {n}.", "question": " Which?", "answers": [str(n)]}
-        for n in range(4)
-    ]
+    rows = [{"context": f"{'word ' * (9 + n)} {n}.", "question": " Which?", "answers": [str(n)]} for n in range(4)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.format(model=llama_folder, data=data))

@@ -27,9 +27,7 @@ def test_batches_supervise_the_answers_and_nothing_else() -> None:
 
 def test_same_seed_gives_the_same_batch() -> None:
     mix = {"mixed": 1.0, "cwe": 1.0}
-    first, second = (
-        make_batch(np.random.default_rng([1, 5]), 8, 128, mix, Knobs()) for _ in range(2)
-    )
+    first, second = (make_batch(np.random.default_rng([1, 5]), 8, 128, mix, Knobs()) for _ in range(2))
     np.testing.assert_array_equal(first.ids, second.ids)
     np.testing.assert_array_equal(first.targets, second.targets)
 

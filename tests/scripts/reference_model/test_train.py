@@ -50,9 +50,7 @@ def test_shipped_model_has_a_little_over_a_million_parameters() -> None:
     assert 1_000_000 < sum(p.numel() for p in model.parameters()) < 1_300_000
 
 
-def test_training_reduces_the_loss_and_resumes_exactly(
-    tiny_config: Qwen3Config, tmp_path: Path
-) -> None:
+def test_training_reduces_the_loss_and_resumes_exactly(tiny_config: Qwen3Config, tmp_path: Path) -> None:
     whole = train.train(tmp_path / "whole", _SHORT, tiny_config)
     (line,) = (tmp_path / "whole" / "training.jsonl").read_text().splitlines()
     assert json.loads(line)["step"] == 50
@@ -77,9 +75,7 @@ def test_muon_agrees_with_torchs_own() -> None:
     start = torch.randn(24, 8)
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
     first = train.Muon([ours], lr=0.02)
-    second = torch.optim.Muon(
-        [theirs], lr=0.02, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original"
-    )
+    second = torch.optim.Muon([theirs], lr=0.02, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original")
     for _ in range(3):
         gradient = torch.randn(24, 8)
         ours.grad, theirs.grad = gradient.clone(), gradient.clone()

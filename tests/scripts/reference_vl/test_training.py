@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from transformers import Qwen2VLForConditionalGeneration
 
 from kvbench.reference_vl import dialogues
-from kvbench.reference_vl.dialogues import Settings
+from kvbench.reference_vl.dialogues import DialogueSettings
 from kvbench.reference_vl.words import IDS, IMAGE
 from scripts.reference_vl.curriculum import CURRICULUM, Feed, Stage
 from scripts.reference_vl.evaluate import Masking, Reader, policies
 from scripts.reference_vl.model import model_config, save_model
 from scripts.reference_vl.train import Trainee, draw_batch, train
 
-FEED = Feed(Settings(images=(2, 3), filler=(0, 4), questions=2))
+FEED = Feed(DialogueSettings(images=(2, 3), filler=(0, 4), questions=2))
 
 
 @pytest.fixture
@@ -50,9 +50,7 @@ def test_training_sees_the_logits_of_the_stock_model(
     right = stock[batch.answers - 1].argmax(-1) == ids[batch.answers]
     loss = torch.nn.functional.cross_entropy(stock[batch.answers - 1], ids[batch.answers])
     early = torch.nn.functional.cross_entropy(stock[batch.answers - 2], ids[batch.answers])
-    end = torch.nn.functional.cross_entropy(
-        stock[batch.answers], torch.full_like(batch.answers, IDS["<end>"])
-    )
+    end = torch.nn.functional.cross_entropy(stock[batch.answers], torch.full_like(batch.answers, IDS["<end>"]))
     losses, _, hits = Trainee(model).losses(batch)
     torch.testing.assert_close(losses, loss + 0.5 * early + 0.1 * end, rtol=0, atol=1e-4)
     assert hits.tolist() == right.tolist()
@@ -80,17 +78,12 @@ def test_stages_draw_batches_of_their_size() -> None:
 
 
 @torch.no_grad()
-def test_masks_hide_what_is_not_kept(
-    model: Qwen2VLForConditionalGeneration, tmp_path: Path
-) -> None:
+def test_masks_hide_what_is_not_kept(model: Qwen2VLForConditionalGeneration, tmp_path: Path) -> None:
     save_model(tmp_path, model)
     reader = Reader(tmp_path)
     sample = dialogues.dialogue(dataclasses.replace(FEED.settings, turns=(2, 2)), 1, 0)
     case = reader.case(sample.asked(1))
-    assert (
-        case.inputs["input_ids"].shape[1]
-        == case.context + len(sample.turns[1].questions[0].words) + 1
-    )
+    assert case.inputs["input_ids"].shape[1] == case.context + len(sample.turns[1].questions[0].words) + 1
     full = model(**case.inputs).logits[0, -1]
     masking = Masking(model)
     for name, score in policies(0).items():

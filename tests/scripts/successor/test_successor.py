@@ -83,9 +83,7 @@ def test_a_deeper_model_computes_nearly_the_same(tiny_config: Qwen3Config) -> No
 
 
 @pytest.mark.parametrize("language", ["words", "prose", "digits"])
-def test_the_tasks_are_told_in_the_language_of_an_attempt(
-    language: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tasks_are_told_in_the_language_of_an_attempt(language: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(generate.LEXICONS, "reference", run.lexicon_of(language))
     given: dict[str, Any] = {"length": 300, "samples": 3, "seed": 0, "lexicon": "reference"}
 

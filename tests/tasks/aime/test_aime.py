@@ -41,8 +41,7 @@ def test_prompt_is_the_problem_and_the_instruction(bpe_tokenizer: Any, cache: Pa
         assert len(task.requests) == len(raw(leaf))
         for request, row in zip(task.requests, raw(leaf), strict=True):
             assert request.context + request.question == (
-                row[field].strip()
-                + "\nPlease reason step by step, and put your final answer within \\boxed{}."
+                row[field].strip() + "\nPlease reason step by step, and put your final answer within \\boxed{}."
             )
             assert request.context == row[field].strip() + "\n"
             assert request.max_new_tokens == 32768
@@ -79,9 +78,7 @@ def test_without_data_and_hub_it_is_left_out(bpe_tokenizer: Any, tmp_path: Path)
         load("aime25", bpe_tokenizer, tmp_path)
 
 
-def test_run(
-    llama_folder: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run(llama_folder: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(cache))
     run = kvbench.run(
         {

@@ -16,10 +16,7 @@ from kvbench_tasks.coqa.metric import scores
 
 from ...loading import load_task
 
-RAW = [
-    json.loads(line)
-    for line in (Path(__file__).parent / "fixtures" / "coqa.jsonl").read_text().splitlines()
-]
+RAW = [json.loads(line) for line in (Path(__file__).parent / "fixtures" / "coqa.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -46,9 +43,7 @@ def test_the_last_question_follows_the_conversation(task: LmEvalTask) -> None:
     assert task.metric == "em"
 
 
-def test_a_table_of_rows_reads_as_one_of_columns(
-    task: LmEvalTask, bpe_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_table_of_rows_reads_as_one_of_columns(task: LmEvalTask, bpe_tokenizer: Any, tmp_path: Path) -> None:
     def turned(table: dict[str, list[Any]]) -> list[dict[str, Any]]:
         return [dict(zip(table, one, strict=True)) for one in zip(*table.values(), strict=True)]
 
@@ -73,16 +68,12 @@ def test_each_annotator_is_left_out_in_turn() -> None:
     assert found["f1"] == pytest.approx((1 + 1 + 2 / 3) / 3)
     assert scores({"outputs": ["nine days"]}, ["Nine days!"]) == {"em": 1, "f1": 1}
     # 1 of the 4 words of the response is 1 of the 2 of the answer: P = 1/4, R = 1/2.
-    assert scores({"outputs": ["nine days"]}, ["for about nine weeks"])["f1"] == pytest.approx(
-        1 / 3
-    )
+    assert scores({"outputs": ["nine days"]}, ["for about nine weeks"])["f1"] == pytest.approx(1 / 3)
     assert scores({"outputs": ["the"]}, ["a"]) == {"em": 1, "f1": 1}
     assert scores({"outputs": ["nine"]}, [""]) == {"em": 0, "f1": 0}
 
 
-def test_a_run_from_end_to_end(
-    llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_from_end_to_end(llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     keep(SOURCE, RAW, tmp_path / "cache")
     grid = {"policy": "snapkv:window=8", "budget": "0.2", "task": "coqa", "model": llama_folder}

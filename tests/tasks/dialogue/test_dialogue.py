@@ -20,9 +20,7 @@ from ...loading import load_task
 WAYS = (("reference", "word", False), ("natural", "bpe", True), ("natural", "bpe", False))
 
 
-def load(
-    lexicon: str, tokenizer: Any, cache: Path, chat: bool = False, **changes: Any
-) -> LmEvalTask:
+def load(lexicon: str, tokenizer: Any, cache: Path, chat: bool = False, **changes: Any) -> LmEvalTask:
     settings = {"length": 700, "samples": 3, "lexicon": lexicon, "chat_template": chat}
     return load_task("dialogue", BENCHMARK, tokenizer, cache, **settings | changes)
 

@@ -19,9 +19,7 @@ def test_a_row_tells_its_fact_once_and_asks_for_a_value_that_the_question_lacks(
     lexicon: str, bpe_tokenizer: Any, word_tokenizer: Any, tmp_path: Path
 ) -> None:
     tokenizer = bpe_tokenizer if lexicon == "natural" else word_tokenizer
-    task = load_task(
-        "facts", BENCHMARK, tokenizer, tmp_path, lexicon=lexicon, samples=30, length=512
-    )
+    task = load_task("facts", BENCHMARK, tokenizer, tmp_path, lexicon=lexicon, samples=30, length=512)
     needles, depths = set(), []
     for request in task.requests:
         needle, (value,) = request.extra["needle"], request.target
@@ -45,9 +43,7 @@ def test_natural_rows_are_the_manual_and_a_fact(bpe_tokenizer: Any, tmp_path: Pa
         assert after.strip() in whole
 
 
-def test_no_other_generated_task_tells_or_asks_as_this_one_does(
-    bpe_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_no_other_generated_task_tells_or_asks_as_this_one_does(bpe_tokenizer: Any, tmp_path: Path) -> None:
     (one,) = load_task("facts", BENCHMARK, bpe_tokenizer, tmp_path, samples=1, length=512).requests
     sentences = set(manual.sentences())
     assert any(sentence in one.context for sentence in sentences)

@@ -37,9 +37,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(
-    bench: Benchmark, tokenizer: Any, cache: Path, seed: int = 0, chat: bool = False
-) -> LmEvalTask:
+def load(bench: Benchmark, tokenizer: Any, cache: Path, seed: int = 0, chat: bool = False) -> LmEvalTask:
     return load_task(bench.name, bench, tokenizer, cache, seed=seed, chat_template=chat)
 
 
@@ -47,8 +45,7 @@ def test_zero_shot_asks_for_a_box(bpe_tokenizer: Any, cache: Path) -> None:
     task = load(BENCHMARK, bpe_tokenizer, cache)
     for request, row in zip(task.requests, raw("test"), strict=True):
         assert request.context + request.question == (
-            row["question"]
-            + "\nPlease reason step by step, and put your final answer within \\boxed{}."
+            row["question"] + "\nPlease reason step by step, and put your final answer within \\boxed{}."
         )
         assert (request.repeats, request.max_new_tokens) == (8, 8192)
     assert [request.target for request in task.requests] == [("10",), ("1050",)]
@@ -83,14 +80,10 @@ def lm_evals_own(shots: list[dict[str, Any]]) -> Any:
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("bench", [FEWSHOT, STRICT])
-def test_five_examples_are_asked_as_lm_eval_asks(
-    bench: Benchmark, chat: bool, bpe_tokenizer: Any, cache: Path
-) -> None:
+def test_five_examples_are_asked_as_lm_eval_asks(bench: Benchmark, chat: bool, bpe_tokenizer: Any, cache: Path) -> None:
     def render(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return str(
-            bpe_tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            bpe_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
         )
 
     by_question = {row["question"]: row for row in raw("train")}
@@ -154,9 +147,7 @@ def test_flexible_and_strict_extraction_are_lm_evals(bpe_tokenizer: Any, cache: 
     assert mean == pytest.approx(2 / 6)
 
 
-def test_run(
-    llama_folder: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run(llama_folder: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(cache))
     run = kvbench.run(
         {

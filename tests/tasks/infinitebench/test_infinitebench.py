@@ -38,8 +38,7 @@ OFFICIAL = {
         12,
     ),
     "kv_retrieval": (
-        "Extract the value corresponding to the specified key in the JSON object below.\n\n"
-        "{context}\n\n{input}",
+        "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}\n\n{input}",
         50,
     ),
     "longbook_sum_eng": ("Summarize the book below.\n\n{context}\n\nSummary:", 1200),
@@ -107,17 +106,13 @@ def raw(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def load(
-    name: str, tokenizer: Any, cache: Path, chat: bool = False, bench: Benchmark = BENCHMARK
-) -> LmEvalTask:
+def load(name: str, tokenizer: Any, cache: Path, chat: bool = False, bench: Benchmark = BENCHMARK) -> LmEvalTask:
     leaf = f"infinitebench_{name}"
     return load_task(leaf, bench, tokenizer, cache, length=512, chat_template=chat)
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_prompts_are_the_official_ones(
-    name: str, tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_prompts_are_the_official_ones(name: str, tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast) -> None:
     keep(source(name), raw(name), tmp_path)
     task = load(name, bpe_tokenizer, tmp_path)
     chance = 0.25 if raw(name)[0]["options"] else 0.0
@@ -144,17 +139,13 @@ def test_kvpress_scores_the_same_prompts_by_its_own_rules(
     keep(source(name), raw(name), tmp_path)
     official = load(name, bpe_tokenizer, tmp_path)
     lenient = load(f"kvpress_{name}", bpe_tokenizer, tmp_path, bench=KVPRESS)
-    assert [r.context + r.question for r in official.requests] == [
-        r.context + r.question for r in lenient.requests
-    ]
+    assert [r.context + r.question for r in official.requests] == [r.context + r.question for r in lenient.requests]
     assert (official.version, lenient.version) == ("2", "1")
     assert official.chance == lenient.chance
     assert official.data_hash != lenient.data_hash
     # A letter within a sentence, and a name within another word.
     which = 0 if name == "longdialogue_qa_eng" else 1
-    said = {
-        (r.sample_id, 0, 0): f"I say {r.target[which]}-{r.target[which]}" for r in official.requests
-    }
+    said = {(r.sample_id, 0, 0): f"I say {r.target[which]}-{r.target[which]}" for r in official.requests}
     assert (official.score(said)[1], lenient.score(said)[1]) == (0.0, 1.0)
 
 
@@ -166,9 +157,7 @@ def test_the_readme_shows_a_raw_row_and_every_set() -> None:
     assert tuple(re.findall(r"^\| (infinitebench_\w+)", page, re.MULTILINE)) == leaves
 
 
-def test_answers_of_choices_are_option_and_letter(
-    tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_answers_of_choices_are_option_and_letter(tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast) -> None:
     rows = raw("code_debug")
     keep(source("code_debug"), rows, tmp_path)
     found = [r.target for r in load("code_debug", bpe_tokenizer, tmp_path).requests]
@@ -197,16 +186,12 @@ def test_an_input_that_does_not_say_what_to_find_is_refused(
         load(name, bpe_tokenizer, tmp_path)
 
 
-def test_without_the_hub_it_is_left_out(
-    tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_without_the_hub_it_is_left_out(tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(NeedsHub, match=r"needs the dataset xinrongzhang2022/InfiniteBench "):
         load("passkey", bpe_tokenizer, tmp_path)
 
 
-def test_a_run_gives_scores(
-    llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_gives_scores(llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     asked = ("passkey", "kv_retrieval", "math_find", "code_run", "longbook_qa_eng")
     for name in asked:

@@ -74,9 +74,7 @@ def test_the_table_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_prompts_are_the_official_ones(
-    name: str, cache: Path, bpe_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_prompts_are_the_official_ones(name: str, cache: Path, bpe_tokenizer: PreTrainedTokenizerFast) -> None:
     task = load(name, bpe_tokenizer, cache)
     assert (task.length, task.metric, task.higher_is_better, task.chance) == (0, "score", True, 0)
     rows = raw(name)
@@ -108,9 +106,7 @@ def test_the_readme_shows_a_raw_row_and_every_set() -> None:
     assert table == list(zip(BENCHMARK.leaves, domains, limits, strict=True))
 
 
-def test_only_the_question_is_left_out_of_the_context(
-    cache: Path, bpe_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_only_the_question_is_left_out_of_the_context(cache: Path, bpe_tokenizer: PreTrainedTokenizerFast) -> None:
     (request, _) = load("hotpotqa", bpe_tokenizer, cache).requests
     assert request.context.endswith("do not output any other words.\n\n")
     assert request.question.startswith("Question: What is the capital")
@@ -122,9 +118,7 @@ def test_only_the_question_is_left_out_of_the_context(
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_examples_and_code_get_no_chat_template(
-    name: str, cache: Path, bpe_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_examples_and_code_get_no_chat_template(name: str, cache: Path, bpe_tokenizer: PreTrainedTokenizerFast) -> None:
     bare = load(name, bpe_tokenizer, cache).requests[0]
     chat = load(name, bpe_tokenizer, cache, chat_template=True).requests[0]
     if name in ("trec", "triviaqa", "samsum", "lcc", "repobench-p"):
@@ -135,9 +129,7 @@ def test_examples_and_code_get_no_chat_template(
         assert bare.context in chat.context
 
 
-def test_without_the_hub_it_is_left_out(
-    tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_without_the_hub_it_is_left_out(tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(NeedsHub, match=r"needs the dataset zai-org/LongBench .*fetch longbench_t"):
         load("trec", bpe_tokenizer, tmp_path)
     with pytest.raises(LeftOut, match="the reference model knows only its own 900 words"):

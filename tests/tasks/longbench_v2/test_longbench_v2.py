@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 ROWS: list[dict[str, Any]] = [
-    json.loads(line)
-    for line in (Path(__file__).parent / "fixtures" / "train.jsonl").read_text().splitlines()
+    json.loads(line) for line in (Path(__file__).parent / "fixtures" / "train.jsonl").read_text().splitlines()
 ]
 
 # prompts/0shot.txt of the repository.
@@ -48,9 +47,7 @@ def load(tokenizer: Any, cache: Path) -> LmEvalTask:
     return load_task("longbench_v2", BENCHMARK, tokenizer, cache, length=512)
 
 
-def test_prompts_are_the_official_ones(
-    tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_prompts_are_the_official_ones(tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast) -> None:
     keep(SOURCE, ROWS, tmp_path)
     task = load(bpe_tokenizer, tmp_path)
     assert (task.metric, task.chance, task.length) == ("accuracy", 0.25, 0)
@@ -78,9 +75,7 @@ def test_the_readme_shows_a_raw_row() -> None:
     assert json.loads(shown) == ROWS[0]
 
 
-def test_without_the_hub_it_is_left_out(
-    tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_without_the_hub_it_is_left_out(tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(NeedsHub, match=r"needs the dataset zai-org/LongBench-v2 "):
         load(bpe_tokenizer, tmp_path)
 
@@ -106,9 +101,7 @@ def test_letter(response: str, expected: str | None) -> None:
     assert accuracy({"outputs": ["A"]}, [response]) == {"accuracy": float(expected == "A")}
 
 
-def test_a_run_gives_a_score(
-    llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_gives_a_score(llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     keep(SOURCE, ROWS, tmp_path / "cache")
     kvbench.run(

@@ -87,9 +87,7 @@ def written(leaf: str, lexicon: str, items: list[str] | tuple[str, ...]) -> str:
 
 @pytest.mark.parametrize("lexicon", LEXICONS)
 @pytest.mark.parametrize("leaf", BENCHMARK.leaves)
-def test_the_answer_is_in_the_prompt_is_long_and_fits(
-    leaf: str, lexicon: str, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_the_answer_is_in_the_prompt_is_long_and_fits(leaf: str, lexicon: str, tokenizer: Any, tmp_path: Path) -> None:
     task = load(leaf, lexicon, tokenizer, tmp_path)
     assert (task.metric, task.higher_is_better, task.chance) == ("placed", True, 0.0)
     gold, reversed_, half = {}, {}, {}
@@ -133,9 +131,7 @@ def test_a_sample_depends_on_its_index_and_seed_alone(
     assert {r.context for r in other.requests}.isdisjoint(r.context for r in few.requests)
 
 
-def test_the_reference_model_is_asked_what_it_was_trained_on(
-    word_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_the_reference_model_is_asked_what_it_was_trained_on(word_tokenizer: Any, tmp_path: Path) -> None:
     known = set(grammar.VOCABULARY)
     wanted = {"longgen_list": (32, 128), "longgen_copy": (80, 81), "longgen_chain": (25, 26)}
     for leaf, (items, tokens) in wanted.items():
@@ -154,9 +150,7 @@ def test_the_reference_model_is_asked_what_it_was_trained_on(
 def test_short_lengths_have_fewer_items_and_then_none(word_tokenizer: Any, tmp_path: Path) -> None:
     counts = []
     for length in (512, 200, 120, 60):
-        (request,) = load(
-            "longgen_list", "reference", word_tokenizer, tmp_path, length=length, samples=1
-        ).requests
+        (request,) = load("longgen_list", "reference", word_tokenizer, tmp_path, length=length, samples=1).requests
         counts.append(len(request.target))
         assert used(request, word_tokenizer) <= length
     assert counts == [32, 18, 13, 6]
@@ -169,8 +163,7 @@ def test_short_lengths_have_fewer_items_and_then_none(word_tokenizer: Any, tmp_p
 def test_natural_answers_grow_with_the_length(bpe_tokenizer: Any, tmp_path: Path) -> None:
     for leaf in BENCHMARK.leaves:
         small, large = (
-            load(leaf, "natural", bpe_tokenizer, tmp_path, length=n, samples=1).requests[0]
-            for n in (600, 1800)
+            load(leaf, "natural", bpe_tokenizer, tmp_path, length=n, samples=1).requests[0] for n in (600, 1800)
         )
         assert 2 * len(small.target) < len(large.target)
         assert 1800 / 5 < large.max_new_tokens < 1800 / 3

@@ -42,9 +42,7 @@ def test_the_prompt_is_the_official_one(bpe_tokenizer: Any, tmp_path: Path) -> N
         "I will give you several history chats between you and a user. Please answer the question "
         f"based on the relevant chat history.\n\n\nHistory Chats:\n\n{history}\n\n"
     )
-    assert first.question == (
-        "Current Date: 2023/07/01 (Sat) 12:00\nQuestion: What is my mule called?\nAnswer:"
-    )
+    assert first.question == ("Current Date: 2023/07/01 (Sat) 12:00\nQuestion: What is my mule called?\nAnswer:")
     assert (first.max_new_tokens, first.until) == (500, ())
     notes = load("longmemeval_s_con", bpe_tokenizer, tmp_path).requests[0]
     assert notes.context.startswith(
@@ -61,14 +59,10 @@ def test_types_take_turns(bpe_tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"question_type": kind, "question_id": i} for i, kind in enumerate("aabbbc")]
     assert [row["question_id"] for row in alternating(rows)] == [0, 2, 5, 1, 3, 4]
     requests = load("longmemeval_s", bpe_tokenizer, tmp_path).requests
-    assert sorted(r.extra["question_type"] for r in requests) == sorted(
-        row["question_type"] for row in RAW
-    )
+    assert sorted(r.extra["question_type"] for r in requests) == sorted(row["question_type"] for row in RAW)
 
 
-def test_every_question_is_judged_by_the_rubric_of_its_type(
-    bpe_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_every_question_is_judged_by_the_rubric_of_its_type(bpe_tokenizer: Any, tmp_path: Path) -> None:
     task = load("longmemeval_s", bpe_tokenizer, tmp_path)
     asks = task.asks({(r.sample_id, r.question_id, 0): " R \n" for r in task.requests})
     rows = alternating(RAW)
@@ -98,9 +92,7 @@ def test_accuracy_is_the_share_of_yes(bpe_tokenizer: Any, tmp_path: Path) -> Non
     assert judged({**gold, keys[0]: "Who knows", keys[3]: ""})[1] == pytest.approx(5 / 7)
 
 
-def test_a_run_from_end_to_end(
-    llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_from_end_to_end(llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     keep(SOURCE, RAW, tmp_path / "cache")
     grid = {"policy": "snapkv:window=8", "budget": "0.2", "model": llama_folder, "judge": "local"}

@@ -40,8 +40,7 @@ def test_scores_agree(name: str) -> None:
     rng = random.Random(name)
     found = []
     rows: list[dict[str, Any]] = [
-        json.loads(line)
-        for line in (FIXTURES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        json.loads(line) for line in (FIXTURES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     for row in rows:
         reference, metadata = row["reference_output"], row["metadata"]

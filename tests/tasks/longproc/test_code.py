@@ -23,9 +23,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", "0", "yes"])
-def test_no_code_runs_unless_it_is_allowed(
-    value: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_code_runs_unless_it_is_allowed(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(code.ALLOW, raising=False)
     if value is not None:
         monkeypatch.setenv(code.ALLOW, value)
@@ -79,9 +77,7 @@ def test_limits_of_time_memory_and_output(allowed: None, monkeypatch: pytest.Mon
 
 
 @needs_compiler
-def test_a_program_sees_none_of_the_users_environment(
-    allowed: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_sees_none_of_the_users_environment(allowed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     program = 'int main() { cout << (getenv("HF_TOKEN") ? "seen" : "none") << endl; }'
     assert code.passes(program, [[["x"], ["none"]]])

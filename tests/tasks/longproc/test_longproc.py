@@ -70,9 +70,7 @@ def test_prompts_are_the_official_ones(
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "pseudo_to_code_0.5k"])
-def test_the_references_are_right_and_others_are_not(
-    name: str, bpe_tokenizer: Any, cache: Path
-) -> None:
+def test_the_references_are_right_and_others_are_not(name: str, bpe_tokenizer: Any, cache: Path) -> None:
     task = load(name, bpe_tokenizer, cache)
     answers = [row["reference_output"] for row in raw(name)]
     if name == "path_traversal_0.5k":
@@ -84,9 +82,7 @@ def test_the_references_are_right_and_others_are_not(
     assert task.score(swapped)[1] == 0
 
 
-def test_answers_have_the_limits_of_the_official_configurations(
-    bpe_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_answers_have_the_limits_of_the_official_configurations(bpe_tokenizer: Any, tmp_path: Path) -> None:
     # HELMET at 4526dfb, longproc_addon/configs/*.yaml: generation_max_length 1024, 3072 and 10240.
     for length, tokens in (("0.5k", 1024), ("2k", 3072), ("8k", 10240)):
         keep(BENCHMARK.sources[f"longproc_countdown_{length}"][0], raw("countdown_0.5k"), tmp_path)

@@ -34,8 +34,7 @@ def task(bpe_tokenizer: Any, cache: Path) -> LmEvalTask:
 def test_prompts_and_the_fields_that_reports_group_by(task: LmEvalTask) -> None:
     for request, row in zip(task.requests, ROWS, strict=True):
         assert request.context + request.question == (
-            row["problem"]
-            + "\nPlease reason step by step, and put your final answer within \\boxed{}."
+            row["problem"] + "\nPlease reason step by step, and put your final answer within \\boxed{}."
         )
         assert request.extra == {
             "id": row["unique_id"],
@@ -62,9 +61,7 @@ def test_equivalent_answers_are_right(task: LmEvalTask) -> None:
     assert total == pytest.approx(6 / 12)
 
 
-def test_run(
-    llama_folder: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run(llama_folder: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(cache))
     run = kvbench.run(
         {

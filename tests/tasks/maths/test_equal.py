@@ -27,9 +27,7 @@ from kvbench_tasks.maths.equal import equal
         ("-3", "- 3"),
     ],
 )
-def test_texts_and_numbers_need_no_algebra(
-    gold: str, answer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_and_numbers_need_no_algebra(gold: str, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if (gold, answer) != ("-3", "- 3"):
         monkeypatch.setattr(module, "VERIFIER", lambda *_: pytest.fail("asked math-verify"))
     module.equal.cache_clear()

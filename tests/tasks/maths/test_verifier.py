@@ -55,22 +55,16 @@ def test_threads_get_their_own_answers(verify: Verifier) -> None:
     assert said == {i: i % 2 == 1 for i in range(8)}
 
 
-def test_a_verifier_that_does_not_start_is_a_one_line_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verifier_that_does_not_start_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "worker.py"
     broken.write_text("print('ModuleNotFoundError: No module named math_verify')")
     monkeypatch.setattr(module, "_WORKER", broken)
-    with pytest.raises(
-        UserError, match=r"does not start: ModuleNotFoundError.*pip install"
-    ) as info:
+    with pytest.raises(UserError, match=r"does not start: ModuleNotFoundError.*pip install") as info:
         Verifier()("1", "2")
     assert "\n" not in str(info.value)
 
 
-def test_the_process_ends_itself_where_nobody_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_ends_itself_where_nobody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a `kill -9` of the run: the comparison goes on, but not for ever."""
     hasty = tmp_path / "worker.py"
     hasty.write_text(module._WORKER.read_text().replace("_SECONDS = 60", "_SECONDS = 1"))

@@ -94,7 +94,5 @@ def test_what_the_authors_code_cannot_read_or_evaluate_has_no_value(text: str) -
         ("x", "y", False),
     ],
 )
-def test_answers_are_equal_as_text_as_tuples_or_to_two_decimals(
-    reference: str, answer: str, equal: bool
-) -> None:
+def test_answers_are_equal_as_text_as_tuples_or_to_two_decimals(reference: str, answer: str, equal: bool) -> None:
     assert is_equal(reference, answer) is equal

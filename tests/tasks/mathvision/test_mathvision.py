@@ -44,9 +44,7 @@ def raw() -> list[dict[str, Any]]:
 def test_it_is_asked_and_scored_as_lmms_eval_does(kind: str, tmp_path: Path) -> None:
     keep(SOURCES[LEAF], raw(), tmp_path)
     task = load_task(VARIANT, LMMS_EVAL, tmp_path, kind)
-    own = lmms.evaluated(
-        "mathvision/mathvision_testmini.yaml", raw(), ANSWERS, tmp_path / "disk", kind
-    )
+    own = lmms.evaluated("mathvision/mathvision_testmini.yaml", raw(), ANSWERS, tmp_path / "disk", kind)
     scores = lmms.compare(task, LMMS_EVAL, own, ANSWERS, kind)
     correct = [s["mathvision_standard_eval"]["scores"][0] for s in own.samples]
     assert list(scores.values()) == correct
@@ -77,9 +75,7 @@ def test_surds_and_pi_are_right_as_the_authors_have_it_and_wrong_as_lmms_eval_ha
 
 
 @lmms.needs_lmms_eval
-def test_an_endless_expression_is_wrong_and_does_not_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endless_expression_is_wrong_and_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(SOURCES[LEAF], raw(), tmp_path)
     task = load_task(LEAF, BENCHMARK, tmp_path)
     keys = {(r.sample_id, r.question_id, 0): ANSWERS[r.doc_id] for r in task.requests}

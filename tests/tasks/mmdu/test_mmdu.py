@@ -30,9 +30,7 @@ COLORS = ("red", "blue", "green")
 
 
 def raw() -> list[dict[str, Any]]:
-    said = [
-        part for question, answer in SAID for part in (("user", question), ("assistant", answer))
-    ]
+    said = [part for question, answer in SAID for part in (("user", question), ("assistant", answer))]
     first = {
         "id": "wit_1",
         "image": [f"/mmdu_pics/{name}" for name in NAMES],

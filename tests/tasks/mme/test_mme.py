@@ -43,8 +43,5 @@ def test_it_is_asked_and_scored_as_lmms_eval_does(leaf: str, tmp_path: Path) -> 
     assert list(scores.values()) == [s[task.metric]["score"] for s in own.samples]
     # Both questions about an image share its context.
     assert [r.question_id for r in task.requests] == [0, 1] * (len(rows) // 2)
-    pairs = [
-        (100 * (a + b) / 2) + 100 * (a + b == 2)
-        for a, b in zip(*[iter(scores.values())] * 2, strict=True)
-    ]
+    pairs = [(100 * (a + b) / 2) + 100 * (a + b == 2) for a, b in zip(*[iter(scores.values())] * 2, strict=True)]
     assert own.results[task.metric] == sum(pairs)  # every category has one image here

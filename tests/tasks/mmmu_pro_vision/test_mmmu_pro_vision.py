@@ -24,9 +24,7 @@ def raw() -> list[dict[str, Any]]:
             "answer": gold,
             "subject": subject,
         }
-        for i, (color, gold, subject) in enumerate(
-            zip(("red", "blue", "green"), "JBB", subjects, strict=True)
-        )
+        for i, (color, gold, subject) in enumerate(zip(("red", "blue", "green"), "JBB", subjects, strict=True))
     ]
 
 

@@ -68,9 +68,7 @@ def test_more_samples_extend_fewer(word_tokenizer: Any, tmp_path: Path) -> None:
     assert few.data_hash == many.data_hash
 
 
-def test_the_reference_model_answers_most_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reference_model_answers_most_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     grid = {"policy": "snapkv", "budget": "0.2", "task": "niah_hard", "length": 512}
     run = kvbench.run({**grid, "samples": 8, "out": str(tmp_path / "run")})

@@ -70,9 +70,7 @@ def test_the_metric_is_nats_per_token() -> None:
     assert nll({}, ['{"nll": 12.0, "tokens": 8}']) == {"nll_per_token": 1.5}
 
 
-@pytest.mark.parametrize(
-    ("leaf", "moment", "budget"), [("pg19", "context", "0.2"), ("pg19_stream", "decode", "24")]
-)
+@pytest.mark.parametrize(("leaf", "moment", "budget"), [("pg19", "context", "0.2"), ("pg19_stream", "decode", "24")])
 def test_a_run_from_end_to_end(
     leaf: str,
     moment: str,

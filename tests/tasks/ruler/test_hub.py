@@ -53,10 +53,7 @@ HOTPOT = [
     }
     for i in range(12)
 ]
-ESSAYS = [
-    {"text": text}
-    for text in ("Work is good. Is it? Yes! " * 40, "Hackers   and\n\npainters paint. " * 40)
-]
+ESSAYS = [{"text": text} for text in ("Work is good. Is it? Yes! " * 40, "Hackers   and\n\npainters paint. " * 40)]
 
 
 def load(leaf: str, tokenizer: Any, cache: Path, **changes: Any) -> LmEvalTask:

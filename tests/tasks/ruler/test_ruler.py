@@ -57,14 +57,10 @@ def rulers_prompt(lines: list[str]) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("length", [4096, 8192])
-def test_variable_tracking_is_rulers_to_the_character(
-    length: int, bpe_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_variable_tracking_is_rulers_to_the_character(length: int, bpe_tokenizer: Any, tmp_path: Path) -> None:
     for request in load("vt", bpe_tokenizer, tmp_path, length=length).requests:
         asked = request.context + request.question
-        example, body = (
-            part.split("\nQuestion: ")[0].split("\n") for part in asked.split("text.\n\n")[1:]
-        )
+        example, body = (part.split("\nQuestion: ")[0].split("\n") for part in asked.split("text.\n\n")[1:])
         solved, answers = rulers_prompt(example)
         prompt, variables = rulers_prompt(body)
         # `icl_example['input'] + " " + icl_example_out + '\n'`, and one more line feed.
@@ -77,9 +73,7 @@ def test_variable_tracking_is_rulers_to_the_character(
         assert 500 - len(bpe_tokenizer(NOISE + "\n")["input_ids"]) < tokens <= 500
 
 
-def test_the_example_of_variable_tracking_takes_an_eighth_of_a_short_length(
-    bpe_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_the_example_of_variable_tracking_takes_an_eighth_of_a_short_length(bpe_tokenizer: Any, tmp_path: Path) -> None:
     for length in (2400, 3200):
         (request,) = load("vt", bpe_tokenizer, tmp_path, length=length, samples=1).requests
         solved = request.context.split("they are: ")[0] + "they are: "
@@ -137,9 +131,7 @@ def test_the_example_of_common_words_is_a_turn_where_there_is_a_chat_template(
     assert 2048 - 64 < len(head) + len(tail) + chat.max_new_tokens <= 2048
 
 
-def test_beyond_its_words_the_task_is_left_out_rather_than_short(
-    word_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_beyond_its_words_the_task_is_left_out_rather_than_short(word_tokenizer: Any, tmp_path: Path) -> None:
     load("cwe", word_tokenizer, tmp_path, length=45_000, samples=1)
     with pytest.raises(LeftOut, match=r"^its 8,\d+ words fill only \d+ of the 60000 tokens"):
         load("cwe", word_tokenizer, tmp_path, length=60_000, samples=1)

@@ -11,9 +11,7 @@ from kvbench_tasks.scbench.repoqa import extract, similarity
 
 
 def got(kind: str, response: str, *outputs: str, **fields: Any) -> float:
-    return score({"kind": f"scbench_{kind}", "outputs": list(outputs), **fields}, [response])[
-        "score"
-    ]
+    return score({"kind": f"scbench_{kind}", "outputs": list(outputs), **fields}, [response])["score"]
 
 
 def test_retrieval_needs_the_exact_string() -> None:
@@ -74,9 +72,7 @@ def test_numbers() -> None:
 
 def test_summaries_are_rouge_l_over_lines() -> None:
     # 3 of 4 words of the response in order in the 5 of the answer: P = 3/4, R = 3/5, F = 2/3.
-    assert got("summary", "mules carry old letters", "the mules carry grey letters") == (
-        pytest.approx(2 / 3)
-    )
+    assert got("summary", "mules carry old letters", "the mules carry grey letters") == (pytest.approx(2 / 3))
     assert got("summary", "", "mules") == 0
 
 
@@ -96,9 +92,7 @@ def test_the_function_must_be_the_most_similar_and_similar_enough() -> None:
 def test_similarity_is_bleu() -> None:
     assert similarity("a b c d", "a b c d") == 1
     # 1- to 4-grams shared: 4/5, 3/4, 2/3, 1/2; no brevity penalty at equal lengths.
-    assert similarity("a b c d x", "a b c d e") == pytest.approx(
-        (4 / 5 * 3 / 4 * 2 / 3 / 2) ** 0.25
-    )
+    assert similarity("a b c d x", "a b c d e") == pytest.approx((4 / 5 * 3 / 4 * 2 / 3 / 2) ** 0.25)
 
 
 def test_code_is_taken_out_of_its_block() -> None:

@@ -44,9 +44,7 @@ def whole(request: Request) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_turn_is_a_question_about_one_context(
-    name: str, bpe_tokenizer: Any, cache: Path
-) -> None:
+def test_every_turn_is_a_question_about_one_context(name: str, bpe_tokenizer: Any, cache: Path) -> None:
     task = load(f"scbench_{name}", bpe_tokenizer, cache)
     rows = raw(name)
     assert len(task.requests) == sum(len(row["multi_turns"]) for row in rows)
@@ -101,9 +99,7 @@ def test_the_prompts_are_the_official_ones(bpe_tokenizer: Any, cache: Path) -> N
     )
     chinese = load("scbench_qa_chn", bpe_tokenizer, cache).requests
     row = raw("qa_chn")[0]
-    assert whole(chinese[0]) == (
-        f"阅读以下书籍然后回答问题。\n\n{row['context']}\n\n问题：谁每天送信？\n答案："
-    )
+    assert whole(chinese[0]) == (f"阅读以下书籍然后回答问题。\n\n{row['context']}\n\n问题：谁每天送信？\n答案：")
 
 
 def test_math_find_names_the_number_to_find(bpe_tokenizer: Any, cache: Path) -> None:
@@ -125,8 +121,7 @@ def test_math_find_names_the_number_to_find(bpe_tokenizer: Any, cache: Path) -> 
 
 def test_limits_and_mixed_tasks(bpe_tokenizer: Any, cache: Path) -> None:
     limits = {
-        name: [r.max_new_tokens for r in load(f"scbench_{name}", bpe_tokenizer, cache).requests[:2]]
-        for name in NAMES
+        name: [r.max_new_tokens for r in load(f"scbench_{name}", bpe_tokenizer, cache).requests[:2]] for name in NAMES
     }
     assert limits == {
         "kv": [150, 150],
@@ -152,10 +147,7 @@ def test_reference_answers_score_one(name: str, bpe_tokenizer: Any, cache: Path)
         task = load(f"{mode}_{name}", bpe_tokenizer, cache)
         gold = {(r.sample_id, r.question_id, 0): " ".join(r.target[:3]) for r in task.requests}
         if "repoqa" in name:
-            gold = {
-                (r.sample_id, r.question_id, 0): f"Here:\n```python\n{r.target[0]}\n```"
-                for r in task.requests
-            }
+            gold = {(r.sample_id, r.question_id, 0): f"Here:\n```python\n{r.target[0]}\n```" for r in task.requests}
         if name == "choice_eng":
             gold = {(r.sample_id, r.question_id, 0): f" {r.target[1]}." for r in task.requests}
         assert task.score(gold)[1] == pytest.approx(1)
@@ -173,9 +165,7 @@ def test_a_chat_template_gives_real_turns(bpe_tokenizer: Any, cache: Path) -> No
             messages += [{"role": "user", "content": told}]
             if number < request.turn:
                 messages += [{"role": "assistant", "content": turn["answer"]}]
-        assert whole(request) == bpe_tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        assert whole(request) == bpe_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def test_only_real_models_can_read_it(bpe_tokenizer: Any, cache: Path, tmp_path: Path) -> None:
@@ -185,9 +175,7 @@ def test_only_real_models_can_read_it(bpe_tokenizer: Any, cache: Path, tmp_path:
         load("scbench_kv", bpe_tokenizer, tmp_path)
 
 
-def test_a_run_from_end_to_end(
-    llama_folder: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_from_end_to_end(llama_folder: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(cache))
     base = {"policy": "snapkv:window=8", "budget": "0.2", "model": llama_folder, "samples": 2}
     turns = {"task": "scbench_mf", "moment": "context,turns", "out": str(tmp_path / "turns")}

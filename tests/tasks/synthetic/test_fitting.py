@@ -10,17 +10,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.errors import UserError
-from kvbench_tasks.synthetic.fitting import Doc, Plan, Streams, apart, fewer, fit, scatter, shuffle
+from kvbench_tasks.synthetic.fitting import (
+    Doc,
+    HaystackPlan,
+    Streams,
+    apart,
+    fewer,
+    fit,
+    scatter,
+    shuffle,
+)
 
 
-def plan(cost: list[int], least: int = 0, answer: int = 3) -> Plan:
+def plan(cost: list[int], least: int = 0, answer: int = 3) -> HaystackPlan:
     """Units of given costs, written as so many letters."""
 
     def build(n: int) -> Doc:
         letters = "x" * sum(cost[:n])
         return {"context": letters, "question": "??", "max_new_tokens": answer, "n": n}
 
-    return Plan(build, min_units=least, max_units=len(cost))
+    return HaystackPlan(build, min_units=least, max_units=len(cost))
 
 
 def letters(context: str, question: str, gen_prefix: str = "") -> int:

@@ -63,9 +63,7 @@ def test_prompts_hold_their_answers_and_fill_their_length(
     assert [r.sample_id.partition("-d")[0] for r in task.requests] == ["0", "1", "2", "3"]
     assert len({r.context_id for r in task.requests}) == 4
     for request in task.requests:
-        assert sorted(solve(leaf, lexicon, request.context, request.question)) == sorted(
-            request.target
-        )
+        assert sorted(solve(leaf, lexicon, request.context, request.question)) == sorted(request.target)
         assert all(answer in request.context for answer in request.target)
         total = used(request, tokenizer)
         # A unit of the haystack is a word, a needle, or RULER's line of noise.
@@ -103,9 +101,7 @@ def test_a_sample_depends_on_its_index_and_seed_alone(
 
 @pytest.mark.parametrize("lexicon", LEXICONS)
 @pytest.mark.parametrize("leaf", [leaf for leaf in LEAVES if leaf.startswith("niah")])
-def test_a_key_occurs_only_where_it_is_stated(
-    leaf: str, lexicon: str, word_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_key_occurs_only_where_it_is_stated(leaf: str, lexicon: str, word_tokenizer: Any, tmp_path: Path) -> None:
     for request in load(leaf, lexicon, word_tokenizer, tmp_path).requests:
         known = facts(lexicon, request.context)
         asked = keys_asked(lexicon, request.question)
@@ -162,9 +158,7 @@ def test_common_words_have_rulers_ratio(word_tokenizer: Any, tmp_path: Path) -> 
 def test_a_worked_example_is_given_where_it_fits(bpe_tokenizer: Any, tmp_path: Path) -> None:
     for leaf, mark in (("vt", "Memorize and track"), ("cwe", "Below is a numbered")):
         for length, times in ((512, 1), (3000, 2)):
-            for request in load(
-                leaf, "natural", bpe_tokenizer, tmp_path, length=length, samples=1
-            ).requests:
+            for request in load(leaf, "natural", bpe_tokenizer, tmp_path, length=length, samples=1).requests:
                 assert request.context.count(mark) == times
                 assert used(request, bpe_tokenizer) <= length
 
@@ -221,27 +215,19 @@ def test_another_release_of_the_words_is_other_data(
 
 
 @pytest.mark.parametrize("leaf", ["niah_multivalue", "cwe", "fwe"])
-def test_a_length_that_is_too_short_is_a_one_line_error(
-    leaf: str, bpe_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_length_that_is_too_short_is_a_one_line_error(leaf: str, bpe_tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^{leaf} does not fit into --length 100 .*least \d+$"):
         load(leaf, "natural", bpe_tokenizer, tmp_path, length=100)
 
 
 def test_long_haystacks_do_not_run_out_of_words(word_tokenizer: Any, tmp_path: Path) -> None:
     for leaf in ("niah_multikey_2", "niah_multikey_3", "cwe", "fwe"):
-        (request,) = load(
-            leaf, "reference", word_tokenizer, tmp_path, length=8192, samples=1
-        ).requests
+        (request,) = load(leaf, "reference", word_tokenizer, tmp_path, length=8192, samples=1).requests
         assert used(request, word_tokenizer) == 8192
-        assert sorted(solve(leaf, "reference", request.context, request.question)) == sorted(
-            request.target
-        )
+        assert sorted(solve(leaf, "reference", request.context, request.question)) == sorted(request.target)
 
 
-def test_a_random_llama_answers(
-    bpe_tokenizer: Any, tiny_llama: LlamaForCausalLM, tmp_path: Path
-) -> None:
+def test_a_random_llama_answers(bpe_tokenizer: Any, tiny_llama: LlamaForCausalLM, tmp_path: Path) -> None:
     import torch
 
     task = load("vt", "natural", bpe_tokenizer, tmp_path, samples=1)

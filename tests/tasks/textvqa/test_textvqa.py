@@ -36,9 +36,7 @@ def test_it_is_asked_and_scored_as_lmms_eval_does(tmp_path: Path) -> None:
     keep(SOURCE, raw(), tmp_path)
     task = load_task("textvqa_val", BENCHMARK, tmp_path)
     only = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
-    own = lmms.evaluated(
-        "textvqa/textvqa_val.yaml", raw(), ANSWERS, tmp_path / "disk", metric_list=only
-    )
+    own = lmms.evaluated("textvqa/textvqa_val.yaml", raw(), ANSWERS, tmp_path / "disk", metric_list=only)
     scores = lmms.compare(task, BENCHMARK, own, ANSWERS)
     assert list(scores.values()) == pytest.approx([s["exact_match"] for s in own.samples])
     assert own.results["exact_match"] == pytest.approx(sum(scores.values()) / 3)

@@ -71,9 +71,7 @@ def test_a_response_is_compared_with_true_and_false_references(task: LmEvalTask)
     assert task.score(false)[1] == 0
 
 
-def test_a_run_from_end_to_end(
-    llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_from_end_to_end(llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     keep(SOURCE, RAW, tmp_path / "cache")
     grid = {"policy": "snapkv:window=8", "budget": "0.2", "task": "truthfulqa_gen"}

@@ -28,9 +28,7 @@ def raw() -> list[dict[str, Any]]:
             "link_selected": "https://example.org",
             "question_type": kind,
         }
-        for i, (subject, (kind, gold)) in enumerate(
-            zip(("Art_Theory", "Math", "Music"), kinds, strict=True)
-        )
+        for i, (subject, (kind, gold)) in enumerate(zip(("Art_Theory", "Math", "Music"), kinds, strict=True))
     ]
 
 
@@ -38,9 +36,7 @@ def raw() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("leaf", BENCHMARK.leaves)
 def test_it_is_asked_and_scored_as_lmms_eval_does(leaf: str, tmp_path: Path) -> None:
     folder = Path(os.environ["HF_HOME"], "video_mmmu")
-    for i, (subject, place) in enumerate(
-        (("Art_Theory", "Art"), ("Math", "Science"), ("Music", "Art"))
-    ):
+    for i, (subject, place) in enumerate((("Art_Theory", "Art"), ("Math", "Science"), ("Music", "Art"))):
         lmms.write_video(folder / place / f"validation_{subject}_{i}.mp4", 4 + i)
     keep(SOURCES[leaf], raw(), tmp_path)
     task = load_task(leaf, BENCHMARK, tmp_path)

@@ -49,9 +49,7 @@ def ragged_attention(
                 int(start[batch_index, head_index]),
                 int(start[batch_index, head_index] + length[batch_index, head_index]),
             )
-            power_sums = query.new_zeros(
-                len(powers), segment_rows.stop - segment_rows.start, group_size
-            )
+            power_sums = query.new_zeros(len(powers), segment_rows.stop - segment_rows.start, group_size)
             for group_index in range(group_size):
                 for query_index in range(query_count):
                     is_visible = col[segment_rows] <= first + query_index

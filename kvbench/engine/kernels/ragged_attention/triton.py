@@ -38,7 +38,7 @@ NOTHING = tl.constexpr(-1e30)
 """Largest logit of no entries: finite, so that differences are."""
 
 
-class Tile(NamedTuple):
+class AttentionTile(NamedTuple):
     """Rows of queries and entries of a block, warps, stages of the pipeline."""
 
     queries: int
@@ -50,15 +50,15 @@ class Tile(NamedTuple):
 # Of up to 16 rows of queries, the least that a tensor core multiplies, and of more. Chosen by
 # register and shared memory use; not timed on a GPU.
 HALF = {
-    64: (Tile(16, 64, 4, 3), Tile(64, 64, 4, 3)),
-    128: (Tile(16, 64, 4, 3), Tile(64, 64, 8, 3)),
-    256: (Tile(16, 32, 4, 3), Tile(64, 32, 8, 3)),
+    64: (AttentionTile(16, 64, 4, 3), AttentionTile(64, 64, 4, 3)),
+    128: (AttentionTile(16, 64, 4, 3), AttentionTile(64, 64, 8, 3)),
+    256: (AttentionTile(16, 32, 4, 3), AttentionTile(64, 32, 8, 3)),
 }
 """For 16-bit K and V, by head dimension, rounded up to a power of 2, at least 64."""
 SINGLE = {
-    64: (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3)),
-    128: (Tile(16, 32, 4, 3), Tile(32, 32, 8, 3)),
-    256: (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
+    64: (AttentionTile(16, 32, 4, 3), AttentionTile(32, 32, 4, 3)),
+    128: (AttentionTile(16, 32, 4, 3), AttentionTile(32, 32, 8, 3)),
+    256: (AttentionTile(16, 32, 8, 2), AttentionTile(16, 16, 8, 2)),
 }
 """For float32."""
 SPLIT, SMALL_SPLIT = 256, 64
@@ -294,9 +294,7 @@ def ragged_attention(
     )  # fmt: skip
     if not whole:
         parts, lse = lse, torch.empty(segments, rows, device=query.device)
-        combine[(segments, rows)](
-            part, parts, length, out, lse, n, split, splits, **size, BS=PARTS, num_warps=4
-        )
+        combine[(segments, rows)](part, parts, length, out, lse, n, split, splits, **size, BS=PARTS, num_warps=4)
     if powers and entries:
         lse = lse.view(batch, heads, n, group)
         if valid is not None:
@@ -315,7 +313,7 @@ def _wide(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def _tile(rows: int, itemsize: int, wide: int) -> Tile:
+def _tile(rows: int, itemsize: int, wide: int) -> AttentionTile:
     """The tile for `n G` rows of queries."""
     few, many = (HALF if itemsize == 2 else SINGLE)[max(wide, 64)]
     tile = few if rows <= few.queries else many

@@ -124,9 +124,7 @@ def _within(decay_rates: Tensor, block_mask: Tensor) -> Tensor:
     """Contribution of the entries of a step's own block, pair by pair."""
     retained = block_mask.to(decay_rates.dtype).expand(decay_rates.shape).clone()
     for distance in range(1, BLOCK):
-        retained[..., distance:] += (
-            (decay_rates[..., :-distance] * -distance).exp_().mul_(block_mask[..., :-distance])
-        )
+        retained[..., distance:] += (decay_rates[..., :-distance] * -distance).exp_().mul_(block_mask[..., :-distance])
     return retained
 
 
@@ -135,9 +133,7 @@ def _states(decay_rates: Tensor, block_mask: Tensor, panel_ends: Tensor, nodes: 
     panel_indices, node_weights = weights(decay_rates, panel_ends)
     steps_left = torch.arange(BLOCK - 1, -1, -1, device=decay_rates.device)[:, None]
     node_weights = (
-        node_weights
-        * (-steps_left * nodes[panel_indices]).exp_()
-        * (block_mask & (decay_rates <= TOP))[..., None]
+        node_weights * (-steps_left * nodes[panel_indices]).exp_() * (block_mask & (decay_rates <= TOP))[..., None]
     )
     slot_indices = panel_indices[..., None] * NODES + torch.arange(NODES, device=decay_rates.device)
     states = decay_rates.new_zeros(*decay_rates.shape[:-1], nodes.numel())

@@ -77,9 +77,7 @@ def capacity_loss(
     excess = (retained - limit).relu().sum((1, 2), dtype=torch.float64)
     token_counts = (length - first_steps).double()
     head_share = head_count if is_global or reduce == "mean" else 1
-    loss_scale = torch.where(
-        token_counts > budget, 1 / (token_counts * (token_counts - budget) * head_share), 0.0
-    )
+    loss_scale = torch.where(token_counts > budget, 1 / (token_counts * (token_counts - budget) * head_share), 0.0)
     return (excess * loss_scale).mean().to(log_beta.dtype)
 
 
@@ -179,9 +177,7 @@ def find_runs(gradient: Tensor, run_limit: int) -> tuple[Tensor, Tensor, Tensor]
     is_nonzero = gradient != 0
     run_opens = is_nonzero & torch.cat([edge_mask, changes], -1)
     run_closes = is_nonzero & torch.cat([changes, edge_mask], -1)
-    step_indices = torch.arange(length, dtype=torch.int32, device=gradient.device).expand(
-        gradient.shape
-    )
+    step_indices = torch.arange(length, dtype=torch.int32, device=gradient.device).expand(gradient.shape)
 
     def listed(run_marks: Tensor, step_values: Tensor) -> Tensor:
         run_slots = torch.where(run_marks, run_marks.cumsum(-1) - 1, run_limit).clamp_max(run_limit)
@@ -201,9 +197,7 @@ def _blocks(log_beta: Tensor, first_steps: Tensor) -> tuple[Tensor, Tensor]:
     padded_length = -(-length // BLOCK) * BLOCK
     step_indices = torch.arange(padded_length, device=log_beta.device)
     inside_mask = ((step_indices >= first_steps[:, None]) & (step_indices < length))[:, None]
-    log_rates = torch.nn.functional.pad(log_beta, (0, padded_length - length)).masked_fill(
-        ~inside_mask, 0.0
-    )
+    log_rates = torch.nn.functional.pad(log_beta, (0, padded_length - length)).masked_fill(~inside_mask, 0.0)
     return log_rates.unflatten(-1, (-1, BLOCK)), inside_mask.unflatten(-1, (-1, BLOCK))
 
 
@@ -219,13 +213,11 @@ def _sums(log_beta: Tensor, first_steps: Tensor) -> Tensor:
             inside_mask[:, :, block_index, None],
         )
         visible_mask = (age_matrix >= 0) & block_mask
-        retained[:, :, block_index] += torch.where(
-            visible_mask, exp_(age_matrix.clamp_min(0) * block_rates), 0.0
-        ).sum(-1)
+        retained[:, :, block_index] += torch.where(visible_mask, exp_(age_matrix.clamp_min(0) * block_rates), 0.0).sum(
+            -1
+        )
         exponents = (
-            torch.arange(1, log_rates.shape[2] - block_index, device=offsets.device)[:, None]
-            * BLOCK
-            - offsets
+            torch.arange(1, log_rates.shape[2] - block_index, device=offsets.device)[:, None] * BLOCK - offsets
         ) * block_rates
         # [B, R, later blocks, entries]
         far_weights = exp_(exponents).masked_fill_(~block_mask, 0.0)
@@ -237,9 +229,7 @@ def _backward_direct(gradient: Tensor, log_beta: Tensor, first_steps: Tensor) ->
     """`capacity_sums_backward` for any gradient, block by block of entries."""
     log_rates, inside_mask = _blocks(log_beta, first_steps)
     block_count = log_rates.shape[2]
-    gradient_blocks = torch.nn.functional.pad(
-        gradient, (0, block_count * BLOCK - gradient.shape[-1])
-    )
+    gradient_blocks = torch.nn.functional.pad(gradient, (0, block_count * BLOCK - gradient.shape[-1]))
     gradient_blocks = gradient_blocks.unflatten(-1, (-1, BLOCK))
     rate_gradient = torch.zeros_like(log_rates)
     offsets = torch.arange(BLOCK, device=log_rates.device)
@@ -247,19 +237,12 @@ def _backward_direct(gradient: Tensor, log_beta: Tensor, first_steps: Tensor) ->
     for block_index in range(block_count):
         block_rates = log_rates[:, :, block_index, None]
         rate_gradient[:, :, block_index] += (
-            gradient_blocks[:, :, block_index, :, None]
-            * age_matrix
-            * exp_(age_matrix * block_rates)
+            gradient_blocks[:, :, block_index, :, None] * age_matrix * exp_(age_matrix * block_rates)
         ).sum(-2)
-        distances = (
-            torch.arange(1, block_count - block_index, device=offsets.device)[:, None] * BLOCK
-            - offsets
-        )
+        distances = torch.arange(1, block_count - block_index, device=offsets.device)[:, None] * BLOCK - offsets
         near_weights = exp_(offsets[:, None] * block_rates)
         later_gradient = gradient_blocks[:, :, block_index + 1 :]
-        later_terms = distances * (later_gradient @ near_weights) + later_gradient @ (
-            offsets[:, None] * near_weights
-        )
+        later_terms = distances * (later_gradient @ near_weights) + later_gradient @ (offsets[:, None] * near_weights)
         rate_gradient[:, :, block_index] += (exp_(distances * block_rates) * later_terms).sum(-2)
     rate_gradient = rate_gradient.masked_fill_(~inside_mask, 0.0)
     return rate_gradient.flatten(2)[..., : log_beta.shape[-1]].contiguous()

@@ -30,11 +30,7 @@ def capacity_loss(
     sequences = log_beta.flatten(1, -2)
     losses = []
     for batch_index in range(len(sequences)):
-        sequence = (
-            sequences[batch_index]
-            if valid is None
-            else sequences[batch_index][:, valid[batch_index]]
-        )
+        sequence = sequences[batch_index] if valid is None else sequences[batch_index][:, valid[batch_index]]
         head_count, length = sequence.shape
         if length <= budget:
             losses.append(sequence.sum() * 0)

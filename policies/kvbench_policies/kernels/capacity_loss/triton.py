@@ -172,9 +172,7 @@ def sums(log_beta: Tensor, start: Tensor) -> Tensor:
 
 
 @on_its_device
-def backward(
-    grad: Tensor, log_beta: Tensor, start: Tensor, runs: tuple[Tensor, Tensor, Tensor]
-) -> Tensor:
+def backward(grad: Tensor, log_beta: Tensor, start: Tensor, runs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """Gradient of `sums`, float32 `[B, R, T]`.
 
     Args:

@@ -38,13 +38,10 @@ def global_select(
         UserError: The shapes differ.
     """
     arguments = {"score": score, "position": position, "valid": valid}
-    for argument_name, tensor in (
-        arguments.items() if protect is None else (arguments | {"protect": protect}).items()
-    ):
+    for argument_name, tensor in arguments.items() if protect is None else (arguments | {"protect": protect}).items():
         if tensor.dim() != 3 or tensor.shape != score.shape:
             raise UserError(
-                f"{argument_name} is {list(tensor.shape)}, score {list(score.shape)}; "
-                "use [B, K, n] for all"
+                f"{argument_name} is {list(tensor.shape)}, score {list(score.shape)}; use [B, K, n] for all"
             )
     if protect is None:
         protect = torch.zeros_like(valid, dtype=torch.int8)
@@ -68,8 +65,7 @@ def select_largest(key: Tensor, count: Tensor) -> Tensor:
     """
     if key.dim() != 3 or key.dtype != torch.int64 or count.shape != key.shape[:1]:
         raise UserError(
-            f"key is {key.dtype} {list(key.shape)} and count {list(count.shape)} instead of int64 "
-            "[B, K, n] and [B]"
+            f"key is {key.dtype} {list(key.shape)} and count {list(count.shape)} instead of int64 [B, K, n] and [B]"
         )
     keep_mask: Tensor = largest(key, count)
     return keep_mask

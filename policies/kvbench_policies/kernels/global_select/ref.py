@@ -22,12 +22,8 @@ def global_select(
 
         def rank_key(entry: Sequence[int], batch_index: int = batch_index) -> tuple[float, ...]:
             row_index, entry_index = entry
-            entry_class = (
-                0 if protect is None else int(protect[batch_index, row_index, entry_index])
-            )
-            score_value = (
-                float(score[batch_index, row_index, entry_index]) if entry_class <= 1 else 0.0
-            )
+            entry_class = 0 if protect is None else int(protect[batch_index, row_index, entry_index])
+            score_value = float(score[batch_index, row_index, entry_index]) if entry_class <= 1 else 0.0
             column = int(position[batch_index, row_index, entry_index])
             return -entry_class, -score_value, column if entry_class == 3 else -column, row_index
 

@@ -153,9 +153,7 @@ def compiled(arch: int) -> Iterator[Compiled]:
             variant=bits == 10,
         )
     segments = {**state, "KEY": "*i64", "n": "i32"}
-    yield Compiled(
-        f"global_select tally w{WARPS}", tally, {**segments, "EQUAL": "*i64"}, {"B": BLOCK}, WARPS
-    )
+    yield Compiled(f"global_select tally w{WARPS}", tally, {**segments, "EQUAL": "*i64"}, {"B": BLOCK}, WARPS)
     yield Compiled(
         f"global_select mark w{WARPS}",
         mark,

@@ -76,9 +76,7 @@ def retention_attention(
         inputs = [torch.where(inside_mask, tensor, 0.0) for tensor in (q, k, v)]
         inputs.append(torch.where(valid[:, None], log_beta, 0.0))
     multiplicative = gating == "multiplicative"
-    outputs: Tensor = torch.ops.kvbench.retention_attention(
-        *inputs, first_steps, scale, multiplicative
-    )[0]
+    outputs: Tensor = torch.ops.kvbench.retention_attention(*inputs, first_steps, scale, multiplicative)[0]
     return outputs if valid is None else torch.where(inside_mask, outputs, 0.0)
 
 
@@ -90,13 +88,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_beta: Tensor, gating: str) -> No
     batch_size, head_count, length, head_dim = k.shape
     if (q.shape[0], *q.shape[2:]) != (batch_size, length, head_dim) or q.shape[1] % head_count:
         raise UserError(
-            f"q is {list(q.shape)} instead of "
-            f"[{batch_size}, multiple of {head_count}, {length}, {head_dim}]"
+            f"q is {list(q.shape)} instead of [{batch_size}, multiple of {head_count}, {length}, {head_dim}]"
         )
     if log_beta.shape != (batch_size, head_count, length):
-        raise UserError(
-            f"log_beta is {list(log_beta.shape)} instead of {[batch_size, head_count, length]}"
-        )
+        raise UserError(f"log_beta is {list(log_beta.shape)} instead of {[batch_size, head_count, length]}")
     if not q.dtype == k.dtype == v.dtype:
         raise UserError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; use one type")
     expected_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -142,12 +137,8 @@ def attend_backward(
     if by_triton(q) and q.shape[-1] <= LARGEST_DIM:
         from .triton import backward as run
 
-        return run(
-            gradient, q, k, v, log_beta, first_steps, outputs, log_sums, scale, multiplicative
-        )
-    return _backward(
-        gradient, q, k, v, log_beta, first_steps, outputs, log_sums, scale, multiplicative
-    )
+        return run(gradient, q, k, v, log_beta, first_steps, outputs, log_sums, scale, multiplicative)
+    return _backward(gradient, q, k, v, log_beta, first_steps, outputs, log_sums, scale, multiplicative)
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -190,9 +181,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor, _lse: Tensor) -> tuple[Tensor | None, ...]:
     # `lse` never leaves `retention_attention`, so its gradient is 0.
-    grads = torch.ops.kvbench.retention_attention_backward(
-        grad, *ctx.saved_tensors, ctx.scale, ctx.mult
-    )
+    grads = torch.ops.kvbench.retention_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.mult)
     return (*grads, None, None, None)
 
 
@@ -230,18 +219,12 @@ def _blocks(
         visible_mask = (age_matrix >= 0) & (step_indices[:key_count] >= first_steps[:, None, None])
         age_matrix = age_matrix.clamp_min_(0)
         products = queries[:, :, :, block_begin:key_count].flatten(2, 3) @ keys[:, :, :key_count].mT
-        products = products.mul_(scale).view(
-            batch_size, head_count, group_size, key_count - block_begin, key_count
-        )
+        products = products.mul_(scale).view(batch_size, head_count, group_size, key_count - block_begin, key_count)
         log_fades = (age_matrix * log_beta[:, :, None, :key_count])[:, :, None]
-        fade_factors = (
-            exp_(log_fades) if multiplicative else torch.ones_like(log_fades[..., :1, :1])
-        )
+        fade_factors = exp_(log_fades) if multiplicative else torch.ones_like(log_fades[..., :1, :1])
         logits = products * fade_factors if multiplicative else products + log_fades
         logits = logits.masked_fill_(~visible_mask[:, None, None], -torch.inf)
-        yield _Block(
-            slice(block_begin, key_count), key_count, age_matrix, products, fade_factors, logits
-        )
+        yield _Block(slice(block_begin, key_count), key_count, age_matrix, products, fade_factors, logits)
 
 
 def _attend(
@@ -286,15 +269,12 @@ def _backward(
     """`attend_backward` in torch."""
     keys, values = k.to(log_beta.dtype), v.to(log_beta.dtype)
     queries, output_gradient, results = (
-        tensor.to(log_beta.dtype).unflatten(1, (k.shape[1], -1))
-        for tensor in (q, gradient, outputs)
+        tensor.to(log_beta.dtype).unflatten(1, (k.shape[1], -1)) for tensor in (q, gradient, outputs)
     )
     delta = (output_gradient * results).sum(-1, keepdim=True)
     row_log_sums = log_sums.unflatten(1, (k.shape[1], -1))[..., None]
     query_gradient = torch.empty_like(queries)
-    key_gradient, value_gradient, rate_gradient = (
-        torch.zeros_like(tensor) for tensor in (keys, values, log_beta)
-    )
+    key_gradient, value_gradient, rate_gradient = (torch.zeros_like(tensor) for tensor in (keys, values, log_beta))
     for block in _blocks(queries, keys, log_beta, first_steps, scale, multiplicative):
         query_rows, key_count = block.rows, block.n
         attention = exp_(block.logit.sub_(row_log_sums[:, :, :, query_rows]))
@@ -304,19 +284,13 @@ def _backward(
         logit_gradient = logit_gradient.sub_(delta[:, :, :, query_rows]).mul_(attention)
         if multiplicative:
             logit_gradient = logit_gradient.mul_(block.fade)
-            rate_gradient[:, :, :key_count] += (logit_gradient * block.product * block.age).sum(
-                (2, 3)
-            )
+            rate_gradient[:, :, :key_count] += (logit_gradient * block.product * block.age).sum((2, 3))
         else:
             rate_gradient[:, :, :key_count] += (logit_gradient.sum(2) * block.age).sum(2)
         scaled_gradient = logit_gradient.mul_(scale).flatten(2, 3)
         mixed_keys = scaled_gradient @ keys[:, :, :key_count]
-        query_gradient[:, :, :, query_rows] = mixed_keys.view_as(
-            query_gradient[:, :, :, query_rows]
-        )
-        key_gradient[:, :, :key_count] += scaled_gradient.mT @ queries[:, :, :, query_rows].flatten(
-            2, 3
-        )
+        query_gradient[:, :, :, query_rows] = mixed_keys.view_as(query_gradient[:, :, :, query_rows])
+        key_gradient[:, :, :key_count] += scaled_gradient.mT @ queries[:, :, :, query_rows].flatten(2, 3)
     input_dtype = q.dtype
     return (
         query_gradient.flatten(1, 2).to(input_dtype),

@@ -285,9 +285,7 @@ def _table(kernel: Any, wide: bool, mult: bool) -> dict[int, Block]:
     """The block sizes of a kernel by architecture; `wide` above 64 dims."""
     if kernel is backward_keys and wide and mult:
         return BACKWARD_KEYS_WIDE_MULTIPLICATIVE
-    return {forward: FORWARD, backward_keys: BACKWARD_KEYS, backward_queries: BACKWARD_QUERIES}[
-        kernel
-    ]
+    return {forward: FORWARD, backward_keys: BACKWARD_KEYS, backward_queries: BACKWARD_QUERIES}[kernel]
 
 
 def _block(kernel: Any, q: Tensor, mult: bool) -> dict[str, int]:
@@ -354,9 +352,7 @@ def backward(
         *given, dk, dv, dlog_beta, length, scale, **shape, **block
     )
     block = _block(backward_queries, q, mult)
-    backward_queries[(triton.cdiv(length, block["BM"]), batch * heads)](
-        *given, dq, length, scale, **shape, **block
-    )
+    backward_queries[(triton.cdiv(length, block["BM"]), batch * heads)](*given, dq, length, scale, **shape, **block)
     return dq.to(kind), dk.to(kind), dv.to(kind), dlog_beta
 
 

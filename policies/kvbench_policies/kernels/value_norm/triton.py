@@ -29,7 +29,7 @@ from kvbench.engine.kernels.launch import (
 )
 
 
-class Tile(NamedTuple):
+class ValueNormTile(NamedTuple):
     """Tokens, output columns and head dimensions of a block, warps, stages of the pipeline."""
 
     tokens: int
@@ -41,14 +41,14 @@ class Tile(NamedTuple):
 
 # Chosen by register and shared memory use; not timed on a GPU.
 HALF = {
-    64: Tile(128, 128, 64, 8, 3),
-    128: Tile(128, 128, 128, 8, 3),
-    256: Tile(128, 64, 256, 8, 2),
+    64: ValueNormTile(128, 128, 64, 8, 3),
+    128: ValueNormTile(128, 128, 128, 8, 3),
+    256: ValueNormTile(128, 64, 256, 8, 2),
 }
 """For 16-bit values, by head dimension, rounded up to a power of 2, at least 64."""
-SINGLE = Tile(64, 64, 32, 8, 3)
+SINGLE = ValueNormTile(64, 64, 32, 8, 3)
 """For float32, and for 16-bit values of more than 256 dimensions."""
-SMALL = Tile(64, 32, 16, 4, 1)
+SMALL = ValueNormTile(64, 32, 16, 4, 1)
 """Of the interpreter, so that short tests have several."""
 
 
@@ -165,7 +165,7 @@ def _wide(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def _tile(itemsize: int, wide: int) -> Tile:
+def _tile(itemsize: int, wide: int) -> ValueNormTile:
     if interpreting():
         return SMALL
     tile = HALF[max(wide, 64)] if itemsize == 2 and wide <= 256 else SINGLE

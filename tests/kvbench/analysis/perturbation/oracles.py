@@ -85,9 +85,7 @@ class Eager:
 
     def __init__(self, folder: str) -> None:
         self.model = (
-            AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float64, attn_implementation="eager"
-            )
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
             .eval()
             .requires_grad_(False)
         )
@@ -118,12 +116,8 @@ class Eager:
 
         for index, module in enumerate(self.layers):
             handles += [
-                module.register_forward_pre_hook(
-                    lambda m, a, k, i=index: hide(i, a, k), with_kwargs=True
-                ),
-                module.register_forward_hook(
-                    lambda m, a, o, i=index: out.__setitem__(i, o[0][0, -1])
-                ),
+                module.register_forward_pre_hook(lambda m, a, k, i=index: hide(i, a, k), with_kwargs=True),
+                module.register_forward_hook(lambda m, a, o, i=index: out.__setitem__(i, o[0][0, -1])),
             ]
         try:
             yield out

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import kvbench
-from kvbench.analysis.common import Bench, analysis_model, contexts, make_grid, stages
+from kvbench.analysis.common import CellBench, analysis_model, contexts, make_grid, stages
 from kvbench.analysis.perturbation.probe import Perturbation, Probe, analyze
 from kvbench.analysis.perturbation.rows import Rows
 from kvbench.analysis.perturbation.stages import record_stage1
@@ -35,9 +35,7 @@ def grid(folder: str, task: str, **changes: Any) -> Any:
 
 def prompts_of(wanted: Any) -> dict[tuple[str, int], Any]:
     (stage,) = stages(wanted, print)
-    return {
-        (p.request.sample_id, p.request.question_id): p for job in stage.jobs for p in job.prompts
-    }
+    return {(p.request.sample_id, p.request.question_id): p for job in stage.jobs for p in job.prompts}
 
 
 @dataclass
@@ -115,12 +113,8 @@ def test_rows_are_those_of_eager_attention(folder: str, questions: str, query: A
 
 
 @pytest.mark.parametrize("query", ["answer", "question"])
-def test_the_forward_is_that_of_eager_attention_with_entries_hidden(
-    folder: str, questions: str, query: Any
-) -> None:
-    wanted = grid(
-        folder, questions, policies="criticalkv:window=4", moments="context,question", samples=3
-    )
+def test_the_forward_is_that_of_eager_attention_with_entries_hidden(folder: str, questions: str, query: Any) -> None:
+    wanted = grid(folder, questions, policies="criticalkv:window=4", moments="context,question", samples=3)
     found = analyze(wanted, Silent(), query=query)
     eager = oracles.Eager(folder)
     for case in cases(found, wanted, eager, folder):
@@ -246,7 +240,7 @@ def test_a_noting_policy_is_called_what_the_user_calls_it(grouped: str, question
 
     broken = dataclasses.replace(policy, allocate=Greedy())
     with analysis_model(stage, wanted, print) as model:
-        bench = Bench(model, Lost())
+        bench = CellBench(model, Lost())
         prefix = bench.prefill(stage.jobs[0].prompts[0].context_ids, broken.needs)
         assert bench.compress(prefix, stage.jobs[0].cells[0], broken) is None
     (reason,) = bench.failed.values()
@@ -282,7 +276,7 @@ def test_a_merger_is_measured_with_its_own_values(folder: str, questions: str) -
     eager = oracles.Eager(folder)
     rows = Rows()
     with analysis_model(stage, wanted, print) as model:
-        probe = Probe(Bench(model, Silent()), cells, "answer", 0.5)
+        probe = Probe(CellBench(model, Silent()), cells, "answer", 0.5)
         measured = probe.context(contexts(job)[0], cells)
         rows.add("answer", probe.layer_ids, measured)
     heads = pd.DataFrame(rows.heads())
@@ -313,9 +307,9 @@ def test_a_cell_that_fails_late_is_left_out_and_the_others_go_on(
 ) -> None:
     wanted = grid(grouped, questions, moments="context,question")
     whole = analyze(wanted, Silent())
-    real, calls = Bench.compress, []
+    real, calls = CellBench.compress, []
 
-    def compress(self: Bench, prefix: Any, cell: Any, policy: Any, reserve: Any = None) -> Any:
+    def compress(self: CellBench, prefix: Any, cell: Any, policy: Any, reserve: Any = None) -> Any:
         calls.append(str(cell.policy))
         if str(cell.policy) == "random" and calls.count("random") > 3:
             prefix.cache.ragged[0].key.add_(1.0)  # it spoils what it was shown, too
@@ -324,7 +318,7 @@ def test_a_cell_that_fails_late_is_left_out_and_the_others_go_on(
             return None
         return real(self, prefix, cell, policy, reserve)
 
-    monkeypatch.setattr(Bench, "compress", compress)
+    monkeypatch.setattr(CellBench, "compress", compress)
     found = analyze(wanted, Silent())
     lost = set(whole.heads.loc[whole.heads["policy"] == "random", "cell"])
     assert set(found.failed) == lost

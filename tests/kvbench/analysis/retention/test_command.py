@@ -161,9 +161,7 @@ def test_the_page_stands_alone_and_says_the_text(made: tuple[Path, str]) -> None
     assert [int(n) for n in heads] == shown
 
 
-def test_what_a_text_says_is_never_markup(
-    grouped: str, gates: dict[str, str], tmp_path: Path
-) -> None:
+def test_what_a_text_says_is_never_markup(grouped: str, gates: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "<b>mine.txt"
     file.write_text(EVIL)
     out = tmp_path / "out"
@@ -187,15 +185,11 @@ def test_what_a_text_says_is_never_markup(
     assert set(evictions["moment"]) == {"context"}
 
 
-def test_a_policy_without_gates_has_maps_and_no_matrices(
-    grouped: str, gates: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_policy_without_gates_has_maps_and_no_matrices(grouped: str, gates: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text("The letter was green and read. " * 3)
     policies = f"local:buffer=0,{gates['locret']}:buffer=2"
-    said = run(
-        grouped, tmp_path / "out", "--policy", policies, "--text", str(file), "--budget", "5"
-    )
+    said = run(grouped, tmp_path / "out", "--policy", policies, "--text", str(file), "--budget", "5")
     assert {p.stem for p in (tmp_path / "out").glob("*.parquet")} == {
         "survival", "evictions", "entries", "positions",
     }  # fmt: skip
@@ -262,8 +256,6 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(
     assert error.count("\n") == 1 and error.startswith("kvbench: ") and says in error
 
 
-def test_neither_a_task_nor_a_text_is_refused(
-    grouped: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_neither_a_task_nor_a_text_is_refused(grouped: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(arguments(grouped, tmp_path / "x", "--policy", "local")) == 2
     assert "either --task or --text" in capsys.readouterr().err

@@ -33,9 +33,7 @@ def test_retention_is_beta_to_the_age() -> None:
     found = retention(log_beta, torch.arange(23))
     for layer, head in np.ndindex(3, 2):
         slow = oracles.retention(log_beta[layer, head].tolist())
-        assert found[layer, head].tolist() == [
-            pytest.approx(row, rel=1e-9, abs=1e-300) for row in slow
-        ]
+        assert found[layer, head].tolist() == [pytest.approx(row, rel=1e-9, abs=1e-300) for row in slow]
     assert torch.equal(retention(log_beta, torch.tensor([4, 17])), found[..., [4, 17], :])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.analysis.common import Bench
+from kvbench.analysis.common import CellBench
 from kvbench.analysis.retention import steps
 from kvbench.budget import Budget
 from kvbench.engine.decide import EvictionStep
@@ -23,7 +23,7 @@ from tests.kvbench.analysis.retention import oracles
 def pass_by(model: Any, ids: list[int], spec: str, budget: str) -> steps.Trace:
     counted = []
     with engine(model), torch.no_grad():
-        bench = Bench(model, Silent())
+        bench = CellBench(model, Silent())
         trace = steps.trace_decoding(
             bench, ids, policy(spec), Budget.parse(budget), 0, lambda n: counted.extend([1] * n)
         )
@@ -69,9 +69,7 @@ def test_a_local_window_slides(model: Any, ids: list[int], buffer: int) -> None:
     assert trace.eviction_count == len({t for t in gone if t < len(ids)})
 
 
-def test_the_first_layer_goes_by_algorithm_1(
-    model: Any, ids: list[int], gates: dict[str, str]
-) -> None:
+def test_the_first_layer_goes_by_algorithm_1(model: Any, ids: list[int], gates: dict[str, str]) -> None:
     # What enters the first layer does not depend on what was evicted, so its gates say the same.
     spec = gates["trimkv"] + ":buffer=0"
     trimkv = policy(spec)
@@ -112,9 +110,7 @@ def test_it_is_what_an_attached_model_holds_after_every_token(
 
 
 @pytest.mark.parametrize("spec", ["snapkv:window=4", "dbtrimkv"])
-def test_once_is_what_kept_keeps(
-    model: Any, ids: list[int], gates: dict[str, str], spec: str
-) -> None:
+def test_once_is_what_kept_keeps(model: Any, ids: list[int], gates: dict[str, str], spec: str) -> None:
     chosen = policy(gates.get(spec, spec))
     with engine(model), torch.no_grad():
         prefix = Prefix(model, chosen.needs)

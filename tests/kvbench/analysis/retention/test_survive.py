@@ -19,9 +19,7 @@ CRITERIA = [("top", float(k)) for k in TOP] + [("mass", p) for p in MASS]
 
 def rows_of(weights: torch.Tensor, kind: str, value: float) -> list[set[int]]:
     """What every query of a head selects, `weights` being `[T, T]`."""
-    return [
-        oracles.selected(weights[p, : p + 1].tolist(), kind, value) for p in range(len(weights))
-    ]
+    return [oracles.selected(weights[p, : p + 1].tolist(), kind, value) for p in range(len(weights))]
 
 
 def test_it_is_what_the_attention_of_the_model_says(

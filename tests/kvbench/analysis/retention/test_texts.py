@@ -22,9 +22,7 @@ def grid_of(folder: str, task: str = "text", **more: Any) -> Any:
     return make_grid({**given, **more})
 
 
-@pytest.mark.parametrize(
-    "text", ["Two  words,\n\ttabs.", "a café — naïve 漢字 🙂", "<|eos|>x", "  y"]
-)
+@pytest.mark.parametrize("text", ["Two  words,\n\ttabs.", "a café — naïve 漢字 🙂", "<|eos|>x", "  y"])
 def test_the_pieces_are_the_text(bpe_tokenizer: Any, text: str) -> None:
     ids = bpe_tokenizer(text)["input_ids"]
     pieces = texts.pieces(bpe_tokenizer, ids)
@@ -56,9 +54,7 @@ def test_a_file_is_a_text_as_it_stands(grouped: str, bpe_tokenizer: Any, tmp_pat
 
 
 def test_a_task_gives_its_prompts(grouped: str, questions: str) -> None:
-    (source,) = texts.sources(
-        grid_of(grouped, questions, chat_template=False), None, None, Silent()
-    )
+    (source,) = texts.sources(grid_of(grouped, questions, chat_template=False), None, None, Silent())
     assert [t.sample_id for t in source.texts] == ["0", "0/1", "1", "2"]
     assert source.texts[0].context == source.texts[1].context
     assert source.texts[0].question != source.texts[1].question
@@ -96,9 +92,7 @@ def test_all_leaves_out_what_has_no_files_for_a_model(grouped: str) -> None:
         texts.runnable(grid_of(grouped, policies="all,trimkv"), grouped)
 
 
-def test_what_is_written_is_the_models_own_greedy_answer(
-    model: Any, bpe_tokenizer: Any, ids: list[int]
-) -> None:
+def test_what_is_written_is_the_models_own_greedy_answer(model: Any, bpe_tokenizer: Any, ids: list[int]) -> None:
     out = model.generate(torch.tensor([ids]), max_new_tokens=9, do_sample=False, eos_token_id=None)[
         0, len(ids) :
     ].tolist()

@@ -31,9 +31,7 @@ def medium(number: int) -> Medium:
 
 
 class Loaded(LoadedTask):
-    def score(
-        self, responses: Mapping[Any, str], marks: Sequence[Any] | None = None
-    ) -> tuple[dict[Any, float], float]:
+    def score(self, responses: Mapping[Any, str], marks: Sequence[Any] | None = None) -> tuple[dict[Any, float], float]:
         return dict.fromkeys(responses, 0.0), 0.0
 
 
@@ -42,9 +40,7 @@ class Harness:
 
     name = "made-up"
 
-    def load(
-        self, task: str, settings: TaskSettings, benchmark: Benchmark | None = None
-    ) -> LoadedTask:
+    def load(self, task: str, settings: TaskSettings, benchmark: Benchmark | None = None) -> LoadedTask:
         image = settings.processor.image_token
         if image == "<|image_pad|>":
             image = "<|vision_start|><|image_pad|><|vision_end|>"

@@ -23,9 +23,7 @@ def arguments(folder: str, out: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def images(
-    models: dict[str, str], task: str, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, str]:
+def images(models: dict[str, str], task: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Two policies at two moments over two samples."""
     out = tmp_path_factory.mktemp("images") / "deep" / "out"
     done = CliRunner().invoke(
@@ -94,9 +92,7 @@ def test_an_evicted_cell_looks_faded_in_the_figure(images: tuple[Path, str]) -> 
     assert colourful.mean() < 0.001 < 0.02 < (held.max(-1) - held.min(-1) > 0.3).mean()
 
 
-def test_a_family_without_boundary_tokens_has_empty_columns(
-    models: dict[str, str], task: str, tmp_path: Path
-) -> None:
+def test_a_family_without_boundary_tokens_has_empty_columns(models: dict[str, str], task: str, tmp_path: Path) -> None:
     run = arguments(models["llava"], tmp_path, "--task", task, "--policy", "knorm", "--steps", "1")
     assert CliRunner().invoke(cli.app.app, run).exit_code == 0
     usage = pd.read_parquet(tmp_path / "usage.parquet")

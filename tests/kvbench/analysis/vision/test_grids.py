@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from kvbench.analysis.vision.grids import View, drawable, views
+from kvbench.analysis.vision.grids import ImageView, drawable, views
 from kvbench.benchmark import Medium
 from kvbench.engine.vision import Vision
 from kvbench.errors import UserError
@@ -68,7 +68,7 @@ def test_a_cell_of_the_image_is_the_token_that_sees_it(models: dict[str, str]) -
 
 
 def test_cells_follow_the_positions_of_the_prompt() -> None:
-    view = View(np.zeros((3, 2, 3), np.uint8), 3, 2, first=4)
+    view = ImageView(np.zeros((3, 2, 3), np.uint8), 3, 2, first=4)
     cells = view.cells(np.arange(20))
     assert cells.tolist() == [[4, 5], [6, 7], [8, 9]]
     assert view.cells(np.arange(60).reshape(2, 3, 10)).shape == (2, 3, 3, 2)

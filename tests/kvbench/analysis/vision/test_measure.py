@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import kvbench
-from kvbench.analysis.common import Bench, make_grid, stages
-from kvbench.analysis.vision.measure import Found, analyze
-from kvbench.analysis.vision.options import MOMENTS, Options
+from kvbench.analysis.common import CellBench, make_grid, stages
+from kvbench.analysis.vision.image_shares import VisionResult, analyze
+from kvbench.analysis.vision.options import MOMENTS, VisionOptions
 from kvbench.analysis.vision.tables import frames
 from kvbench.budget import Budget
 from kvbench.engine.driver import engine, forward
@@ -48,7 +48,7 @@ def kinds_of(model: Any, prompt: Prompt) -> dict[str, list[int]]:
     }
 
 
-def check(found: Found, model: Any, prompt: Prompt, kept: list[Tensor]) -> pd.DataFrame:
+def check(found: VisionResult, model: Any, prompt: Prompt, kept: list[Tensor]) -> pd.DataFrame:
     """Compare the tables with what was kept at every step, bool `[L, H, tokens]`."""
     data = frames(found)
     rows = data["usage"]
@@ -78,7 +78,7 @@ def test_while_an_answer_is_written_counts_are_those_of_an_attached_model(
     kind: str, models: dict[str, str], task: str
 ) -> None:
     grid = grid_of(models[kind], task, GLOBAL, budgets="12", moments="decode", samples=1)
-    found = analyze(grid, Options(), Silent())
+    found = analyze(grid, VisionOptions(), Silent())
     assert not found.failed
     prompt, vision = asked(grid)
     model: Any = AutoModelForImageTextToText.from_pretrained(models[kind]).eval()
@@ -110,13 +110,11 @@ def test_while_an_answer_is_written_counts_are_those_of_an_attached_model(
 
 @pytest.mark.parametrize("moment", ["context", "question"])
 @torch.no_grad()
-def test_a_prompt_is_compressed_once_with_its_images(
-    moment: Any, models: dict[str, str], task: str
-) -> None:
+def test_a_prompt_is_compressed_once_with_its_images(moment: Any, models: dict[str, str], task: str) -> None:
     policies = f"{GLOBAL},snapkv:window=4"
     more = {"budgets": "visual:0.25", "moments": moment, "samples": 1}
     grid = grid_of(models["qwen2_vl"], task, policies, **more)
-    found = analyze(grid, Options(), Silent())
+    found = analyze(grid, VisionOptions(), Silent())
     prompt, vision = asked(grid)
     model: Any = AutoModelForImageTextToText.from_pretrained(models["qwen2_vl"]).eval()
     pixels = vision.pixels(prompt.media, torch.device("cpu"))
@@ -138,8 +136,7 @@ def test_a_prompt_is_compressed_once_with_its_images(
         (of_task,) = found.tasks
         alone = replace(found, tasks=[replace(of_task, samples=[replace(shown, records=[kept])])])
         steps = [
-            torch.cat([held, torch.ones(*held.shape[:2], step, dtype=torch.bool)], -1)
-            for step in range(kept.steps)
+            torch.cat([held, torch.ones(*held.shape[:2], step, dtype=torch.bool)], -1) for step in range(kept.steps)
         ]
         check(alone, model, prompt, steps)
         visual = kinds_of(model, prompt)["visual"]
@@ -147,13 +144,11 @@ def test_a_prompt_is_compressed_once_with_its_images(
         assert kept.trace.budget == tokens - len(visual) + (len(visual) + 2) // 4
 
 
-def test_the_last_question_follows_all_images_and_others_are_on_request(
-    models: dict[str, str], task: str
-) -> None:
+def test_the_last_question_follows_all_images_and_others_are_on_request(models: dict[str, str], task: str) -> None:
     grid = grid_of(models["qwen2_vl"], task, "knorm", budgets="9", samples=2)
     names = {}
     for questions in ("last", "all"):
-        found = analyze(grid, Options(questions=questions, new_tokens=1), Silent())
+        found = analyze(grid, VisionOptions(questions=questions, new_tokens=1), Silent())
         names[questions] = [shown.name for shown in found.tasks[0].samples]
         assert all(kept.steps == 1 for shown in found.tasks[0].samples for kept in shown.records)
     assert names == {"last": ["a/1", "b"], "all": ["a", "a/1", "b"]}
@@ -164,10 +159,8 @@ def test_policies_that_prune_in_the_prefill_hold_the_same_in_all_heads(
     moment: str, models: dict[str, str], task: str
 ) -> None:
     policies = "divprune,knorm,fastv:layer=1"
-    grid = grid_of(
-        models["qwen2_vl"], task, policies, budgets="visual:3", moments=moment, samples=1
-    )
-    found = analyze(grid, Options(), Silent())
+    grid = grid_of(models["qwen2_vl"], task, policies, budgets="visual:3", moments=moment, samples=1)
+    found = analyze(grid, VisionOptions(), Silent())
     assert not found.failed
     (shown,) = found.tasks[0].samples
     assert [kept.cell.policy.name for kept in shown.records] == ["divprune", "knorm", "fastv"]
@@ -195,9 +188,7 @@ def test_other_analyses_show_the_images_too(models: dict[str, str], task: str) -
     counts = []
     for prompt in prompts:
         with engine(model):
-            prefix = Bench(model, Silent(), vision=vision).prefill(
-                prompt.context_ids, policy.needs, prompt.media
-            )
+            prefix = CellBench(model, Silent(), vision=vision).prefill(prompt.context_ids, policy.needs, prompt.media)
             (cache,) = prefix.compress([Compression(policy, Budget.parse(0.3), "context", 0)])
         counts.append(torch.stack([k[0].sum(-1) for k in cache.kept() if k is not None]))
     mean = torch.stack(counts).double().mean(0).flatten().tolist()

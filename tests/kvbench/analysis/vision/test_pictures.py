@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvbench.analysis.retention.steps import Trace
-from kvbench.analysis.vision.grids import View
-from kvbench.analysis.vision.measure import CellRecord
+from kvbench.analysis.vision.grids import ImageView
+from kvbench.analysis.vision.image_shares import CellRecord
 from kvbench.analysis.vision.pictures import arrange_images, cell_of, drawn_steps, outline, paint
 
 
@@ -52,14 +52,12 @@ def test_the_outline_lies_between_held_and_evicted_cells() -> None:
 
 def test_images_do_not_overlap_and_keep_their_shape() -> None:
     shapes = [(30, 60), (90, 30), (50, 50), (10, 40), (64, 64)]
-    views = [View(np.zeros((*shape, 3), np.uint8), 1, 1, 0) for shape in shapes]
+    views = [ImageView(np.zeros((*shape, 3), np.uint8), 1, 1, 0) for shape in shapes]
     placed, (height, width) = arrange_images(views)
     taken = np.zeros((height, width), int)
     for one, shape in zip(placed, shapes, strict=True):
         down, across = one.picture.shape[:2]
-        taken[
-            one.top_offset : one.top_offset + down, one.left_offset : one.left_offset + across
-        ] += 1
+        taken[one.top_offset : one.top_offset + down, one.left_offset : one.left_offset + across] += 1
         assert down / across == pytest.approx(shape[0] / shape[1], rel=0.05)
         assert max(down, across) == pytest.approx(max(placed[0].picture.shape[:2]), abs=1)
     assert taken.max() == 1

@@ -57,9 +57,7 @@ def replace_tensors(layer: RaggedLayer, **to: Any) -> RaggedLayer:
     return out
 
 
-def case(
-    held: list[int], group: int = 2, n: int = 1, dim: int = 16, waiting: tuple[int, ...] = ()
-) -> Case:
+def case(held: list[int], group: int = 2, n: int = 1, dim: int = 16, waiting: tuple[int, ...] = ()) -> Case:
     """A random case; what no segment owns is NaN.
 
     Args:
@@ -109,9 +107,7 @@ def check(one: Case, *powers: int, device: str = "cpu", tolerance: float = 1e-5)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("group", "n"), [(1, 1), (2, 1), (4, 1), (7, 1), (1, 2), (4, 5), (7, 3)])
 @pytest.mark.parametrize("held", [[0, 129], [37, 1, 0, 63, 70, 2]], ids=["B1", "B3"])
-def test_output_and_mass_are_those_of_the_loop(
-    held: list[int], group: int, n: int, device: str
-) -> None:
+def test_output_and_mass_are_those_of_the_loop(held: list[int], group: int, n: int, device: str) -> None:
     check(case(held, group, n), 1, 2, device=device)
 
 
@@ -151,9 +147,7 @@ def test_waiting_rows_add_no_mass_and_empty_segments_put_out_zero(device: str) -
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
-def test_sixteen_bits_are_rounded_once_or_twice(
-    dtype: torch.dtype, unit: float, device: str
-) -> None:
+def test_sixteen_bits_are_rounded_once_or_twice(dtype: torch.dtype, unit: float, device: str) -> None:
     one = case([70, 129], n=3)
     layer = replace_tensors(one.layer, dtype=dtype)
     check(replace(one, query=one.query.to(dtype), layer=layer), 1, device=device, tolerance=unit)
@@ -161,9 +155,7 @@ def test_sixteen_bits_are_rounded_once_or_twice(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("n", "powers"), [(1, (1,)), (3, ())])
-def test_a_sequence_does_not_depend_on_the_rest_of_the_batch(
-    n: int, powers: tuple[int, ...], device: str
-) -> None:
+def test_a_sequence_does_not_depend_on_the_rest_of_the_batch(n: int, powers: tuple[int, ...], device: str) -> None:
     one = case([20, 64, 150, 7, 127, 3], n=n)
     out, mass = one.attend(*powers, device=device)
     for b in range(3):
@@ -244,9 +236,7 @@ def test_a_whole_response_is_that_of_the_default_path(
             tokens, seen = [], [logits]
             for step in range(4):
                 tokens.append(logits.argmax(-1))
-                logits = model(
-                    tokens[-1], attention_mask=question[:, : 49 + step], past_key_values=cache
-                ).logits
+                logits = model(tokens[-1], attention_mask=question[:, : 49 + step], past_key_values=cache).logits
                 seen.append(logits)
         return torch.cat(tokens, 1).tolist(), torch.cat(seen, 1)
 

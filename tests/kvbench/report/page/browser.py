@@ -122,18 +122,14 @@ class Browser:
 
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
         """Write a PNG of the page, or of what its window shows."""
-        found = self._call(
-            "Page.captureScreenshot", captureBeyondViewport=whole, **self._clip(whole)
-        )
+        found = self._call("Page.captureScreenshot", captureBeyondViewport=whole, **self._clip(whole))
         path.write_bytes(base64.b64decode(found["data"]))
 
     def _clip(self, whole: bool) -> dict[str, Any]:
         if not whole:
             return {}
         size = self._call("Page.getLayoutMetrics")["cssContentSize"]
-        return {
-            "clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        }
+        return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         self._last += 1

@@ -19,8 +19,7 @@ HOSTILE = (
     f"<img src=x onerror='{RUN}'><svg onload='{RUN}'>",
     f"</pre></div></title></style><iframe src='javascript:{RUN}'></iframe>",
     "<!-- <script> ]]> {{data}} {{scripts}} ${1} $& \\u003c",
-    "<link rel=stylesheet href=https://example.com/x.css>"
-    "<meta http-equiv=refresh content='0;url=//example.com'>",
+    "<link rel=stylesheet href=https://example.com/x.css><meta http-equiv=refresh content='0;url=//example.com'>",
     "\x1b[2J\x1b]8;;https://example.com\x07red\x1b[31m \u202egnp.exe\u2066 \u2028 \u2029 \x00",
     "&lt;b&gt; &amp; שלום 日本 \U0001f600",
 )
@@ -53,9 +52,7 @@ def hostile() -> Frames:
     ]
     samples["target"] = [[HOSTILE[doc % len(HOSTILE)]] for doc in samples["doc_id"]]
     samples["prompt_end"] = [f"…{HOSTILE[doc % len(HOSTILE)]} why?" for doc in samples["doc_id"]]
-    samples["extra"] = [
-        json.dumps({"depth": 50 * (i % 2), "x": HOSTILE[0]}) for i in samples["doc_id"]
-    ]
+    samples["extra"] = [json.dumps({"depth": 50 * (i % 2), "x": HOSTILE[0]}) for i in samples["doc_id"]]
     return cells, samples
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvbench.errors import UserError
 from kvbench.report.frames import prepare
 from kvbench.report.page import answers
-from kvbench.report.page.write import embedded
+from kvbench.report.page.html import embedded
 
 from ..conftest import Frames, make_run
 from .conftest import HOSTILE, page_of

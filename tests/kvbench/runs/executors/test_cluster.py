@@ -101,9 +101,7 @@ def test_a_grid_runs_over_two_nodes(
     nodes.kill(*both)
 
 
-def test_a_node_that_dies_loses_and_repeats_nothing(
-    tmp_path: Path, nodes: Nodes, undisturbed: Any
-) -> None:
+def test_a_node_that_dies_loses_and_repeats_nothing(tmp_path: Path, nodes: Nodes, undisturbed: Any) -> None:
     kept, lost = nodes.add(cpus=1), nodes.add(cpus=1)
     grid = small_grid(tmp_path / "run", samples=SAMPLES, executor="ray", ray_address=nodes.address)
     child = Child(grid)
@@ -138,9 +136,7 @@ def test_workers_take_the_gpus_that_they_are_given(tmp_path: Path, nodes: Nodes)
     small, large = nodes.add(cpus=2, gpus=1), nodes.add(cpus=2, gpus=2)
     for gpus, workers, left in ((1, [1, 2], 0), (2, [0, 1], 1), (0.5, [2, 2], 1)):
         until(lambda: nodes.free("GPU") == 3)
-        grid = small_grid(
-            tmp_path / f"{gpus}", executor="ray", ray_address=nodes.address, gpus_per_cell=gpus
-        )
+        grid = small_grid(tmp_path / f"{gpus}", executor="ray", ray_address=nodes.address, gpus_per_cell=gpus)
         child = Child(grid, pause=1)
         child.wait_until_it_pauses()
         until(lambda workers=workers: [hired(small), hired(large)] == workers)  # type: ignore[misc]

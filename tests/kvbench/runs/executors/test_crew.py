@@ -43,9 +43,7 @@ def use(monkeypatch: pytest.MonkeyPatch, fake: FakeRay) -> FakeRay:
 def written(out: Path) -> list[Any]:
     """The keys of all lines of the journal, in order."""
     with Journal(out / "responses.jsonl") as journal:
-        return [
-            (e["cell"], e["sample_id"], e["question_id"], e["repeat"]) for e in journal.entries()
-        ]
+        return [(e["cell"], e["sample_id"], e["question_id"], e["repeat"]) for e in journal.entries()]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -85,9 +83,7 @@ def test_workers_that_all_die_end_the_run_and_the_same_command_goes_on(
     assert not fake.started, "nothing is left to do"
 
 
-def test_what_a_worker_cannot_do_is_the_users_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_worker_cannot_do_is_the_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = use(monkeypatch, FakeRay())
 
     def refuse(*_: Any) -> None:
@@ -99,9 +95,7 @@ def test_what_a_worker_cannot_do_is_the_users_error(
     assert len(fake.killed) == len(fake.started), "no worker is left behind"
 
 
-def test_a_failing_cell_is_not_tried_by_every_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_cell_is_not_tried_by_every_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text("def broken(v):\n    raise RuntimeError('no luck')\n")
     use(monkeypatch, FakeRay(cpus=1))
@@ -122,9 +116,7 @@ def test_workers_fill_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rooms == {0.5: 12, 0.3: 18, 1: 6, 2: 2, 4: 0}
 
 
-def test_machines_without_the_gpus_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_without_the_gpus_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, FakeRay())
     with pytest.raises(UserError, match=r"no machine of Ray has 1 CPU and 2 GPUs"):
         execute(small_grid(tmp_path, executor="ray", gpus_per_cell=2))

@@ -69,9 +69,7 @@ def test_an_address_where_nobody_listens_is_one_line(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(
-        UserError, match=rf"cannot reach Ray at {address}: .*refused; start it with"
-    ):
+    with pytest.raises(UserError, match=rf"cannot reach Ray at {address}: .*refused; start it with"):
         execute(small_grid(tmp_path, executor="ray", ray_address=address))
 
 
@@ -91,9 +89,7 @@ def test_an_address_where_something_else_listens_is_one_line(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=answer, daemon=True).start()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(
-            UserError, match=f"cannot reach Ray at {address}: what listens there is not Ray; start"
-        ):
+        with pytest.raises(UserError, match=f"cannot reach Ray at {address}: what listens there is not Ray; start"):
             execute(small_grid(tmp_path, executor="ray", ray_address=address))
     for connection in connections:
         connection.close()

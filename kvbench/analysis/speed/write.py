@@ -1,0 +1,68 @@
+"""From a benchmark to files: tables, figures and what was measured where."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from kvbench.analysis.speed.figures import draw_bench
+from kvbench.analysis.speed.ratios import summarize
+from kvbench.analysis.speed.settings import SpeedSettings
+from kvbench.analysis.speed.tables import bench_tables
+from kvbench.analysis.speed.timing import run_bench
+from kvbench.analysis.write import AnalysisOutput, prepare_folder, write_files
+from kvbench.errors import UserError
+from kvbench.files import digest_of
+from kvbench.progress import Reporter
+from kvbench.tables.text import counted
+
+
+def write_bench(
+    bench: SpeedSettings,
+    output_folder: Path | None,
+    reporter: Reporter,
+    *,
+    command: str = "kvbench bench",
+) -> AnalysisOutput:
+    """Measure, and write `bench.parquet` (every repeat), `summary.parquet` and figures.
+
+    Args:
+        bench: What to measure.
+        output_folder: The folder; None: `results/bench-HASH`.
+        reporter: Told of the progress.
+        command: What the summary says that made it.
+
+    Raises:
+        UserError: Something is unknown or out of range, or nothing could be measured.
+    """
+    bench.settings()
+    folder = prepare_folder(output_folder or Path("results") / f"bench-{digest_of(asdict(bench))}")
+    frame = run_bench(bench, reporter)
+    failures = {
+        f"{row.policy} {row.budget} at context {row.context}, batch {row.batch}": str(row.error)
+        for row in frame[frame["error"] != ""].itertuples()
+    }
+    if len(failures) and (frame["error"] != "").all():
+        raise UserError(f"nothing could be measured: {next(iter(failures.values()))}")
+    summary = summarize(frame)
+    tables = list(bench_tables(summary, bench.model))
+    device = str(frame["device"].iloc[0])
+    threads = int(frame["threads"].iloc[0])
+    machine = counted(threads, "CPU thread") if device == "cpu" else device
+    notes = [
+        f"On {machine}, {frame['dtype'].iloc[0]}; {bench.repeats} repeats in random order, prompts "
+        "of random tokens. The first token includes prefill and compression. Peak memory is of "
+        + ("the process, with the model." if device == "cpu" else "the GPU, with the model."),
+        *[f"{setting_name} failed: {reason}" for setting_name, reason in failures.items()],
+    ]
+    return write_files(
+        folder,
+        "kvbench bench",
+        {**asdict(bench), "device": device, "threads": threads},
+        {"bench": frame, "summary": summary},
+        tables,
+        notes,
+        draw_bench(summary, bench.model, folder / "figures"),
+        command,
+        failures,
+    )

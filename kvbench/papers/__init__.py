@@ -1,0 +1,1 @@
+"""What papers report: published results, layouts of tables, recipes of experiments."""

@@ -1,0 +1,201 @@
+"""Fills a layout with the figures of runs: scores, ranks, and marks of significance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvbench.errors import UserError, nearest
+from kvbench.papers.layouts.measures import Config, Measures, ScoreSource, Tested, Weights
+from kvbench.papers.layouts.notes import Tests, notes
+from kvbench.papers.layouts.slots import ComputedSlot, Layout, MeasuredSlot, Slot
+from kvbench.papers.layouts.value import Value
+from kvbench.regression import significance
+from kvbench.tables.numbers import NumberFormat, number, score_kind
+from kvbench.tables.table import Cell, Column, Graded, Table, TableRow, first_two
+
+ALPHA = 0.05
+_RESOLUTION = 10
+"""Draws per 1 / level: enough that the smallest p that can be drawn is far below the level."""
+
+
+@dataclass(frozen=True)
+class Test:
+    """A paired test of a slot against the reference.
+
+    Attributes:
+        better: +1 if it is significantly better, -1 if it is significantly worse, otherwise 0.
+        p: The p-value, corrected for all tests of the table.
+        contexts: How many contexts both have.
+    """
+
+    better: int = 0
+    p: float = math.nan
+    contexts: int = 0
+
+
+def fill(layout: Layout, measures: Measures, against: str = "") -> Table:
+    """Fill a layout.
+
+    The best number of those that compete (the same thing at the same budget, by policy) has rank
+    1, the second best rank 2; the full cache does not compete. A slot that the runs do not fill is
+    a dash, and a note says what is missing.
+
+    Args:
+        layout: The layout.
+        measures: The runs.
+        against: The policy that every score is tested against at the same budget, `full` for the
+            full cache, or an empty string for no tests.
+
+    Raises:
+        UserError: The runs do not have the policy to test against.
+    """
+    filler = _Filler(measures)
+    slot_tests = _tests(layout, filler, against) if against else {}
+    slot_ranks = _ranks(layout, filler)
+
+    def cell(slot: Slot | None) -> Cell:
+        if slot is None or math.isnan(slot_value := filler.value(slot)):
+            return None
+        number_kind, signed = filler.format(slot)
+        slot_test = slot_tests.get(slot, Test())
+        return Graded(slot_value, number_kind, signed, slot_ranks.get(slot, 0), slot_test.better, slot_test.p)
+
+    head_columns = tuple(
+        Column(column_title, group=group_title, align="right") for column_title, group_title in layout.heads
+    )
+    table_rows = tuple(
+        TableRow((*layout_row.lead, *map(cell, layout_row.slots)), layout_row.group) for layout_row in layout.rows
+    )
+    context_count = max((slot_test.contexts for slot_test in slot_tests.values()), default=0)
+    test_summary = Tests(against, len(slot_tests), ALPHA, context_count)
+    note_phrases = notes(layout, measures, ranked=bool(slot_ranks), tested=test_summary)
+    return Table(layout.title, (*layout.lead, *head_columns), table_rows, tuple(note_phrases))
+
+
+class _Filler:
+    """What slots hold."""
+
+    def __init__(self, measures: Measures) -> None:
+        self.measures = measures
+
+    def fills(self, slot: Slot) -> bool:
+        """Whether the runs have a figure for a slot."""
+        return not math.isnan(self.value(slot))
+
+    def value(self, slot: Slot) -> float:
+        """The figure of a slot, scores and shares as the runs record them; NaN without one."""
+        if isinstance(slot, ComputedSlot):
+            numbers = [self._points(operand) for operand in slot.of]
+            if any(map(math.isnan, numbers)):
+                return math.nan
+            try:
+                return slot.compute(numbers) / 100
+            except ZeroDivisionError:  # a loss against a full cache that scores 0
+                return math.nan
+        if slot.value is Value.KV:
+            return self._mean(slot, self.measures.held)
+        mean_score = self._mean(slot, self.measures.score)
+        if slot.value is Value.SCORE:
+            return mean_score
+        full_score = self._mean(replace(slot, config=slot.config.full), self.measures.score)
+        if slot.value is Value.DIFF:
+            has_both = not math.isnan(mean_score) and not math.isnan(full_score)
+            paired_scores = self.measures.paired(slot.config, slot.config.full, slot.weights)
+            return paired_scores.gap if has_both else math.nan
+        relative_change = mean_score / full_score - 1 if full_score else math.nan
+        return -relative_change if slot.value is Value.LOSS else relative_change
+
+    def format(self, slot: Slot) -> tuple[NumberFormat, bool]:
+        """How the figure of a slot is written, and whether with a sign."""
+        if isinstance(slot, ComputedSlot):
+            return NumberFormat.PERCENT, slot.signed
+        if slot.value is Value.KV:
+            return NumberFormat.PERCENT, False
+        if slot.value in (Value.RELATIVE, Value.LOSS):
+            return NumberFormat.PERCENT, slot.value is Value.RELATIVE
+        unit_scaled = all(self.measures.unit(source) for source, _ in slot.weights)
+        return score_kind(unit_scaled=unit_scaled), slot.value is Value.DIFF
+
+    def sign(self, slot: Slot) -> int:
+        """+1 if larger figures of a slot are better, -1 if smaller ones are, 0 if neither is."""
+        if isinstance(slot, ComputedSlot):
+            return {"higher": 1, "lower": -1}.get(slot.better, 0)
+        if slot.value is Value.KV:
+            return 0
+        higher_is_better = self.measures.higher_is_better(slot.config, slot.weights[0][0])
+        return (1 if higher_is_better else -1) * (-1 if slot.value is Value.LOSS else 1)
+
+    def _points(self, slot: Slot) -> float:
+        return 100 * self.value(slot)
+
+    def _mean(self, slot: MeasuredSlot, measure: Callable[[Config, ScoreSource], float]) -> float:
+        """The slot's mean; NaN if a source lacks a figure, or if they differ in kind."""
+        sources = [source for source, _ in slot.weights]
+        directions = {self.measures.higher_is_better(slot.config, mean_source) for mean_source in sources}
+        if len(directions) > 1 or len({self.measures.unit(mean_source) for mean_source in sources}) > 1:
+            return math.nan
+        return math.fsum(weight * measure(slot.config, mean_source) for mean_source, weight in slot.weights)
+
+
+def _ranks(layout: Layout, filler: _Filler) -> dict[Slot, int]:
+    contests: dict[tuple[object, ...], dict[Slot, tuple[float, str]]] = {}
+    for slot in dict.fromkeys(layout.slots):
+        direction, slot_value = filler.sign(slot), filler.value(slot)
+        if slot.config.policy == "full" or not direction or math.isnan(slot_value):
+            continue
+        number_kind, signed = filler.format(slot)
+        shown_text = number(slot_value, number_kind, signed=signed)
+        contests.setdefault(slot.rivals, {})[slot] = (-direction * slot_value, shown_text)
+    slot_ranks: dict[Slot, int] = {}
+    for contest_values in contests.values():
+        if len({slot.config.policy for slot in contest_values}) > 1:
+            slot_ranks |= first_two(contest_values)
+    return slot_ranks
+
+
+def _tests(layout: Layout, filler: _Filler, against: str) -> dict[Slot, Test]:
+    """The tests of all slots that differ from the reference in a score.
+
+    Where nothing differs no false alarm can be raised, so the correction leaves these slots out.
+    """
+    measures = filler.measures
+    policy_names = list(dict.fromkeys(map(str, measures.cells["policy"])))
+    if against not in policy_names:
+        hint = nearest(against, policy_names)
+        raise UserError(f"--against {against}: not in the run{hint}; it has {', '.join(policy_names)}")
+    layout_slots = dict.fromkeys(layout.slots)
+    tested_slots = [
+        slot
+        for slot in layout_slots
+        if isinstance(slot, MeasuredSlot)
+        and slot.value is not Value.KV
+        # A loss beside its own score would be the same test once more.
+        and not (slot.value is Value.LOSS and replace(slot, value=Value.SCORE) in layout_slots)
+        and slot.config.policy not in ("full", against)
+        and filler.fills(slot)
+    ]
+    draw_count = max(significance.DRAWS, math.ceil(_RESOLUTION * len(tested_slots) / ALPHA))
+    draw_count = min(draw_count, significance.MOST_DRAWS)
+    p_values: dict[MeasuredSlot, float] = {}
+    gap_signs: dict[MeasuredSlot, float] = {}
+    test_results: dict[tuple[Config, Weights], Tested] = {}
+    for slot in tested_slots:
+        reference_config = slot.config.full if against == "full" else replace(slot.config, policy=against)
+        test_key = (slot.config, slot.weights)
+        if test_key not in test_results:
+            test_results[test_key] = measures.paired(slot.config, reference_config, slot.weights).tested(draw_count)
+        if not math.isnan(test_results[test_key].p):
+            p_values[slot] = test_results[test_key].p
+            score_slot = replace(slot, value=Value.SCORE)
+            gap_signs[slot] = math.copysign(1.0, test_results[test_key].gap) * filler.sign(score_slot)
+    corrected_p = significance.holm(list(p_values.values()))
+    return {
+        slot: Test(
+            int(gap_signs[slot]) if p_value < ALPHA else 0,
+            p_value,
+            test_results[slot.config, slot.weights].contexts,
+        )
+        for slot, p_value in zip(p_values, corrected_p, strict=True)
+    }

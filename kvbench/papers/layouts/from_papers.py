@@ -1,0 +1,128 @@
+"""Published tables whose layout runs can fill, and what kvbench has of what they show."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from kvbench.errors import unknown
+from kvbench.harness import catalogue
+from kvbench.papers.layouts.measures import ScoreSource, Weights
+from kvbench.papers.published.results import SCORES, Figure, PublishedTable, papers
+
+_TABLES = {
+    "criticalkv": "1 2",
+    "dbtrimkv": "2 3 6 7 8",
+    "trimkv": "1 3 5 7 8 9",
+    "d2o": "1 3 18 21",
+}
+
+_TIMES = ("tokens/s", "s", "TTFT s", "speed-up")
+"""Metrics of speed at a fixed batch, which a run of tasks does not measure."""
+_ANSWERS = (*SCORES, "judge")
+"""Metrics that a task can have."""
+_PARTS = {
+    "LongMemEval-S Multi": ScoreSource("longmemeval_s", "question_type", "multi-session"),
+    "LongMemEval-S Knowledge": ScoreSource("longmemeval_s", "question_type", "knowledge-update"),
+    "LongMemEval-S SS-User": ScoreSource("longmemeval_s", "question_type", "single-session-user"),
+    "LongMemEval-S SS-Pref": ScoreSource("longmemeval_s", "question_type", "single-session-preference"),
+    "LongMemEval-S SS-Assist": ScoreSource("longmemeval_s", "question_type", "single-session-assistant"),
+    "LongMemEval-S Temporal": ScoreSource("longmemeval_s", "question_type", "temporal-reasoning"),
+    "Acc. Short": ScoreSource("longbench_v2", "length", "short"),
+    "Acc. Medium": ScoreSource("longbench_v2", "length", "medium"),
+    "Acc. Easy": ScoreSource("longbench_v2", "difficulty", "easy"),
+    "Acc. Hard": ScoreSource("longbench_v2", "difficulty", "hard"),
+}
+"""Published datasets that are parts of a task."""
+
+LENGTHS = {"L=50k": (50_000, 51_200), "L=100k": (100_000, 102_400)}
+"""Settings that are lengths, and the lengths of a run that are meant."""
+
+
+@dataclass(frozen=True)
+class PublishedLayout:
+    """A published table that runs can be laid out like.
+
+    Attributes:
+        paper: Name of its paper.
+        table: The table.
+    """
+
+    paper: str
+    table: PublishedTable
+
+    @property
+    def name(self) -> str:
+        """What the command line calls it."""
+        return f"{self.paper}-{self.table.number}"
+
+    @property
+    def figures(self) -> list[Figure]:
+        """The figures of the model with most of them, without rows that the paper copied.
+
+        Tables repeat the same rows for every model, so one model's stand for all.
+        """
+        measured_figures = [figure for figure in self.table.figures if not figure.method.endswith("*")]
+        model_names = list(dict.fromkeys(figure.model for figure in measured_figures))
+        main_model = max(
+            model_names,
+            key=lambda model_name: sum(figure.model == model_name for figure in measured_figures),
+        )
+        return [figure for figure in measured_figures if figure.model == main_model]
+
+    @property
+    def lacking(self) -> str:
+        """Why nothing of the table can be filled from kvbench's own tasks, or an empty string."""
+        if any(task_weights(figure, ()) for figure in self.figures):
+            return ""
+        speed_figures = [figure for figure in self.figures if figure.metric in _TIMES]
+        if speed_figures:
+            name_list = ", ".join(dict.fromkeys(figure.column for figure in speed_figures))
+            return f"it needs {name_list} at fixed batches and lengths, which a run does not measure"
+        name_list = ", ".join(datasets(self.figures))
+        return f"kvbench has no task for {name_list}"
+
+
+def published_layouts() -> dict[str, PublishedLayout]:
+    """All layouts of published tables, by name."""
+    layouts = [
+        PublishedLayout(paper_name, papers()[paper_name].table(table_number))
+        for paper_name, table_numbers in _TABLES.items()
+        for table_number in table_numbers.split()
+    ]
+    return {layout.name: layout for layout in layouts}
+
+
+def published_layout(layout_name: str) -> PublishedLayout:
+    """A layout by name.
+
+    Raises:
+        UserError: There is none of that name; the nearest names are given.
+    """
+    if layout_name not in published_layouts():
+        raise unknown("layout", layout_name, published_layouts(), "kvbench list layouts")
+    return published_layouts()[layout_name]
+
+
+def task_weights(figure: Figure, extra_tasks: Collection[str]) -> Weights:
+    """The mean of tasks that a figure is the score of; empty if there are no such tasks.
+
+    Args:
+        figure: The figure.
+        extra_tasks: Tasks that there are beside those of the installed benchmarks.
+    """
+    task_sets = catalogue.task_sets()
+    if figure.metric not in _ANSWERS:
+        return ()
+    if not figure.task and figure.dataset in _PARTS:
+        return ((_PARTS[figure.dataset], 1.0),)
+    is_known = figure.task in extra_tasks or any(figure.task in task_names for task_names in task_sets.values())
+    if not figure.task or not (is_known or figure.task in task_sets):
+        return ()
+    task_names = task_sets.get(figure.task, (figure.task,))
+    return tuple((ScoreSource(task_name), 1 / len(task_names)) for task_name in task_names)
+
+
+def datasets(figures: Iterable[Figure]) -> list[str]:
+    """What figures are scores of, as the paper calls it."""
+    return list(dict.fromkeys(figure.dataset for figure in figures if figure.metric in _ANSWERS))

@@ -1,0 +1,333 @@
+"""The scores of runs, looked up by what the cell of a table asks for."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pandas as pd
+
+from kvbench.errors import UserError
+from kvbench.harness import catalogue
+from kvbench.regression import significance
+from kvbench.report.frames import recorded, records, unit_scale
+from kvbench.report.sorted_samples import Samples
+from kvbench.runs.load import load_frames
+from kvbench.tables.text import counted, listed, tokens
+
+Row: TypeAlias = dict[str, Any]
+"""A row of `cells.parquet`."""
+
+_PLACE = ["model", "task", "length", "policy", "budget", "moment", "seed"]
+_ANSWER = ["sample_id", "question_id", "repeat", "score", "context_id", "extra"]
+_KEPT = 512
+"""Configurations whose responses stay in memory: that of the reference is asked for again."""
+_MADE_WITH = ["data_hash", "task_version", "model_revision", "dtype", "device", "attention"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is measured, apart from the task.
+
+    Attributes:
+        model: The model, as the run names it.
+        policy: Canonical spelling of the policy.
+        budget: Canonical spelling of the budget.
+        moment: When the cache was compressed.
+        length: Tokens of prompt and answer; tasks whose data kvbench does not resize have any.
+        seed: The run's seed.
+    """
+
+    model: str
+    policy: str
+    budget: str
+    moment: str
+    length: int
+    seed: int
+
+    @property
+    def full(self) -> Config:
+        """The full cache in its place."""
+        return replace(self, policy="full", budget="full")
+
+    @property
+    def label(self) -> str:
+        """Policy and budget in a few words."""
+        return self.policy if self.policy == "full" else f"{self.policy} at {self.budget}"
+
+
+@dataclass(frozen=True)
+class ScoreSource:
+    """What a score is taken from: a task, or its samples in which a field has a value."""
+
+    task: str
+    field: str = ""
+    value: str = ""
+
+    @property
+    def label(self) -> str:
+        """The task, and the part of it."""
+        return f"{self.task} ({self.field} {self.value})" if self.field else self.task
+
+
+Weights: TypeAlias = tuple[tuple[ScoreSource, float], ...]
+"""A mean of scores: its sources, with weights that add up to 1."""
+
+Key: TypeAlias = tuple[ScoreSource, str, int, int]
+"""Source, sample, question and repeat."""
+
+
+@dataclass(frozen=True)
+class Responses:
+    """The scored responses of a configuration from one source, by key."""
+
+    scores: Mapping[Key, float]
+    contexts: Mapping[Key, str]
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A paired test.
+
+    Attributes:
+        gap: The mean paired difference.
+        p: The p-value; NaN if no score differs.
+        contexts: Contexts that both configurations have.
+    """
+
+    gap: float
+    p: float
+    contexts: int
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Weighted scores of two configurations by key: each adds up to a mean.
+
+    Attributes:
+        first: Scores of the first configuration.
+        second: Scores of the second one, with the same keys.
+        contexts: The context of each key.
+    """
+
+    first: Mapping[Key, float]
+    second: Mapping[Key, float]
+    contexts: Mapping[Key, str]
+
+    @property
+    def gap(self) -> float:
+        """The mean paired difference, first minus second; NaN without responses."""
+        differences = [self.first[key] - self.second[key] for key in self.first]
+        return math.fsum(differences) if differences else math.nan
+
+    def tested(self, draws: int) -> Tested:
+        """Test the difference; see `significance.paired_p`."""
+        p_value = math.nan
+        if self.first != self.second:
+            p_value = significance.paired_p(self.first, self.second, self.contexts, draws=draws)
+        return Tested(self.gap, p_value, len(set(self.contexts.values())))
+
+
+class Measures:
+    """Cells of runs by what they measure.
+
+    Args:
+        cells: The frame of `cells.parquet`, with one cell at most for every model, task, length,
+            policy, budget, moment and seed; see `merged`.
+        samples: The frame of `samples.parquet`.
+    """
+
+    def __init__(self, cells: pd.DataFrame, samples: pd.DataFrame) -> None:
+        self.cells = cells
+        self._rows: dict[tuple[Any, ...], Row] = {}
+        for cell_row in records(cells):
+            self._rows[tuple(cell_row[column_name] for column_name in _PLACE)] = cell_row
+        self._samples = Samples(samples)
+        self._unit = {str(task_name): unit_scale(task_cells) for task_name, task_cells in cells.groupby("task")}
+        self.responses = functools.lru_cache(maxsize=_KEPT)(self._responses)
+
+    def row(self, config: Config, source: ScoreSource) -> Row | None:
+        """The cell that holds a score, finished or failed; None if there is none."""
+        moment = config.moment
+        if config.policy == "full":
+            moment = "turns" if moment == "turns" else ""  # a live dialogue has its own full cache
+        for length in (config.length, 0):
+            row_key = (source.task, length, config.policy, config.budget, moment, config.seed)
+            if (cell_row := self._rows.get((config.model, *row_key))) is not None:
+                return cell_row
+        return None
+
+    def score(self, config: Config, source: ScoreSource) -> float:
+        """A mean score; NaN if there is none."""
+        cell_row = self.row(config, source)
+        if cell_row is None or cell_row["status"] != "ok":
+            return math.nan
+        if not source.field:
+            return float(cell_row["score"])
+        scores = self.responses(config, source).scores.values()
+        return math.fsum(scores) / len(scores) if scores else math.nan
+
+    def held(self, config: Config, source: ScoreSource) -> float:
+        """Live bytes over those of the full cache; NaN if they are not known."""
+        cell_row = self.row(config, source)
+        is_measured = cell_row is not None and cell_row["status"] == "ok" and cell_row["kv_bytes_full"] > 0
+        return (
+            cell_row["kv_bytes_live"] / cell_row["kv_bytes_full"] if cell_row is not None and is_measured else math.nan
+        )
+
+    def higher_is_better(self, config: Config, source: ScoreSource) -> bool:
+        """The direction of a score that is there."""
+        cell_row = self.row(config, source)
+        return cell_row is None or bool(cell_row["higher_is_better"])
+
+    def unit(self, source: ScoreSource) -> bool:
+        """Whether all scores of a source's task lie in [0, 1]."""
+        return self._unit.get(source.task, True)
+
+    def paired(self, first_config: Config, second_config: Config, weights: Weights) -> Paired:
+        """The scores of two configurations on the responses that both have.
+
+        Every source has its weight in the mean however many responses it has. Contexts of different
+        tasks are different contexts.
+
+        Args:
+            first_config: The first configuration.
+            second_config: The second one.
+            weights: The mean that is compared.
+
+        Returns:
+            The weighted scores; empty if a source has no response in both.
+        """
+        first_scores: dict[Key, float] = {}
+        second_scores: dict[Key, float] = {}
+        context_by_key: dict[Key, str] = {}
+        for source, weight in weights:
+            first_responses, second_responses = (
+                self.responses(first_config, source),
+                self.responses(second_config, source),
+            )
+            shared_keys = [
+                response_key for response_key in first_responses.scores if response_key in second_responses.scores
+            ]
+            if not shared_keys:
+                return Paired({}, {}, {})
+            for response_key in shared_keys:
+                first_scores[response_key] = weight / len(shared_keys) * first_responses.scores[response_key]
+                second_scores[response_key] = weight / len(shared_keys) * second_responses.scores[response_key]
+                context_by_key[response_key] = f"{source.task}\0{first_responses.contexts[response_key]}"
+        return Paired(first_scores, second_scores, context_by_key)
+
+    def _responses(self, config: Config, source: ScoreSource) -> Responses:
+        cell_row = self.row(config, source)
+        scores: dict[Key, float] = {}
+        contexts: dict[Key, str] = {}
+        cell_samples = self._samples.of([] if cell_row is None else [cell_row["cell"]])
+        answer_columns = [cell_samples[column_name].tolist() for column_name in _ANSWER]
+        for sample_id, question_id, repeat, score, context, extra_json in zip(*answer_columns, strict=True):
+            is_included = not source.field or str(_extra(extra_json).get(source.field)) == source.value
+            if is_included and math.isfinite(score):
+                response_key = (source, str(sample_id), int(question_id), int(repeat))
+                scores[response_key] = float(score)
+                contexts[response_key] = str(context)
+        return Responses(scores, contexts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _extra(extra_json: str) -> dict[str, Any]:
+    return dict(json.loads(extra_json or "{}"))
+
+
+def load(folders: Sequence[Path], filters: Mapping[str, Sequence[str]]) -> Measures:
+    """Read runs for a table.
+
+    Args:
+        folders: Folders of runs.
+        filters: By column of `cells.parquet`, the values to keep, as text. The full cache is kept
+            whatever its policy, budget and moment, and so are tasks of natural length.
+
+    Raises:
+        UserError: A run cannot be read, a value is in none of them, or two runs have measured the
+            same with different scores.
+    """
+    cells, samples = load_frames(folders, ["cell", *_ANSWER], coded=True)
+    for column_name, selected_names in filters.items():
+        column_values = cells[column_name].astype(str)
+        task_sets = catalogue.task_sets() if column_name == "task" and selected_names else {}
+        selected_values: set[str] = set()
+        for selected_name in selected_names:
+            matching_values = {selected_name, *task_sets.get(selected_name, ())} & {*column_values}
+            selected_values |= matching_values
+            if not matching_values:
+                value_list = listed(list(dict.fromkeys(filter(None, column_values))))
+                raise UserError(f"--{column_name} {selected_name}: not in the run; it has {value_list}")
+        is_exempt = (cells["policy"] == "full") & (column_name in ("policy", "budget", "moment"))
+        is_exempt |= (cells["length"] == 0) & (column_name == "length")
+        if selected_values:
+            cells = cells[column_values.isin(selected_values) | is_exempt]
+    cells = merged(cells, folders)
+    return Measures(cells, samples[samples["cell"].isin(cells["cell"])])
+
+
+def merged(cells: pd.DataFrame, folders: Sequence[Path] = ()) -> pd.DataFrame:
+    """Leave one cell for everything that was measured.
+
+    Cells of the same `match` with the same score are one measurement; the one with most samples
+    stays. A cell that failed gives way to one that did not.
+
+    Args:
+        cells: The frame of `cells.parquet`, of one or several runs.
+        folders: Where they are from, for the message.
+
+    Raises:
+        UserError: Two cells measure the same and differ.
+    """
+    is_repeated = cells.duplicated(_PLACE, keep=False)
+    kept_indices = list(cells.index[~is_repeated])
+    for _, place_cells in cells[is_repeated].groupby(_PLACE, sort=False, dropna=False):
+        ok_cells = place_cells[place_cells["status"] == "ok"] if (place_cells["status"] == "ok").any() else place_cells
+        is_same = ok_cells["match"].nunique() == 1 and ok_cells["score"].nunique(dropna=False) == 1
+        if len(ok_cells) > 1 and not is_same:
+            first_cell, second_cell, *_ = records(ok_cells.drop_duplicates(["match", "score"]))
+            raise _conflict(first_cell, second_cell, folders)
+        kept_indices.append(ok_cells.sort_values("samples", kind="stable").index[-1])
+    return cells.loc[sorted(kept_indices)].reset_index(drop=True)
+
+
+def _conflict(first: Row, second: Row, folders: Sequence[Path]) -> UserError:
+    what = f"{first['task']}, {first['policy']}" + f" at {first['budget']}" * (first["policy"] != "full")
+    where = [first["model"], tokens(int(first["length"])), first["moment"], f"seed {first['seed']}"]
+    apart = [
+        f"{field_name.replace('_', ' ')} ({first[field_name]} and {second[field_name]})"
+        for field_name in _MADE_WITH
+        if first[field_name] != second[field_name]
+    ]
+    first_made, second_made = recorded(str(first["versions"])), recorded(str(second["versions"]))
+    apart += [
+        f"{field} ({first_made.get(field)} and {second_made.get(field)})"
+        for field in sorted(first_made | second_made)
+        if first_made.get(field) != second_made.get(field)
+    ]
+    if first["samples"] != second["samples"]:
+        apart.insert(0, f"{counted(int(first['samples']), 'sample')} and {second['samples']}")
+    run_folders = [_home(cell_row, folders) for cell_row in (first, second)]
+    have = (
+        f"{run_folders[0]} has" if run_folders[0] == run_folders[1] else f"{run_folders[0]} and {run_folders[1]} have"
+    )
+    return UserError(
+        f"{have} two scores of {what} ({', '.join(filter(None, where))}): {first['score']:.4g} and "
+        f"{second['score']:.4g}; they differ in {', '.join(apart[:3]) or 'nothing recorded'}; give "
+        "runs that were made alike, or one of them"
+    )
+
+
+def _home(cell_row: Row, folders: Sequence[Path]) -> str:
+    """The folder that holds a cell."""
+    for folder in folders:
+        if cell_row["cell"] in set(load_frames(folder, ["cell"])[0]["cell"]):
+            return str(folder)
+    return "the run"

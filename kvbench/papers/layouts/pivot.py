@@ -1,0 +1,265 @@
+"""Any table of a run: which of its dimensions are rows, which are columns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import pandas as pd
+
+from kvbench.errors import UserError, unknown
+from kvbench.papers.layouts.measures import Config, Measures, ScoreSource, Weights
+from kvbench.papers.layouts.slots import Layout, LayoutRow, MeasuredSlot
+from kvbench.papers.layouts.value import Value
+from kvbench.report.frames import budget_order, lower_is_better_tasks, records
+from kvbench.report.panel import DOWN
+from kvbench.tables.table import Column, Name, Phrase
+from kvbench.tables.text import tokens
+
+DIMENSIONS = ("policy", "budget", "task", "group", "model", "moment", "length", "seed")
+"""What can be on an axis."""
+
+_TASKS = ("task", "group")
+_FULL = {"policy": "full", "budget": "full", "moment": ""}
+"""What the full cache has in these dimensions."""
+
+_TITLES = {
+    Value.SCORE: "Scores",
+    Value.DIFF: "Paired differences to the full cache",
+    Value.RELATIVE: "Changes from the full cache, in percent of its score",
+    Value.LOSS: "Losses against the full cache, in percent of its score",
+    Value.KV: "Bytes held, in percent of the full cache",
+}
+
+Place: TypeAlias = dict[str, Any]
+"""Values of some dimensions."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What a table shows.
+
+    Attributes:
+        rows: Dimensions that name the rows, the outermost first.
+        columns: Dimensions that name the columns.
+        value: What the cells show.
+        mean: Whether to add the mean over tasks as a column, with its loss against the full cache.
+
+    Raises:
+        UserError: A dimension is unknown or given twice, or `mean` has nothing to add to.
+    """
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    value: Value = Value.SCORE
+    mean: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.rows or not self.columns:
+            raise UserError("--rows and --columns need at least one dimension each, such as policy")
+        for dimension in (*self.rows, *self.columns):
+            if dimension not in DIMENSIONS:
+                raise unknown("dimension", dimension, DIMENSIONS)
+            if (*self.rows, *self.columns).count(dimension) > 1:
+                raise UserError(f"{dimension} is given twice; use it either in --rows or in --columns")
+        if self.mean and self.columns != ("task",):
+            raise UserError("--mean needs --columns task")
+        if self.mean and self.value is not Value.SCORE:
+            raise UserError("--mean needs --value score")
+
+
+def default_rows(measures: Measures, columns: Sequence[str]) -> tuple[str, ...]:
+    """Policy and budget, within whatever else the runs have several values of.
+
+    Args:
+        measures: The runs.
+        columns: What is in the columns already.
+    """
+    compressed_cells = measures.cells[measures.cells["policy"] != "full"]
+    varied_dimensions = ("model", "length", "moment", "seed")
+    sections = [
+        dimension
+        for dimension in varied_dimensions
+        if len(compressed_cells) and len(_values(compressed_cells, dimension)) > 1
+    ]
+    return tuple(dimension for dimension in (*sections, "policy", "budget") if dimension not in columns)
+
+
+def pivot(measures: Measures, axes: Axes) -> Layout:
+    """The layout of a table with these axes.
+
+    Tasks that are on no axis are averaged, each with the same weight. Every other dimension that is
+    on no axis has to have one value only.
+
+    Args:
+        measures: The runs.
+        axes: The axes.
+
+    Raises:
+        UserError: A dimension that is on no axis has several values.
+    """
+    cells = measures.cells
+    axis_dimensions = (*axes.rows, *axes.columns)
+    compressed_cells = cells[cells["policy"] != "full"]
+    compressed_cells = compressed_cells if len(compressed_cells) else cells
+    fixed_values = {
+        dimension: _only(compressed_cells, dimension)
+        for dimension in DIMENSIONS
+        if dimension not in (*axis_dimensions, *_TASKS)
+    }
+    row_places, column_places = _places(cells, axes.rows), _places(cells, axes.columns)
+    all_tasks = _tasks(cells, {})
+    column_heads = [_head(cell_place, measures) for cell_place in column_places]
+    if axes.mean:
+        column_heads += [(f"mean of {len(all_tasks)}", ""), ("loss", "")]
+    task_pairs = cells[[*_TASKS]].drop_duplicates()  # in the order of the cells
+
+    @functools.cache
+    def weights_of(task_items: tuple[tuple[str, Any], ...]) -> Weights:
+        return _tasks(task_pairs, dict(task_items))
+
+    def of_tasks(place: Place) -> Weights:
+        return weights_of(tuple((dimension, place[dimension]) for dimension in _TASKS if dimension in place))
+
+    layout_rows = []
+    for row_place in row_places:
+        row_slots: list[MeasuredSlot | None] = []
+        for column_place in column_places:
+            cell_place = {**row_place, **column_place}
+            weights = of_tasks(cell_place)
+            cell_slot = MeasuredSlot(_config(fixed_values, cell_place), weights, axes.value) if weights else None
+            row_slots.append(cell_slot)
+        if axes.mean:
+            config = _config(fixed_values, row_place)
+            row_slots += [
+                MeasuredSlot(config, all_tasks),
+                MeasuredSlot(config, all_tasks, Value.LOSS),
+            ]
+        if any(row_slots):
+            lead_cells = tuple(_shown(dimension, row_place[dimension]) for dimension in axes.rows)
+            layout_rows.append(LayoutRow(lead_cells, tuple(row_slots), _group(row_place, axes.rows)))
+    lead_columns = tuple(Column(dimension, merged=dimension != axes.rows[-1]) for dimension in axes.rows)
+    mean_text = "" if {"task", "group"} & {*axis_dimensions} or len(all_tasks) == 1 else _mean(all_tasks)
+    table_title = (_TITLES[axes.value], mean_text, *_shared_values(fixed_values), ".")
+    return Layout(table_title, lead_columns, tuple(column_heads), tuple(layout_rows))
+
+
+def _only(cells: pd.DataFrame, axis: str) -> Any:
+    """The one value of a dimension that is on no axis."""
+    dimension_values = _values(cells, axis)
+    if len(dimension_values) > 1:
+        names = ", ".join(map(str, dimension_values))
+        raise UserError(
+            f"the run has several values of {axis}: {names}; put {axis} in --rows or --columns, or "
+            f"choose one with --{axis}"
+        )
+    return dimension_values[0]
+
+
+def _values(cells: pd.DataFrame, dimension: str) -> list[Any]:
+    """The values of a dimension in the order of a table."""
+    dimension_values = list(dict.fromkeys(cells[dimension]))
+    if dimension == "length":
+        # Tasks of natural length have 0 beside any other length.
+        return sorted(filter(None, dimension_values)) or dimension_values
+    if dimension == "budget":
+        return sorted(dimension_values, key=lambda budget: (budget != "full", *budget_order(str(budget))))
+    return sorted(dimension_values) if dimension == "seed" else dimension_values
+
+
+def _places(cells: pd.DataFrame, dimensions: Sequence[str]) -> list[Place]:
+    """The places along an axis that the run has, full first."""
+    full_cells, compressed_cells = (
+        cells[cells["policy"] == "full"],
+        cells[cells["policy"] != "full"],
+    )
+    places = _combined(compressed_cells, dimensions)
+    if "policy" in dimensions or not places:
+        places = [
+            {**axis_place, **_full_values(axis_place)} for axis_place in _combined(full_cells, dimensions)
+        ] + places
+    places = [dict(place_key) for place_key in dict.fromkeys(tuple(place.items()) for place in places)]
+    value_order = {dimension: _values(cells, dimension) for dimension in dimensions}
+    # The full cache has the first row of each section that is outside its own dimensions.
+    for dimension in ("policy", "budget", "moment"):
+        if dimension in value_order:
+            value_order[dimension].sort(key=lambda value: value != _FULL[dimension])
+    return sorted(
+        places,
+        key=lambda axis_place: [value_order[dimension].index(axis_place[dimension]) for dimension in dimensions],
+    )
+
+
+def _combined(cells: pd.DataFrame, dimensions: Sequence[str]) -> list[Place]:
+    if "length" in dimensions and (cells["length"] > 0).any():
+        cells = cells[cells["length"] > 0]
+    return [
+        {dimension: record[dimension] for dimension in dimensions}
+        for record in records(cells[list(dimensions)].drop_duplicates())
+    ]
+
+
+def _full_values(place: Place) -> Place:
+    return {dimension: value for dimension, value in _FULL.items() if dimension in place and dimension != "moment"}
+
+
+def _config(fixed_values: Mapping[str, Any], place: Place) -> Config:
+    all_values = {**fixed_values, **place}
+    budget = "full" if all_values["policy"] == "full" else str(all_values["budget"])
+    return Config(
+        model=str(all_values["model"]),
+        policy=str(all_values["policy"]),
+        budget=budget,
+        moment=str(all_values["moment"]),
+        length=int(all_values["length"]),
+        seed=int(all_values["seed"]),
+    )
+
+
+def _tasks(cells: pd.DataFrame, place: Place) -> Weights:
+    """The tasks of a place, all with the same weight."""
+    place_cells = cells
+    for dimension in _TASKS:
+        if dimension in place:
+            place_cells = place_cells[place_cells[dimension] == place[dimension]]
+    task_names = list(dict.fromkeys(place_cells["task"].astype(str)))
+    return tuple((ScoreSource(task_name), 1 / len(task_names)) for task_name in task_names)
+
+
+def _head(place: Place, measures: Measures) -> tuple[Phrase, str]:
+    """Title and group of a column."""
+    *outer_items, last_item = place.items()
+    group_text = ", ".join(_plain(dimension, value) for dimension, value in outer_items)
+    direction_mark = DOWN * (last_item[0] == "task" and str(last_item[1]) in lower_is_better_tasks(measures.cells))
+    return (_shown(*last_item), direction_mark), group_text
+
+
+def _shown(dimension: str, value: Any) -> Phrase:
+    return tokens(int(value)) if dimension == "length" else Name(str(value))
+
+
+def _plain(dimension: str, value: Any) -> str:
+    return tokens(int(value)) if dimension == "length" else str(value)
+
+
+def _group(place: Place, dimensions: Sequence[str]) -> str:
+    """Which rows stand together: those of a section, or all but the full cache."""
+    if len(dimensions) == 1:
+        return str(place.get("policy") == "full")
+    return str(place[dimensions[0]])
+
+
+def _mean(weights: Weights) -> str:
+    return f", mean of {len(weights)} tasks"
+
+
+def _shared_values(fixed_values: Mapping[str, Any]) -> Iterable[Phrase]:
+    """What all cells of a table share."""
+    if "model" in fixed_values:
+        yield from (", model ", Name(str(fixed_values["model"])))
+    if fixed_values.get("policy", "full") != "full":
+        yield from (", policy ", Name(str(fixed_values["policy"])))
+    if fixed_values.get("budget", "full") != "full":
+        yield from (", budget ", Name(str(fixed_values["budget"])))

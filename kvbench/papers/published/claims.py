@@ -1,0 +1,385 @@
+"""What printed figures claim about each other: averages, losses, quotients.
+
+A rule reads a table and yields a claim for every figure that the table computes from others.
+`RULES` says which rules hold in which table; a new paper adds its lines there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvbench.papers.published.results import SCORES, Figure
+
+Numbers: TypeAlias = Sequence[float]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A figure that others of its table determine.
+
+    Attributes:
+        figure: The figure.
+        of: The figures that it is computed from.
+        compute: From their numbers to its number; monotone in each of them.
+        rule: How it is computed, in a few words.
+    """
+
+    figure: Figure
+    of: tuple[Figure, ...]
+    compute: Callable[[Numbers], float]
+    rule: str
+
+    @property
+    def computed(self) -> float:
+        """The number that the printed figures give."""
+        return self.compute([figure.number for figure in self.of])
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and largest number that figures which round to the printed ones can give."""
+        printed_numbers = [figure.number for figure in self.of]
+        lowest_numbers, highest_numbers = list(printed_numbers), list(printed_numbers)
+        for figure_index, figure in enumerate(self.of):
+            nudged_numbers = [
+                *printed_numbers[:figure_index],
+                printed_numbers[figure_index] + figure.half_digit,
+                *printed_numbers[figure_index + 1 :],
+            ]
+            sign = 1.0 if self.compute(nudged_numbers) >= self.compute(printed_numbers) else -1.0
+            lowest_numbers[figure_index] -= sign * figure.half_digit
+            highest_numbers[figure_index] += sign * figure.half_digit
+        return self.compute(lowest_numbers), self.compute(highest_numbers)
+
+    @property
+    def holds(self) -> bool:
+        """Whether rounding alone can explain the difference between printed and computed."""
+        lower_bound, upper_bound = self.bounds
+        slack = self.figure.half_digit + 1e-9
+        return lower_bound - slack <= self.figure.number <= upper_bound + slack
+
+
+@dataclass(frozen=True)
+class Line:
+    """The figures of one method, model, budget and setting in a table, by dataset and metric."""
+
+    figures: Mapping[tuple[str, str], Figure]
+
+    @property
+    def first(self) -> Figure:
+        """Any figure of the line; they agree on everything but dataset, metric and value."""
+        return next(iter(self.figures.values()))
+
+    @property
+    def scores(self) -> dict[str, Figure]:
+        """The scores of the line, by dataset."""
+        return {dataset: figure for (dataset, metric), figure in self.figures.items() if metric in SCORES}
+
+    def of(self, dataset: str) -> Figure | None:
+        """The figure of a dataset, whatever its metric."""
+        return next(
+            (figure for (figure_dataset, _), figure in self.figures.items() if figure_dataset == dataset),
+            None,
+        )
+
+
+Rule: TypeAlias = Callable[[Sequence[Line]], Iterator[Claim]]
+
+
+def lines(figures: Iterable[Figure]) -> list[Line]:
+    """Gather the figures of a table into lines."""
+    figures_by_line: dict[tuple[str, ...], dict[tuple[str, str], Figure]] = {}
+    for figure in figures:
+        line_key = (figure.method, figure.model, figure.kept, figure.setting)
+        figures_by_line.setdefault(line_key, {})[figure.dataset, figure.metric] = figure
+    return [Line(line_figures) for line_figures in figures_by_line.values()]
+
+
+def claims(paper_name: str, table_number: str, figures: Iterable[Figure]) -> list[Claim]:
+    """The claims of a table's figures; none if its figures do not depend on each other."""
+    table_lines = lines(figures)
+    return [claim for rule in RULES.get((paper_name, table_number), ()) for claim in rule(table_lines)]
+
+
+# --- rules ----------------------------------------------------------------------------------------
+
+
+def mean(target: str, weights: Mapping[str, float] | None = None) -> Rule:
+    """`target` is the mean of the line's other scores.
+
+    Args:
+        target: Dataset of the mean.
+        weights: Weights by task, or by dataset where there is no task; by default all are equal.
+    """
+
+    def rule(table_lines: Sequence[Line]) -> Iterator[Claim]:
+        for line in table_lines:
+            figure = line.of(target)
+            if figure is None:
+                continue
+            other_figures = tuple(score_figure for score_figure in line.scores.values() if score_figure is not figure)
+            weight_list = [
+                weights[score_figure.task or score_figure.dataset] if weights else 1.0 for score_figure in other_figures
+            ]
+            yield Claim(
+                figure,
+                other_figures,
+                _weighted(weight_list),
+                "weighted mean of its scores" if weights else "mean of its scores",
+            )
+
+    return rule
+
+
+def loss(target: str, dataset: str) -> Rule:
+    """`target` is the loss of `dataset` against the full cache, in percent of it."""
+    return _against_full(
+        target,
+        dataset,
+        lambda score, full_score: 100 * (1 - score / full_score),
+        "loss against full, %",
+    )
+
+
+def share(target: str, dataset: str) -> Rule:
+    """`target` is `dataset` in percent of the full cache."""
+    return _against_full(target, dataset, lambda score, full_score: 100 * score / full_score, "percent of full")
+
+
+def change(target: str, dataset: str) -> Rule:
+    """`target` is the change of `dataset` against the full cache, in percent of it."""
+    return _against_full(
+        target,
+        dataset,
+        lambda score, full_score: 100 * (score / full_score - 1),
+        "change from full, %",
+    )
+
+
+def mean_share(target: str, applies_to: Callable[[Figure], bool] = lambda _: True) -> Rule:
+    """`target` is the mean over the line's scores of their percentages of the full cache.
+
+    Args:
+        target: Dataset of the mean.
+        applies_to: Which figures of `target` claim so.
+    """
+    return _mean_against_full(
+        target,
+        lambda score, full_score: 100 * score / full_score,
+        "mean percent of full",
+        applies_to,
+    )
+
+
+def mean_change(target: str) -> Rule:
+    """`target` is the mean over the line's scores of their changes from the full cache."""
+    return _mean_against_full(target, lambda score, full_score: 100 * (score / full_score - 1), "mean change, %")
+
+
+def speed_up(metric: str, *, more_is_faster: bool) -> Rule:
+    """Figures of metric `speed-up` compare those of `metric` with the full cache's."""
+
+    def rule(table_lines: Sequence[Line]) -> Iterator[Claim]:
+        full_figures = {
+            metric_figure.dataset: metric_figure
+            for metric_figure in _figures(table_lines, metric)
+            if metric_figure.policy == "full"
+        }
+        figure_by_method = {
+            (metric_figure.method, metric_figure.dataset): metric_figure
+            for metric_figure in _figures(table_lines, metric)
+        }
+        for figure in _figures(table_lines, "speed-up"):
+            figure_pair = (
+                figure_by_method[figure.method, figure.dataset],
+                full_figures[figure.dataset],
+            )
+            figure_pair = figure_pair if more_is_faster else figure_pair[::-1]
+            yield Claim(figure, figure_pair, lambda numbers: numbers[0] / numbers[1], "speed-up over full")
+
+    return rule
+
+
+def quotient(target: str, numerator: str, denominator: str) -> Rule:
+    """`target` is `numerator` in percent of `denominator`; all three are names of columns."""
+
+    def rule(table_lines: Sequence[Line]) -> Iterator[Claim]:
+        for figure, row_figures in _rows(table_lines, target):
+            yield Claim(
+                figure,
+                (row_figures[numerator], row_figures[denominator]),
+                lambda numbers: 100 * numbers[0] / numbers[1],
+                "quotient of the two columns, %",
+            )
+
+    return rule
+
+
+def per_token(target: str, total: str, prefill: str) -> Rule:
+    """`target` is `total` less `prefill`, per generated token; the row is PROMPT+GENERATED."""
+
+    def rule(table_lines: Sequence[Line]) -> Iterator[Claim]:
+        for figure, row_figures in _rows(table_lines, target):
+            compute = _rest_per(int(figure.row.partition("+")[2]))
+            yield Claim(
+                figure,
+                (row_figures[total], row_figures[prefill]),
+                compute,
+                "the rest of the time per token",
+            )
+
+    return rule
+
+
+def gain(other_methods: Sequence[str]) -> Rule:
+    """Figures of metric `gain` are the score less the best of the methods `other_methods`."""
+
+    def rule(table_lines: Sequence[Line]) -> Iterator[Claim]:
+        figure_by_method = {
+            (score_figure.model, score_figure.dataset, score_figure.method): score_figure
+            for line in table_lines
+            for score_figure in line.scores.values()
+        }
+        for figure in _figures(table_lines, "gain"):
+            cell_key = figure.model, figure.dataset
+            best_figure = max(
+                (figure_by_method[*cell_key, method] for method in other_methods),
+                key=lambda score_figure: score_figure.number,
+            )
+            figure_pair = (figure_by_method[*cell_key, figure.method], best_figure)
+            yield Claim(
+                figure,
+                figure_pair,
+                lambda numbers: numbers[0] - numbers[1],
+                f"gain over the best of {', '.join(other_methods)}",
+            )
+
+    return rule
+
+
+def _weighted(weights: Sequence[float]) -> Callable[[Numbers], float]:
+    weight_sum = sum(weights)
+    return lambda numbers: sum(weight * value for weight, value in zip(weights, numbers, strict=True)) / weight_sum
+
+
+def _rest_per(token_count: int) -> Callable[[Numbers], float]:
+    return lambda numbers: (numbers[0] - numbers[1]) / token_count
+
+
+def _against_full(target: str, dataset: str, ratio: Callable[[float, float], float], rule_name: str) -> Rule:
+    def rule(table_lines: Sequence[Line]) -> Iterator[Claim]:
+        for line in table_lines:
+            figure, source_figure = line.of(target), line.of(dataset)
+            full_line = _full(table_lines, line)
+            if figure and source_figure and full_line and (full_figure := full_line.of(dataset)):
+                yield Claim(
+                    figure,
+                    (source_figure, full_figure),
+                    lambda numbers: ratio(numbers[0], numbers[1]),
+                    rule_name,
+                )
+
+    return rule
+
+
+def _mean_against_full(
+    target: str,
+    ratio: Callable[[float, float], float],
+    rule_name: str,
+    applies_to: Callable[[Figure], bool] = lambda _: True,
+) -> Rule:
+    def compute(numbers: Numbers) -> float:
+        half = len(numbers) // 2
+        return sum(map(ratio, numbers[:half], numbers[half:])) / half
+
+    def rule(table_lines: Sequence[Line]) -> Iterator[Claim]:
+        for line in table_lines:
+            figure, full_line = line.of(target), _full(table_lines, line)
+            if figure and full_line and applies_to(figure):
+                line_scores = {
+                    dataset: score_figure
+                    for dataset, score_figure in line.scores.items()
+                    if dataset in full_line.scores
+                }
+                full_figures = [full_line.scores[dataset] for dataset in line_scores]
+                yield Claim(figure, (*line_scores.values(), *full_figures), compute, rule_name)
+
+    return rule
+
+
+def _full(table_lines: Sequence[Line], line: Line) -> Line | None:
+    """The full cache's line for the model of a line, with the same datasets."""
+    for other_line in table_lines:
+        is_full_line = other_line.first.policy == "full" and other_line.first.model == line.first.model
+        if is_full_line and other_line.figures.keys() & line.figures.keys():
+            return other_line
+    return None
+
+
+def _figures(table_lines: Sequence[Line], metric: str) -> Iterator[Figure]:
+    return (figure for line in table_lines for figure in line.figures.values() if figure.metric == metric)
+
+
+def _rows(table_lines: Sequence[Line], target: str) -> Iterator[tuple[Figure, dict[str, Figure]]]:
+    """Every figure of a column with the figures of its row, by column."""
+    figures_by_row: dict[tuple[str, str], dict[str, Figure]] = {}
+    for line in table_lines:
+        for figure in line.figures.values():
+            figures_by_row.setdefault((figure.part, figure.row), {})[figure.column] = figure
+    for row_figures in figures_by_row.values():
+        yield row_figures[target], row_figures
+
+
+# --- which rules hold where -----------------------------------------------------------------------
+
+_DOMAINS = {
+    "longbench_single_doc_qa": 3.0,
+    "longbench_multi_doc_qa": 3.0,
+    "longbench_summarization": 3.0,
+    "longbench_few_shot": 3.0,
+    "longbench_synthetic": 2.0,
+    "longbench_code": 2.0,
+}
+"""Sets in each domain of LongBench (CriticalKV, Table 15)."""
+
+_QUESTIONS = {
+    "LongMemEval-S Multi": 133.0,
+    "LongMemEval-S Knowledge": 78.0,
+    "LongMemEval-S SS-User": 70.0,
+    "LongMemEval-S SS-Pref": 30.0,
+    "LongMemEval-S SS-Assist": 56.0,
+    "LongMemEval-S Temporal": 133.0,
+}
+"""Questions of each type in LongMemEval-S (arXiv 2410.10813)."""
+
+_OVERALL, _ENCODING = "Overall Generation Duration (s)", "Prompt Encoding Duration (s)"
+_COSTS = (
+    quotient("Prompt Encoding/Overall (%)", _ENCODING, _OVERALL),
+    per_token("Decoding Time Per Token (s)", _OVERALL, _ENCODING),
+)
+
+RULES: dict[tuple[str, str], tuple[Rule, ...]] = {
+    ("criticalkv", "1"): (mean("Avg. Score"), loss("loss ↓", dataset="Avg. Score")),
+    ("criticalkv", "2"): (mean("Avg. Score", _DOMAINS), loss("Avg. Loss ↓", dataset="Avg. Score")),
+    ("criticalkv", "4"): (mean("Avg.", _DOMAINS),),
+    ("criticalkv", "6"): (speed_up("TTFT s", more_is_faster=False),),
+    ("criticalkv", "7"): (mean("Avg.", _DOMAINS),),
+    ("criticalkv", "9"): (quotient("Ratio", "Our Bound θ̂", "Prev. Bound θ̂relax"),),
+    ("criticalkv", "14"): (mean("Ave. Score", _DOMAINS), loss("Avg. Loss ↓", dataset="Ave. Score")),
+    # TrimKV and DBTrimKV stand beside a full cache of their own, whose scores are not printed.
+    ("dbtrimkv", "1"): (mean_share("Avg. (%)", lambda f: f.row.endswith("*")),),
+    ("dbtrimkv", "2"): (mean_share("(% vs Vanilla)"),),
+    ("dbtrimkv", "3"): (share("MMDU % vs Vanilla", dataset="MMDU Overall"),),
+    ("dbtrimkv", "6"): (share("MMDU % vs Vanilla", dataset="MMDU Overall"),),
+    ("dbtrimkv", "7"): (change("Avg. Δ (%)", dataset="Avg. Acc"),),
+    ("trimkv", "7"): (mean("LongMemEval-S", _QUESTIONS),),
+    ("trimkv", "8"): (mean_change("Δ (%)"),),
+    ("trimkv", "9"): (change("Δ (%)", dataset="Avg. Acc"),),
+    ("d2o", "5"): (speed_up("tokens/s", more_is_faster=True),),
+    ("d2o", "12"): _COSTS,
+    ("d2o", "13"): _COSTS,
+    # The row's label is lost; that this is what it holds follows from 14 of its 16 figures.
+    ("d2o", "17"): (gain(["Local Window", "StreamingLLM", "H2O"]),),
+}
+"""The rules of each table, by paper and number."""

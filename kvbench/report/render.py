@@ -1,0 +1,64 @@
+"""Writes the report of one or several runs: figures, tables and a summary."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pandas as pd
+
+from kvbench.errors import UserError
+from kvbench.files import cannot, replacing
+from kvbench.report.choosing import WITHIN_A_POINT, Aim
+from kvbench.report.frames import Results, prepare
+from kvbench.report.heatmap import draw_heatmaps
+from kvbench.report.pareto_figures import draw_fronts
+from kvbench.report.summary import summary_text
+from kvbench.report.table_files import report_tables, write_tables
+
+
+def render(
+    cells: pd.DataFrame,
+    samples: pd.DataFrame,
+    out_dir: str | os.PathLike[str],
+    aim: Aim = WITHIN_A_POINT,
+) -> list[Path]:
+    """Write the report of one or several runs.
+
+    The same frames give the same bytes, figures included. Every file is written aside first, so a
+    full disk leaves no empty files.
+
+    Args:
+        cells: The frame of `cells.parquet`, of several runs one under the other.
+        samples: The frame of `samples.parquet`.
+        out_dir: Where to write; created if needed. Files of the same names are replaced.
+        aim: What a setting is looked for.
+
+    Returns:
+        The files written: `summary.md` first, then PNG and SVG of every figure in `figures/`, then
+        CSV and LaTeX of every table in `tables/`.
+
+    Raises:
+        UserError: The folder or a file in it cannot be written.
+    """
+    return write_report(prepare(cells, samples), Path(out_dir), aim)
+
+
+def write_report(results: Results, output_folder: Path, aim: Aim = WITHIN_A_POINT) -> list[Path]:
+    """`render` of what `prepare` has prepared."""
+    folders = output_folder / "figures", output_folder / "tables"
+    try:
+        if output_folder.exists() and not output_folder.is_dir():
+            raise UserError(f"cannot write {output_folder}: it is a file, not a folder")
+        for subfolder in folders:
+            subfolder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot("write", error.filename or output_folder, error) from None
+    figures = draw_fronts(results, folders[0]) + draw_heatmaps(results, folders[0])
+    tables = report_tables(results)
+    written_paths = [figure_path for figure in figures for figure_path in figure.paths]
+    written_paths += write_tables(tables, folders[1])
+    summary_path = output_folder / "summary.md"
+    with replacing(summary_path) as partial_path:
+        partial_path.write_text(summary_text(results, tables, figures, output_folder, aim), encoding="utf-8")
+    return [summary_path, *written_paths]

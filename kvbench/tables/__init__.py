@@ -1,0 +1,1 @@
+"""A table as a value, its outputs, and how numbers, text and figures look."""

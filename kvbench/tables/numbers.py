@@ -1,0 +1,107 @@
+"""Numbers as text: points, percentages, bytes and intervals are formatted here and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+
+MINUS = "\N{MINUS SIGN}"
+DASH = "\N{EN DASH}"
+BETTER, WORSE = "\N{SUPERSCRIPT PLUS SIGN}", "\N{SUPERSCRIPT MINUS}"
+"""Mark a number as significantly better or worse than a reference."""
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class NumberFormat(StrEnum):
+    """What the numbers of a column are, and so how they are written."""
+
+    TEXT = "text"
+    POINTS = "points"
+    """A score in [0, 1], shown as 0 to 100 with one decimal."""
+    NUMBER = "number"
+    """Any number, with four significant digits."""
+    PERCENT = "percent"
+    """A share in [0, 1] as a percentage."""
+    BYTES = "bytes"
+    """Bytes with a binary unit and three significant digits."""
+    COUNT = "count"
+    """A whole number, or the mean of whole numbers with one decimal."""
+    TIMES = "times"
+    """A factor, such as `2.78×`."""
+
+
+def number(value: float, kind: NumberFormat, *, signed: bool = False) -> str:
+    """Format a number.
+
+    Args:
+        value: The number; NaN gives a dash.
+        kind: What it is.
+        signed: Whether to write a plus sign before a positive number.
+    """
+    if math.isnan(value):
+        return DASH
+    ascii_text = _bare(value, kind)
+    digits = ascii_text.lstrip("-")
+    if ascii_text.startswith("-") and digits.strip("0.%×"):
+        return MINUS + digits
+    return "+" + digits if signed and digits.strip("0.%×") else digits
+
+
+def interval(lower: float, upper: float, kind: NumberFormat, *, signed: bool = False) -> str:
+    """Format the two ends of an interval, such as `[−6.0, −0.4]`; an unknown end gives a dash."""
+    if math.isnan(lower) or math.isnan(upper):
+        return DASH
+    bounds = (number(bound, kind, signed=signed).rstrip("%×") for bound in (lower, upper))
+    return f"[{', '.join(bounds)}]"
+
+
+def score_kind(*, unit_scaled: bool) -> NumberFormat:
+    """How scores are written: in points where the task is scored in [0, 1], else as they are."""
+    return NumberFormat.POINTS if unit_scaled else NumberFormat.NUMBER
+
+
+def percent(share: float) -> str:
+    """A share as a percentage."""
+    return number(share, NumberFormat.PERCENT)
+
+
+def size(byte_count: float) -> str:
+    """Bytes with a binary unit."""
+    return number(byte_count, NumberFormat.BYTES)
+
+
+def _bare(value: float, kind: NumberFormat) -> str:
+    """The number with an ASCII minus sign; a rounded zero may still carry one."""
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    match kind:
+        case NumberFormat.POINTS:
+            return f"{100 * value:.1f}"
+        case NumberFormat.PERCENT:
+            # From 99.95% on it reads 100%; `verdict.cheapest` calls that no saving either.
+            return f"{100 * value:.0f}%" if abs(value) >= 0.9995 else f"{100 * value:.1f}%"
+        case NumberFormat.BYTES:
+            return _size(value)
+        case NumberFormat.COUNT:
+            return f"{value:.1f}".removesuffix(".0")
+        case NumberFormat.TIMES:
+            return f"{value:.2f}×"
+        case _:
+            return _four_digits(value)
+
+
+def _four_digits(value: float) -> str:
+    """Four significant digits, zeros at the end included, so that the numbers of a column align."""
+    rounded = float(f"{value:.4g}")
+    if not 1e-4 <= abs(rounded) < 1e6:
+        return f"{rounded:g}"
+    return f"{rounded:.{max(0, 3 - math.floor(math.log10(abs(rounded))))}f}"
+
+
+def _size(byte_count: float) -> str:
+    byte_units = list(_BYTE_UNITS)
+    while byte_count >= 999.5 and len(byte_units) > 1:
+        byte_count /= 1024
+        del byte_units[0]
+    decimals = 0 if byte_units[0] == "B" or byte_count >= 99.95 else 1 if byte_count >= 9.995 else 2
+    return f"{byte_count:.{decimals}f} {byte_units[0]}"

@@ -1,0 +1,435 @@
+"""The outputs of a table: terminal, Markdown, LaTeX, HTML and CSV.
+
+Every text goes through the escape of its output, so nothing that a user, a model or a file wrote
+can become markup. The best number of a group of rows is bold, the second best underlined.
+"""
+
+from __future__ import annotations
+
+import csv as csv_module
+import html as html_module
+import io
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from rich.box import HEAVY_HEAD
+from rich.style import Style
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from kvbench.tables.csv_columns import csv_columns
+from kvbench.tables.numbers import BETTER, DASH, MINUS, WORSE, interval, number
+from kvbench.tables.table import (
+    Cell,
+    Column,
+    Compared,
+    Graded,
+    Interval,
+    Lines,
+    Name,
+    Phrase,
+    Table,
+)
+from kvbench.tables.text import code, md, plain, tex
+
+_NAME_WIDTH = 40
+"""A terminal folds a longer name."""
+_ONE_COLUMN = 8
+"""A LaTeX table of more columns may span the columns of the page."""
+_TITLE_WIDTH = 11
+"""A terminal breaks a longer column title."""
+
+
+def _raised(sign: str) -> str:
+    """A sign above the line, as a character of its own."""
+    return BETTER if sign == "+" else WORSE
+
+
+@dataclass(frozen=True)
+class _Markup:
+    """How an output writes the parts of a text.
+
+    Attributes:
+        text: Escapes text.
+        name: Escapes a name and sets it in a code font.
+        newline: Separates lines within a cell.
+        number: Escapes what `kvbench.tables.numbers` has written.
+        marks: Format of the best and of the second best number.
+        superscript: Writes what stands above a number.
+        text_after: Escapes text that does not start a line, if that differs from `text`.
+    """
+
+    text: Callable[[str], str]
+    name: Callable[[str], str]
+    newline: str
+    number: Callable[[str], str] = str
+    marks: tuple[str, str] = ("{}", "{}")
+    superscript: Callable[[str], str] = _raised
+    text_after: Callable[[str], str] | None = None
+
+    def phrase(self, phrase: Phrase) -> str:
+        """Write a text."""
+        match phrase:
+            case str():
+                return self.text(phrase)
+            case Name():
+                return self.name(phrase.text)
+            case Lines():
+                return self.newline.join(map(self.phrase, phrase.lines))
+            case _:
+                first_part, *later_parts = _joined(phrase) or [""]
+                return self.phrase(first_part) + "".join(map(self._after_text, later_parts))
+
+    def _after_text(self, phrase: Phrase) -> str:
+        """Write the part of a text that follows another part on the same line."""
+        if isinstance(phrase, str) and self.text_after is not None:
+            return self.text_after(phrase)
+        return self.phrase(phrase)
+
+    def cell(self, cell: Cell, column: Column, rank: int = 0) -> str:
+        """Write a cell; `rank` is 1 for the best number and 2 for the second best."""
+        match cell:
+            case None:
+                return self.number(DASH)
+            case Compared():
+                gap_text = _spaced(cell.gap, column, signed=True)
+                number_text = f"{number(cell.score, column.kind)} {gap_text}".rstrip()
+            case Interval():
+                number_text = _spaced(cell, column, signed=column.signed)
+            case Graded():
+                number_text, rank = cell.text, cell.rank
+            case int() | float():
+                number_text = number(cell, column.kind, signed=column.signed)
+            case _:
+                return self.phrase(cell)
+        marked_text = self.number(number_text)
+        marked_text = self.marks[rank - 1].format(marked_text) if rank else marked_text
+        if isinstance(cell, Graded) and cell.better:
+            marked_text += self.superscript("+" if cell.better > 0 else MINUS)
+        return marked_text
+
+
+_PLAIN = _Markup(plain, plain, "\n")
+_CSV = _Markup(plain, plain, "; ")
+_MARKDOWN = _Markup(
+    md,
+    code,
+    "<br>",
+    marks=("**{}**", "<ins>{}</ins>"),
+    text_after=partial(md, start=False),
+)
+_LATEX = _Markup(
+    tex,
+    lambda name: rf"\texttt{{{tex(name)}}}",
+    "; ",
+    tex,
+    marks=(r"\textbf{{{}}}", r"\underline{{{}}}"),
+    # Without width, so that the digits below each other stay aligned.
+    superscript=lambda sign: rf"\rlap{{{tex(_raised(sign))}}}",
+)
+_HTML = _Markup(
+    lambda text: html_module.escape(plain(text)),
+    lambda name: f"<code>{html_module.escape(plain(name))}</code>",
+    "<br>",
+    marks=("<b>{}</b>", "<u>{}</u>"),
+    superscript=lambda sign: f"<sup>{sign}</sup>",
+)
+plain_text = _PLAIN.phrase
+"""Writes a phrase for a terminal."""
+markdown_text = _MARKDOWN.phrase
+"""Writes a phrase in Markdown."""
+html_text = _HTML.phrase
+"""Writes a phrase in HTML."""
+
+
+def terminal(table: Table, *, boxed: bool = True) -> RichTable:
+    """Make a table for `rich.print`.
+
+    Args:
+        table: The table.
+        boxed: Whether it has lines and folds long names. Without, names stay whole: they are there
+            to be copied.
+    """
+    rich_table = RichTable(
+        title=Text(_PLAIN.phrase(table.title), "bold") if table.title else None,
+        title_justify="left",
+        header_style="bold",
+        box=HEAVY_HEAD if boxed else None,
+        pad_edge=boxed,
+        caption=Text("\n".join(map(_PLAIN.phrase, table.notes))) if table.notes else None,
+        caption_justify="left",
+    )
+    for column_index, column in enumerate(table.columns):
+        column_title = _titled(column, _PLAIN)
+        name_widths = [
+            len(cell_name) for table_row in table.rows for cell_name in _names(table_row.cells[column_index])
+        ]
+        can_fold = not column.right
+        rich_table.add_column(
+            Text(_broken(column_title) if boxed else column_title),
+            justify="right" if column.right else "left",
+            overflow="fold",
+            no_wrap=not can_fold or (not boxed and column_index == 0),
+            max_width=_NAME_WIDTH if boxed and can_fold else None,
+            min_width=max(name_widths, default=None) if not boxed else None,
+        )
+    ranks = table.ranks()
+    for row_index, table_row in enumerate(table.rows):
+        rich_table.add_row(
+            *(
+                # Appended, so that the style does not reach the space beside the text.
+                Text().append(
+                    "" if table.repeats(row_index, column_index) else _PLAIN.cell(cell, column),
+                    _style(cell, column, ranks.get((row_index, column_index), 0)),
+                )
+                for column_index, (cell, column) in enumerate(zip(table_row.cells, table.columns, strict=True))
+            ),
+            end_section=_ends_group(table, row_index),
+        )
+    return rich_table
+
+
+def markdown(table: Table, *, level: int = 0) -> str:
+    """Write a table in GitHub's Markdown.
+
+    Args:
+        table: The table.
+        level: Level of the title as a heading; 0 makes it a paragraph.
+    """
+    title_text = _MARKDOWN.phrase(table.title)
+    table_lines = [_piped(_titled(column, _MARKDOWN) for column in table.columns)]
+    table_lines.append(_piped("--:" if column.right else "---" for column in table.columns))
+    table_lines += [_piped(row_texts) for row_texts in _written(table, _MARKDOWN)]
+    blocks = [f"{'#' * level} {title_text}".lstrip()] * bool(title_text) + ["\n".join(table_lines)]
+    return "\n\n".join([*blocks, *(_MARKDOWN.phrase(note) for note in table.notes)])
+
+
+def latex(table: Table, *, fit: bool = False) -> str:
+    """Write a table in LaTeX; it needs the package `booktabs`.
+
+    Args:
+        table: The table.
+        fit: Whether to shrink the table where it is wider than the line (which needs the package
+            `graphicx`), and to set the notes as a block. A table of many columns then also spans
+            the columns of the page, and its titles are broken.
+    """
+    body_lines = []
+    for row_index, row_texts in enumerate(_written(table, _LATEX)):
+        body_lines.append(" & ".join(row_texts) + r" \\")
+        body_lines += [r"\midrule"] * _ends_group(table, row_index)
+    is_wide = fit and len(table.columns) > _ONE_COLUMN
+    environment = "table*" if is_wide else "table"
+    column_titles = [_stacked(head) if is_wide else _LATEX.phrase(head.title) for head in table.columns]
+    note_texts = [_LATEX.phrase(note) for note in table.notes]
+    latex_lines = [
+        rf"\begin{{{environment}}}",
+        r"\centering",
+        *[rf"\caption{{{_LATEX.phrase(table.title)}}}"] * bool(table.title),
+        *[r"\smallskip"] * (fit and bool(table.title)),
+        *[r"\setlength{\tabcolsep}{4pt}"] * is_wide,
+        *[r"\sbox0{%"] * fit,
+        rf"\begin{{tabular}}{{{''.join('r' if head.right else 'l' for head in table.columns)}}}",
+        r"\toprule",
+        *_latex_groups(table),
+        " & ".join(column_titles) + r" \\",
+        r"\midrule",
+        *body_lines,
+        r"\bottomrule",
+        r"\end{tabular}" + "}%" * fit,
+        *_LATEX_FIT * fit,
+        *(
+            _latex_block(note_texts)
+            if fit
+            else [rf"\par\smallskip{{\footnotesize {note_text}}}" for note_text in note_texts]
+        ),
+        rf"\end{{{environment}}}",
+    ]
+    return "\n".join(latex_lines) + "\n"
+
+
+def html(table: Table) -> str:
+    """Write a table as an HTML element; columns of text have the class `text`."""
+    html_lines = ["<table>"]
+    if table.title:
+        html_lines.append(f"<caption>{_HTML.phrase(table.title)}</caption>")
+    html_lines.append("<thead>")
+    if any(column.group for column in table.columns):
+        head_cells = (
+            f'<th colspan="{column_count}">{_HTML.phrase(group)}</th>' for group, column_count in table.column_groups
+        )
+        html_lines.append(f"<tr>{''.join(head_cells)}</tr>")
+    html_lines.append(
+        _html_row(
+            "th",
+            [_HTML.phrase(titled_column.title) for titled_column in table.columns],
+            table.columns,
+        )
+    )
+    html_lines += ["</thead>", "<tbody>"]
+    for row_index, row_texts in enumerate(_written(table, _HTML)):
+        html_lines.append(_html_row("td", row_texts, table.columns))
+        html_lines += ["</tbody>", "<tbody>"] * _ends_group(table, row_index)
+    html_lines += ["</tbody>", "</table>"]
+    html_lines += [f'<p class="note">{_HTML.phrase(note)}</p>' for note in table.notes]
+    return "\n".join(html_lines) + "\n"
+
+
+def csv(table: Table) -> str:
+    """Write a table as comma-separated values for programs.
+
+    Numbers are not rounded and stand as in the run's own tables: scores and shares from 0 to 1.
+    An interval takes three columns. Text that a spreadsheet would run as a formula begins with an
+    apostrophe. Title and notes are left out.
+    """
+    buffer = io.StringIO()
+    writer = csv_module.writer(buffer, lineterminator="\n")
+    column_blocks = [
+        csv_columns(
+            _titled(column, _CSV),
+            [table_row.cells[column_index] for table_row in table.rows],
+            _CSV.phrase,
+        )
+        for column_index, column in enumerate(table.columns)
+    ]
+    writer.writerow([column_title for column_titles, _ in column_blocks for column_title in column_titles])
+    for row_index in range(len(table.rows)):
+        writer.writerow([cell_value for _, row_values in column_blocks for cell_value in row_values[row_index]])
+    return buffer.getvalue()
+
+
+def _joined(phrases: Iterable[Phrase]) -> list[Phrase]:
+    """The parts of a text without nesting, neighbouring strings as one.
+
+    An escape has to see neighbours at once: "1" and "." begin a list together.
+    """
+    flat_phrases: list[Phrase] = []
+    for phrase in phrases:
+        for piece in _joined(phrase) if isinstance(phrase, tuple) else [phrase]:
+            if isinstance(piece, str) and flat_phrases and isinstance(flat_phrases[-1], str):
+                flat_phrases[-1] += piece
+            elif piece != "":
+                flat_phrases.append(piece)
+    return flat_phrases
+
+
+def _written(table: Table, markup: _Markup) -> list[list[str]]:
+    ranks = table.ranks()
+    return [
+        [
+            ""
+            if table.repeats(row_index, column_index)
+            else markup.cell(cell, column, ranks.get((row_index, column_index), 0))
+            for column_index, (cell, column) in enumerate(zip(table_row.cells, table.columns, strict=True))
+        ]
+        for row_index, table_row in enumerate(table.rows)
+    ]
+
+
+def _spaced(cell: Interval, column: Column, *, signed: bool) -> str:
+    """A mean with its interval, such as `5.0 [0.2, 50.2]`; the mean alone without one."""
+    mean_text = number(cell.mean, column.kind, signed=signed)
+    interval_text = interval(cell.lo, cell.hi, column.kind, signed=signed)
+    return mean_text if interval_text == DASH else f"{mean_text} {interval_text}"
+
+
+def _titled(column: Column, markup: _Markup) -> str:
+    """A column's title, after that of its group, where an output has one line of titles."""
+    group_prefix = markup.phrase(column.group) + ": " if column.group else ""
+    return group_prefix + markup.phrase(column.title)
+
+
+def _ends_group(table: Table, row_index: int) -> bool:
+    """Whether the row is the last of its group and others follow."""
+    return row_index + 1 < len(table.rows) and table.rows[row_index].group != table.rows[row_index + 1].group
+
+
+# --- terminal -------------------------------------------------------------------------------------
+
+
+def _names(cell: Cell) -> list[str]:
+    match cell:
+        case Name():
+            return [cell.text]
+        case Lines():
+            return [cell_name for cell_line in cell.lines for cell_name in _names(cell_line)]
+        case tuple():
+            return [cell_name for fragment in cell for cell_name in _names(fragment)]
+        case _:
+            return []
+
+
+def _broken(column_title: str) -> str:
+    """A title over a narrow column, broken at spaces and underscores."""
+    title_lines = [""]
+    for fragment in column_title.replace("_", "_\0").replace(" ", " \0").split("\0"):
+        if title_lines[-1] and len(title_lines[-1]) + len(fragment.rstrip()) > _TITLE_WIDTH:
+            title_lines.append("")
+        title_lines[-1] += fragment
+    return "\n".join(title_line.rstrip() for title_line in title_lines)
+
+
+def _style(cell: Cell, column: Column, rank: int) -> Style:
+    rank = cell.rank if isinstance(cell, Graded) else rank
+    lacks_number = column.right and isinstance(cell, str) and bool(cell)
+    colour = "red" if column.is_worse(cell) or (lacks_number and column.kind != "text") else None
+    return Style(color=colour, bold=rank == 1 or None, underline=rank == 2 or None)
+
+
+# --- Markdown, LaTeX, HTML ------------------------------------------------------------------------
+
+
+def _piped(cell_texts: Iterable[str]) -> str:
+    return f"| {' | '.join(cell_texts)} |"
+
+
+def _stacked(column: Column) -> str:
+    """A title over a narrow column, broken as in a terminal."""
+    first_part, *later_parts = _joined([column.title]) or [""]
+    match first_part:
+        case str(text):
+            write_text = _LATEX.text
+        case Name(text):
+            write_text = _LATEX.name
+        case _:
+            return _LATEX.phrase(column.title)
+    title_lines = [write_text(title_line) for title_line in _broken(plain(text)).split("\n")]
+    stacked_title = r" \\ ".join(title_lines) + _LATEX.phrase(tuple(later_parts))
+    alignment = "r" if column.right else "l"
+    return rf"\shortstack[{alignment}]{{{stacked_title}}}" if len(title_lines) > 1 else stacked_title
+
+
+_LATEX_FIT = [
+    r"\ifdim\wd0>\linewidth\resizebox{\linewidth}{!}{\usebox0}\else\usebox0\fi",
+]
+
+
+def _latex_block(note_texts: list[str]) -> list[str]:
+    """Notes below a table, in one paragraph as wide as the line."""
+    if not note_texts:
+        return []
+    block_start = r"\par\smallskip\begin{minipage}{\linewidth}\footnotesize\raggedright"
+    return [block_start, *note_texts, r"\end{minipage}"]
+
+
+def _latex_groups(table: Table) -> list[str]:
+    if not any(column.group for column in table.columns):
+        return []
+    group_heads, group_rules, first_column = [], [], 1
+    for group, column_count in table.column_groups:
+        if group:
+            group_heads.append(rf"\multicolumn{{{column_count}}}{{c}}{{{_LATEX.phrase(group)}}}")
+            group_rules.append(rf"\cmidrule(lr){{{first_column}-{first_column + column_count - 1}}}")
+        else:
+            group_heads.append(" & " * (column_count - 1))
+        first_column += column_count
+    return [" & ".join(group_heads) + r" \\", "".join(group_rules)]
+
+
+def _html_row(tag: str, cell_texts: Iterable[str], columns: Iterable[Column]) -> str:
+    class_attributes = ("" if column.right else ' class="text"' for column in columns)
+    cell_elements = (
+        f"<{tag}{class_attribute}>{cell_text}</{tag}>"
+        for cell_text, class_attribute in zip(cell_texts, class_attributes, strict=True)
+    )
+    return f"<tr>{''.join(cell_elements)}</tr>"

@@ -1,0 +1,298 @@
+"""How every figure looks: fonts, sizes, one colour and marker per policy, deterministic files."""
+
+from __future__ import annotations
+
+import logging
+import textwrap
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
+
+from kvbench.files import replacing
+from kvbench.tables.text import plain, short
+
+# A font that is missing, and the building of its cache, are no news to whoever reads a report.
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+
+COLUMN = 3.5  # inches: one column of a two-column paper
+PAGE = 7.0  # inches: both columns
+
+# Okabe and Ito's colours, which stay apart with any kind of colour vision, with the yellow darkened
+# for white paper and a wine red as the eighth. Colours and markers repeat with different periods (8
+# and 9), so that a pair repeats only after 72 policies.
+_COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B8860B", "#555555", "#882255",
+)  # fmt: skip
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+
+MOST_COLOURS = len(_COLOURS)
+"""With more policies than this, a figure greys those that are not on the front."""
+_LETTER = 0.063  # inches that a letter of a name takes at 8 points
+_TITLE_LETTER = 0.058  # of running text, which is narrower
+_MARKER_SIZE = {"P": 5.5, "X": 5.5, "D": 4.0}  # so that all look about as large
+GREY = "#777777"
+GREY_BAND = "#e9e9e9"
+PALE = "#b8b8b8"
+FRONT: dict[str, Any] = {"color": "#222222", "lw": 1.1, "ls": (0, (1, 1))}
+
+_RC: Any = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib: the same file on every machine
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "axes.linewidth": 0.6,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "lines.linewidth": 0.9,
+    "lines.markersize": 4.5,
+    "svg.hashsalt": "kvbench",
+    "svg.fonttype": "path",
+    "path.simplify": False,
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+}
+
+
+def marker_styles(policies: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each policy, by its place in the run."""
+    return {
+        policy: (_COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)])
+        for index, policy in enumerate(policies)
+    }
+
+
+def marker_options(marker_style: tuple[str, str], **overrides: Any) -> dict[str, Any]:
+    """How a line with markers of that colour and marker is drawn."""
+    colour, marker = marker_style
+    marker_size = _MARKER_SIZE.get(marker, 4.5)
+    return {
+        "color": colour,
+        "marker": marker,
+        "ms": marker_size,
+        "mec": "white",
+        "mew": 0.4,
+    } | overrides
+
+
+def legend_handle(marker_style: tuple[str, str]) -> Line2D:
+    """What stands for a policy in a legend."""
+    return Line2D([], [], **marker_options(marker_style, lw=0.8))
+
+
+@contextmanager
+def plot_style() -> Iterator[None]:
+    """Draw with the settings of this page whatever the user's matplotlibrc says."""
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        # A letter that the font lacks is drawn as a box, which shows; matplotlib would say so
+        # again for every label of every figure.
+        warnings.filterwarnings("ignore", r"(?s)Glyph .* missing from (current )?font")
+        warnings.filterwarnings("ignore", "Matplotlib currently does not support")
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_RC)
+        yield
+
+
+@dataclass(frozen=True)
+class FigureLayout:
+    """A figure with a title, a grid of panels of known size and a legend below them.
+
+    Sizes are set in inches rather than by a layout engine: that is three times as fast, and panels
+    of different figures have the same size.
+
+    Attributes:
+        figure: The figure.
+        axes: `[lines, columns]` of Axes.
+        panel_width: Width of a panel in inches.
+    """
+
+    figure: Figure
+    axes: Any
+    panel_width: float
+
+    def used(self, panel_count: int) -> list[Axes]:
+        """The first `panel_count` panels, line by line; the others are hidden."""
+        all_axes = list(self.axes.flat)
+        for ax in all_axes[panel_count:]:
+            ax.set_axis_off()
+        return all_axes[:panel_count]
+
+    def colour_bar(self, image: AxesImage, values: npt.ArrayLike, label: str = "", *, line_index: int = 0) -> None:
+        """Draw a colour bar to the right of a line of panels.
+
+        Args:
+            image: What it explains.
+            values: All numbers that are shown in these colours. The bar ends in an arrow where they
+                go beyond its limits, because such numbers share the last colour.
+            label: What the colours mean.
+            line_index: The line of panels.
+        """
+        lower_limit, upper_limit = image.get_clim()
+        valid_values = np.ma.masked_invalid(values)
+        rounding = 1e-9 * (upper_limit - lower_limit)  # limits are often computed from the numbers themselves
+        out_of_limits = (
+            bool((valid_values < lower_limit - rounding).any()),
+            bool((valid_values > upper_limit + rounding).any()),
+        )
+        extend = {(True, True): "both", (True, False): "min", (False, True): "max"}.get(out_of_limits)
+        figure_width = self.figure.get_size_inches()[0]
+        first_box, last_box = (self.axes[line_index, panel_index].get_position() for panel_index in (0, -1))
+        bar_axes = self.figure.add_axes(
+            (last_box.x1 + 0.08 / figure_width, first_box.y0, 0.1 / figure_width, first_box.height)
+        )
+        colour_bar = self.figure.colorbar(image, cax=bar_axes, extend=extend or "neither")
+        colour_bar.outline.set_visible(False)
+        colour_bar.ax.tick_params(labelsize=6.5, length=1.5)
+        if label:
+            colour_bar.set_label(label, fontsize=6.5, labelpad=2)
+
+
+def lay_out_figure(
+    line_count: int,
+    column_count: int,
+    *,
+    title: str,
+    width: float,
+    panel_height: float,
+    x_label: str,
+    y_label: str,
+    labels: Sequence[str] = (),
+    handles: Sequence[Any] = (),
+    left_margin: float = 0.48,
+    top_margin: float = 0.1,
+    panel_gap: tuple[float, float] = (0.12, 0.3),
+    right_margin: float = 0.1,
+    sharex: bool | Literal["col"] = False,
+    sharey: bool = False,
+) -> FigureLayout:
+    """Lay out a figure on the Agg canvas: no display and no pyplot state.
+
+    Args:
+        line_count: Lines of panels.
+        column_count: Columns of panels.
+        title: What the figure shows; it is wrapped to the width.
+        width: Width of the figure in inches, as are all sizes here.
+        panel_height: Height of a panel.
+        x_label: Below all panels.
+        y_label: Beside all panels.
+        labels: Names in the legend, as the user wrote them.
+        handles: A handle for each; no legend if empty.
+        left_margin: Room for tick labels and `y_label`.
+        top_margin: Room between the title and the first line of panels.
+        panel_gap: Room between panels, across and down.
+        right_margin: Room at the right.
+        sharex: Whether all panels have one x axis, or `col` for those of one column.
+        sharey: Whether all panels have one y axis.
+    """
+    label_texts = [short(label) for label in labels]
+    if len(set(label_texts)) < len(label_texts):
+        label_texts = [plain(label) for label in labels]
+    label_width = max((len(label_text) for label_text in label_texts), default=1) * _LETTER + 0.5
+    labels_across = max(1, min(len(label_texts), int((width - 0.1) / label_width)))
+    legend_rows = -(-len(label_texts) // labels_across)
+    legend_height = (0.06 + 0.142 * legend_rows) if handles else 0.0
+    bottom_margin = legend_height + 0.4
+    title_lines = textwrap.wrap(plain(title), int((width - 0.1) / _TITLE_LETTER))
+    top_margin += 0.09 + 0.14 * len(title_lines)
+    figure_height = top_margin + line_count * panel_height + (line_count - 1) * panel_gap[1] + bottom_margin
+    figure = Figure(figsize=(width, figure_height))
+    FigureCanvasAgg(figure)
+    panel_width = (width - left_margin - right_margin - (column_count - 1) * panel_gap[0]) / column_count
+    axes_grid = figure.subplots(
+        line_count,
+        column_count,
+        squeeze=False,
+        gridspec_kw={
+            "left": left_margin / width,
+            "right": 1 - right_margin / width,
+            "top": 1 - top_margin / figure_height,
+            "bottom": bottom_margin / figure_height,
+            "wspace": panel_gap[0] / panel_width,
+            "hspace": panel_gap[1] / panel_height,
+        },
+        sharex=sharex,
+        sharey=sharey,
+    )
+    x_centre = (left_margin + width - right_margin) / 2 / width
+    figure.text(x_centre, (legend_height + 0.05) / figure_height, x_label, ha="center", va="bottom")
+    y_centre = (bottom_margin + figure_height - top_margin) / 2 / figure_height
+    figure.text(0.05 / width, y_centre, y_label, rotation=90, ha="left", va="center")
+    figure.text(0.05 / width, 1 - 0.05 / figure_height, "\n".join(title_lines), ha="left", va="top")
+    if handles:
+        _legend(figure, handles, label_texts, labels_across, 0.02 / figure_height)
+    return FigureLayout(figure, axes_grid, panel_width)
+
+
+def _legend(
+    figure: Figure,
+    legend_handles: Sequence[Any],
+    label_texts: Sequence[str],
+    column_count: int,
+    legend_bottom: float,
+) -> None:
+    column_count = -(-len(label_texts) // -(-len(label_texts) // column_count))
+    # Labels are set afterwards: matplotlib drops a handle whose label starts with an underscore.
+    legend = figure.legend(
+        list(legend_handles),
+        ["."] * len(label_texts),
+        loc="lower center",
+        bbox_to_anchor=(0.5, legend_bottom),
+        ncols=column_count,
+        frameon=False,
+        handlelength=1.6,
+        columnspacing=1.2,
+        handletextpad=0.5,
+        labelspacing=0.25,
+        borderpad=0.0,
+        borderaxespad=0.0,
+    )
+    for legend_text, label_text in zip(legend.get_texts(), label_texts, strict=True):
+        legend_text.set_text(label_text)
+
+
+@dataclass(frozen=True)
+class SavedFigure:
+    """A figure that was written.
+
+    Attributes:
+        title: What it shows.
+        paths: Its files, PNG and SVG.
+        task: The only task that it is about; empty if it is about several.
+    """
+
+    title: str
+    paths: list[Path]
+    task: str = ""
+
+
+def save(figure: Figure, figure_stem: Path) -> list[Path]:
+    """Write `stem.png` (200 dpi) and `stem.svg`; the same figure gives the same bytes.
+
+    Raises:
+        UserError: A file cannot be written; a file of that name is then as it was before.
+    """
+    figure_paths = []
+    for suffix, save_options in ((".png", {"dpi": 200}), (".svg", {"metadata": {"Date": None}})):
+        figure_path = figure_stem.with_name(figure_stem.name + suffix)
+        with replacing(figure_path) as partial_path:
+            figure.savefig(partial_path, format=suffix[1:], **save_options)
+        figure_paths.append(figure_path)
+    return figure_paths
