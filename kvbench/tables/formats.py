@@ -33,7 +33,7 @@ sup {{ display: inline-block; line-height: 0; width: 0; }}
 <figure>
 {table}</figure>
 </html>
-"""  # noqa: E501
+"""
 
 
 class Format(StrEnum):

@@ -16,12 +16,13 @@ def test_an_old_name_is_the_same_module(old: str) -> None:
 
 
 def test_modules_of_a_moved_package_are_no_copies() -> None:
-    from kvbench.papers.recipes.recipe import Recipe
     from kvbench.recipes.recipe import Recipe as Old  # type: ignore[import-not-found]
+
+    from kvbench.papers.recipes.recipe import Recipe
 
     assert Old is Recipe
 
 
 def test_a_module_that_never_was_is_not_found() -> None:
-    with pytest.raises(ModuleNotFoundError, match="kvbench.recipes.nothing|recipes.nothing"):
+    with pytest.raises(ModuleNotFoundError, match=r"recipes\.nothing"):
         importlib.import_module("kvbench.recipes.nothing")
