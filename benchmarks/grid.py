@@ -155,7 +155,7 @@ class Ours:
                 loaded_model(stage, grid, lambda line: None) as model,
                 RunStore(Path(out) / "run") as store,
             ):
-                worker = Worker(model, stage.tokenizer, store, Silent(), cache_memory=grid.cache_memory)
+                worker = Worker(model, Silent(), tokenizer=stage.tokenizer, store=store, cache_memory=grid.cache_memory)
                 self.peak = 0
 
                 def generate() -> None:

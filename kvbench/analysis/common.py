@@ -4,106 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvbench.benchmark import Medium
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.integrity import Weights
 from kvbench.engine.models import check_single
-from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.pruning import prunes
-from kvbench.engine.vision import Pixels, Vision
-from kvbench.errors import PluginError, UserError, plugin_call
-from kvbench.moments import LATER
-from kvbench.plugin import Policy
+from kvbench.errors import UserError
 from kvbench.progress import Reporter
 from kvbench.runs.answers import Prompt
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Job, Stage, plan
-from kvbench.runs.worker import loaded_model
-from kvbench.view import Need
+from kvbench.runs.worker import ModelRunner, loaded_model, model_of
 
 MOMENTS = ("context", "question")
 """When an analysis can compress: once, before or after the question is read."""
-
-
-@dataclass
-class CellBench:
-    """One model with the cells that are compressed on it, and what failed.
-
-    Attributes:
-        model: The model, inside `engine`.
-        reporter: Told of failures.
-        failed: Reason by cell id; a cell that failed once is not tried again.
-        vision: Turns media into pixels; None for a text model.
-    """
-
-    model: nn.Module
-    reporter: Reporter
-    failed: dict[str, str] = field(default_factory=dict)
-    vision: Vision | None = None
-
-    def __post_init__(self) -> None:
-        self._weights = Weights(self.model)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model."""
-        return next(self.model.parameters()).device
-
-    def prefill(self, token_ids: Sequence[int], needs: frozenset[Need], media: Sequence[Medium] = ()) -> Prefix:
-        """Prefill one context, with the images and videos in it."""
-        prefix = Prefix(self.model, needs)
-        prefix.extend(self.tensor(token_ids), pixels=self.pixels(media))
-        return prefix
-
-    def pixels(self, media: Sequence[Medium]) -> Pixels | None:
-        """What the model takes for media; None if there are none."""
-        if not media:
-            return None
-        assert self.vision is not None
-        return self.vision.pixels(media, self.device)
-
-    def tensor(self, token_ids: Sequence[int]) -> Tensor:
-        """Token ids as a batch of one, `[1, n]`."""
-        return torch.tensor([list(token_ids)], device=self.device)
-
-    def compress(self, prefix: Prefix, cell: Cell, policy: Policy, reserve: int | None = None) -> RaggedCache | None:
-        """Compress a prefix for a cell; None if its policy fails.
-
-        Args:
-            prefix: The prefilled context. `prefix.modified_in_place` tells whether it must
-                be prefilled again.
-            cell: Budget, moment and seed.
-            policy: The cell's policy, or a policy that selects the same entries.
-            reserve: Free rows behind every segment.
-
-        Raises:
-            UserError: The policy changed the model's parameters.
-        """
-        compression = Compression(policy, cell.budget, cell.moment, cell.seed)
-        if cell.moment in LATER:
-            reserve = None
-        try:
-            with plugin_call():
-                return prefix.compress([compression], reserve)[0]
-        except PluginError as error:
-            self.fail(cell, str(error).replace(str(policy), str(cell.policy)))
-            return None
-        finally:
-            if changed := self._weights.changed():
-                self._weights.restore(changed)
-
-    def fail(self, cell: Cell, reason: str) -> None:
-        """Give a cell up."""
-        self.failed[cell.cell] = reason
-        self.reporter.message(f"{cell} failed: {reason}")
 
 
 def make_grid(grid_options: Mapping[str, Any], moments: Sequence[str] = MOMENTS, *, pruning: bool = False) -> Grid:
@@ -157,11 +78,24 @@ def stages(grid: Grid, message: Callable[[str], None], *, pruning: bool = False)
 
 
 @contextmanager
-def analysis_model(stage: Stage, grid: Grid, message: Callable[[str], None]) -> Iterator[nn.Module]:
-    """The stage's model with kvbench's attention, on one device."""
-    with loaded_model(stage, grid, message) as model, torch.no_grad():
+def analysis_runner(stage: Stage, grid: Grid, reporter: Reporter, failed: dict[str, str]) -> Iterator[ModelRunner]:
+    """Load a stage's model for an analysis; the progress that is started inside ends with it.
+
+    Args:
+        stage: The stage.
+        grid: The grid of the analysis.
+        reporter: Progress reporter.
+        failed: Receives why cells have failed, by cell.
+
+    Raises:
+        UserError: The model is on several devices.
+    """
+    with loaded_model(stage, grid, reporter.message) as model, torch.no_grad():
         check_single(model, "an analysis")
-        yield model
+        try:
+            yield ModelRunner(model, reporter, stage.vision, partial(model_of, stage, grid), failed)
+        finally:
+            reporter.stop()
 
 
 def contexts(job: Job) -> list[list[Prompt]]:

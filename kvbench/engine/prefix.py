@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -66,7 +67,13 @@ class Prefix:
         model: The model, inside `engine`.
         needs: Observations that the policies of the cells need.
         pruning: Visual tokens to prune, for the only cell of this prefix.
+
+    Attributes:
+        remake: Prefills the same again. With it, a prefix that a policy has modified in place is
+            restored before its next use.
     """
+
+    remake: Callable[[], Prefix] | None = None
 
     def __init__(self, model: nn.Module, needs: Iterable[Need], pruning: Pruning | None = None) -> None:
         self.model = model
@@ -89,6 +96,11 @@ class Prefix:
     def modified_in_place(self) -> bool:
         """Whether a policy has changed the prefix in place."""
         return self.cache.modified_in_place
+
+    def restore(self) -> None:
+        """Prefill again if a policy has modified the prefix in place."""
+        if self.modified_in_place and self.remake is not None:
+            self.__dict__.update(vars(self.remake()) | {"remake": self.remake})
 
     def extend(
         self,
@@ -116,6 +128,7 @@ class Prefix:
 
     def fork(self) -> Prefix:
         """Return a prefix that can be extended on its own; it shares the K/V so far."""
+        self.restore()
         return self._around(self.cache.fork(), self.seconds)
 
     @property
@@ -130,9 +143,8 @@ class Prefix:
 
     def _around(self, cache: RaggedCache, seconds: float) -> Prefix:
         """A prefix with another cache."""
-        new_prefix = object.__new__(Prefix)
-        new_prefix.model, new_prefix.info, new_prefix.device = self.model, self.info, self.device
-        new_prefix.cache, new_prefix.seconds = cache, seconds
+        new_prefix = copy.copy(self)
+        new_prefix.cache, new_prefix.seconds, new_prefix.remake = cache, seconds, None
         new_prefix._forget()
         return new_prefix
 
@@ -140,8 +152,7 @@ class Prefix:
         """Make one packed cache per compression; `cache.seconds` is the time that it took.
 
         A score is computed once for all compressions, unless it reads the budget. Budgets of one
-        policy are decided together, and what all of them keep is packed in one go. If a policy
-        fails, `modified_in_place` tells whether it has changed the prefix.
+        policy are decided together, and what all of them keep is packed in one go.
 
         Args:
             compressions: The compressions.
@@ -150,6 +161,7 @@ class Prefix:
         Raises:
             BudgetError: A policy did not keep exactly its budget, or changed what it was shown.
         """
+        self.restore()
         packed_caches: dict[int, RaggedCache] = {}
         try:
             for groups in self._packings(compressions):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -71,19 +71,6 @@ class PendingAnswer:
     cache: RaggedCache
     response: Response
     logits: Tensor | None = None
-
-
-@dataclass
-class Lane:
-    """Answers that can be decoded in one batch.
-
-    Attributes:
-        asked: Whether the questions are in the caches already.
-        waiting: The answers.
-    """
-
-    asked: bool
-    waiting: list[PendingAnswer] = field(default_factory=list)
 
 
 class _OfCell(Protocol):

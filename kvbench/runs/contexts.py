@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from kvbench.engine.upkeep import tail_of
 from kvbench.errors import PluginError
 from kvbench.moments import LATER
 from kvbench.runs.answers import (
-    Lane,
     PendingAnswer,
     Prompt,
     begun,
@@ -36,14 +36,25 @@ from kvbench.runs.answers import (
 )
 from kvbench.runs.cell import Cell
 from kvbench.runs.schema import Response
-from kvbench.runs.worker import Prefilled, Worker
+from kvbench.runs.worker import Worker
 from kvbench.view import Need
-
-_RUNNING = "decode "
-"""Begins the names of lanes whose policy runs while they are decoded."""
 
 Wanted = list[tuple[Cell, list[Prompt]]]
 """Cells with the prompts that they have not answered yet."""
+
+
+class _Queue(NamedTuple):
+    """What answers must have in common to be decoded in one batch.
+
+    Attributes:
+        question_fed: Whether the questions are in the caches already.
+        policy: The policy, if it runs while the answers are decoded.
+        coding: How the entries are quantised.
+    """
+
+    question_fed: bool
+    policy: str
+    coding: str
 
 
 @dataclass
@@ -86,7 +97,7 @@ class _Contexts:
     def __init__(self, worker: Worker, prompts: Sequence[Prompt]) -> None:
         self.worker = worker
         self.prompts = prompts
-        self.lanes: dict[str, Lane] = {}
+        self.queues: dict[_Queue, list[PendingAnswer]] = {}
         self._cells: Sequence[Cell] = ()
         # The same room and width for every row, also if only some of them are left to do: the
         # bits of a response must not depend on what was resumed.
@@ -118,8 +129,8 @@ class _Contexts:
                         if chunked_cell.moment == "chunked"
                     ]
                 )
-        for queue_name in list(self.lanes):
-            self._flush(queue_name)
+        for queue in list(self.queues):
+            self._flush(queue)
         self._done(self.pool.drain())
 
     def _open(self, cells: Sequence[Cell]) -> Iterator[tuple[slice, _Context]]:
@@ -169,38 +180,39 @@ class _Contexts:
                 yield None
             else:
                 prefix, logits = batch_result
-                yield prefix.sequence(row_index), logits[row_index : row_index + 1]
+                context = prefill_batch[row_index]
+                alone = prefix.sequence(row_index)
+                alone.remake = partial(self._prefill_alone, context)
+                yield alone, logits[row_index : row_index + 1]
+
+    def _prefill_alone(self, context: _Context) -> Prefix:
+        return self.worker.prefill(context.ids, context.needs, context.media)[0]
 
     def _whole(self, open_context: _Context, batch_result: tuple[Prefix, Tensor] | None) -> None:
         """Make a row for every cell and question of one context, which is prefilled once."""
         pending = open_context.shared
         if not pending:
             return
-        prefill = partial(self.worker.prefill, open_context.ids, open_context.needs, open_context.media)
-        context = Prefilled(prefill, batch_result)
+        prefix, _ = batch_result or self.worker.prefill(open_context.ids, open_context.needs, open_context.media)
         before_question = [
             (early_cell, cell_prompts)
             for early_cell, cell_prompts in pending
             if early_cell.moment not in ("question", "decode")
         ]
-        for cell, cell_prompts, cache in self._compressed(context, before_question):
+        for cell, cell_prompts, cache in self._compressed(prefix, before_question):
             for prompt, forked in zip(cell_prompts, forks(len(cell_prompts), cache), strict=True):
-                self._add("ask", cell, prompt, forked, context.prefix.seconds, forked.seconds)
+                self._add(cell, prompt, forked, prefix.seconds, forked.seconds)
         by_question: dict[tuple[int, ...], list[tuple[Cell, Prompt]]] = {}
         for cell, cell_prompts in pending:
             for prompt in cell_prompts if cell.moment in ("question", "decode") else ():
                 by_question.setdefault(prompt.question_ids, []).append((cell, prompt))
         for question_ids, cell_pairs in by_question.items():
-            # Extending the prefix makes copies: a policy can only spoil these.
-            prefix = context.intact()
-            with_question = Prefilled(partial(self._longer, prefix, question_ids))
+            with_question, logits = self.worker.ask(prefix, question_ids)
             for cell, repeats, cache in self._compressed(with_question, by_request(cell_pairs)):
-                queue_name = "told" if cache.upkeep is None else f"{_RUNNING}{cell.policy}"
-                timings = (with_question.prefix.seconds, cache.seconds)
                 for prompt, forked in zip(repeats, forks(len(repeats), cache), strict=True):
-                    self._add(queue_name, cell, prompt, forked, *timings, with_question.logits)
+                    self._add(cell, prompt, forked, with_question.seconds, cache.seconds, logits)
 
-    def _compressed(self, prefilled: Prefilled, pending: Wanted) -> Iterator[tuple[Cell, list[Prompt], RaggedCache]]:
+    def _compressed(self, prefix: Prefix, pending: Wanted) -> Iterator[tuple[Cell, list[Prompt], RaggedCache]]:
         """Compress a prefix for cells, many of one moment together; leave out cells that fail."""
         by_moment: dict[str, Wanted] = {}
         for cell, prompts in pending:
@@ -213,19 +225,13 @@ class _Contexts:
                 cells = [cell for cell, _ in batch]
                 caches: list[RaggedCache | None] = [None] * len(cells)
                 if len(cells) > 1:
-                    caches = self.worker.compress_all(prefilled.intact(), cells, self.reserve)
+                    caches = self.worker.compress_all(prefix, cells, self.reserve)
                 for (cell, prompts), batch_cache in zip(batch, caches, strict=True):
                     cache = batch_cache
                     if cache is None:
-                        prefix = prefilled.intact()
                         cache = self.worker.compress(prefix, cell, prompts[0], self.reserve)
                     if cache is not None:
                         yield cell, prompts, cache
-
-    def _longer(self, prefix: Prefix, question_ids: tuple[int, ...]) -> tuple[Prefix, Tensor]:
-        """Context and question together, and the logits after them."""
-        extended = prefix.fork()
-        return extended, extended.extend(self.worker.tensor(question_ids), question=True)
 
     def _pruned(self, cell: Cell, cell_prompts: list[Prompt]) -> None:
         """Prefill for one cell alone, whose policy prunes visual tokens meanwhile."""
@@ -248,11 +254,8 @@ class _Contexts:
             if cache is None:
                 return
             for group_prompt, forked in zip(group_prompts, forks(len(group_prompts), cache), strict=True):
-                timings = (prefix.seconds, cache.seconds)
-                if has_question:
-                    self._add("told", cell, group_prompt, forked, *timings, logits)
-                else:
-                    self._add("ask", cell, group_prompt, forked, *timings)
+                prompt_logits = logits if has_question else None
+                self._add(cell, group_prompt, forked, prefix.seconds, cache.seconds, prompt_logits)
 
     # -- chunked prefill ---------------------------------------------------------------------------
 
@@ -276,11 +279,11 @@ class _Contexts:
         needs: frozenset[Need],
     ) -> None:
         """Prefill one first chunk, and go on from it for every cell, its prompt and its tail."""
-        prefilled = Prefilled(partial(self.worker.prefill, first_chunk, needs))
+        prefix, logits = self.worker.prefill(first_chunk, needs)
         for cell, repeats, trailing_tokens in chunk_group:
             if cell.cell in self.worker.failed:
                 continue
-            prefix, prompt_length = prefilled.intact(), len(repeats[0].ids)
+            prompt_length = len(repeats[0].ids)
             cache = self.worker.compress(
                 prefix,
                 cell,
@@ -289,7 +292,7 @@ class _Contexts:
                 trailing_tokens=trailing_tokens,
             )
             if cache is not None:
-                self._rest(cell, repeats, prefix, cache, prefilled.logits, trailing_tokens)
+                self._rest(cell, repeats, prefix, cache, logits, trailing_tokens)
 
     def _rest(
         self,
@@ -317,7 +320,7 @@ class _Contexts:
         cache.detach_state()
         prefill_s = prefix.seconds + now(worker.device) - start_time - evict_seconds
         for prompt, forked in zip(repeats, forks(len(repeats), cache), strict=True):
-            self._add("told", cell, prompt, forked, prefill_s, cache.seconds + evict_seconds, logits)
+            self._add(cell, prompt, forked, prefill_s, cache.seconds + evict_seconds, logits)
 
     def _later_chunks(
         self,
@@ -349,7 +352,6 @@ class _Contexts:
 
     def _add(
         self,
-        queue_name: str,
         cell: Cell,
         prompt: Prompt,
         cache: RaggedCache,
@@ -363,19 +365,17 @@ class _Contexts:
         response = begun(cell, prompt, cache, prefill_s, compress_s)
         row = self.worker.row(cell, prompt)
         coding = cache.ragged[0].coding
-        if cell.policy.read is not None:  # the policy runs while the cell decodes
-            queue_name = f"{_RUNNING}{queue_name} {cell.policy}"
-        elif coding is not None:  # a batch has one coding
-            queue_name = f"{queue_name} {coding}"
-        elif cache.upkeep is None and not cache.slides and not row.given:
+        runs = cache.upkeep is not None or cell.policy.read is not None
+        if not (runs or coding is not None or cache.slides or row.given):
             cache.detach_state()
             question_ids = prompt.question_ids
             self._done(self.pool.add(Pooled(row, cache, question_ids, logits, response)))
             return
-        waiting = self.lanes.setdefault(queue_name, Lane(logits is not None)).waiting
+        queue = _Queue(logits is not None, str(cell.policy) if runs else "", str(coding or ""))
+        waiting = self.queues.setdefault(queue, [])
         waiting.append(PendingAnswer(cell, prompt, row, cache, response, logits))
         if not self.worker.batching.has_room(len(waiting), self._waiting_caches()):
-            self._flush(queue_name)
+            self._flush(queue)
 
     def _done(self, items: Iterable[Pooled[Response]]) -> None:
         """Store the responses that the pool has ended."""
@@ -384,21 +384,20 @@ class _Contexts:
             self.worker.done(responses, self._cells)
 
     def _waiting_caches(self) -> Iterator[RaggedCache]:
-        return (answer.cache for queue in self.lanes.values() for answer in queue.waiting)
+        return (answer.cache for waiting in self.queues.values() for answer in waiting)
 
-    def _flush(self, queue_name: str) -> None:
-        """Decode what waits in a lane."""
-        queue = self.lanes[queue_name]
-        answers, queue.waiting = queue.waiting, []
+    def _flush(self, queue: _Queue) -> None:
+        """Decode what waits in a queue."""
+        answers, self.queues[queue] = self.queues[queue], []
         if not answers:
             return
         cells = [answer.cell for answer in answers]
-        if not queue_name.startswith(_RUNNING):
-            self.worker.done(self._decode(answers, queue.asked), cells)
+        if not queue.policy:
+            self.worker.done(self._decode(answers, queue.question_fed), cells)
             return
         try:
             with self.worker.policy_call():
-                responses = self._decode(answers, queue.asked)
+                responses = self._decode(answers, queue.question_fed)
         except PluginError as error:
             cell_groups = by_cell(answers)
             if len(cell_groups) == 1:
@@ -406,10 +405,10 @@ class _Contexts:
                     self.worker.fail(answer.cell, answer.prompt, str(error))
                 return
             for cell_group in cell_groups:  # decode each cell alone to find out which one fails
-                queue.waiting = [
+                self.queues[queue] = [
                     replace(answer, row=self.worker.row(answer.cell, answer.prompt)) for answer in cell_group
                 ]
-                self._flush(queue_name)
+                self._flush(queue)
             return
         self.worker.done(responses, cells)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby, pairwise
 
 import torch
@@ -26,7 +25,7 @@ from kvbench.runs.answers import Prompt, begun, by_cell, empty, ended, forks, ke
 from kvbench.runs.cell import Cell
 from kvbench.runs.index import Key
 from kvbench.runs.schema import Response
-from kvbench.runs.worker import Prefilled, Worker
+from kvbench.runs.worker import Worker
 from kvbench.view import ModelInfo
 
 
@@ -73,16 +72,15 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
             continue
         needs = frozenset(need for cell, _ in pending for need in cell.policy.needs)
         first_prompt = repeats[0][0]
-        prefilled = Prefilled(partial(worker.prefill, first_prompt.ids, needs, first_prompt.media))
+        prefix, logits = worker.prefill(first_prompt.ids, needs, first_prompt.media)
         for cell, missing_turns in pending:
-            prefix = prefilled.intact()
             cache = worker.compress(prefix, cell, first_prompt)
             if cache is None:
                 continue
             policy = str(cell.policy)
             for turns, forked in zip(missing_turns, forks(len(missing_turns), cache), strict=True):
                 queue = queues.setdefault(policy, [])
-                queue.append(Dialogue(cell, turns, forked, prefilled.logits, prefix.seconds))
+                queue.append(Dialogue(cell, turns, forked, logits, prefix.seconds))
                 waiting_caches = (dialogue.cache for queue in queues.values() for dialogue in queue)
                 # Padding would push tokens out of sliding windows, and a forward takes the images
                 # of one dialogue: there a dialogue goes alone.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +27,7 @@ from kvbench.engine.threads import thread_budget
 from kvbench.engine.vision import Pixels, Vision
 from kvbench.errors import BudgetError, PluginError, plugin_call
 from kvbench.moments import LATER
+from kvbench.plugin import Policy
 from kvbench.progress import Reporter
 from kvbench.runs.answers import Prompt, empty, stop_of
 from kvbench.runs.batching import Batching
@@ -40,7 +41,7 @@ from kvbench.view import Need
 _CHANGED = "the policy changed the model's parameter {} in place; change a copy instead"
 
 
-class Outlet(Protocol):
+class ResponseSink(Protocol):
     """Where the responses of a worker go: a `RunStore`, or a channel to the process that has it."""
 
     def keys(self) -> Container[Key]:
@@ -52,64 +53,30 @@ class Outlet(Protocol):
         ...
 
 
-class Prefilled:
-    """A prefix, and the logits after it, which is made again if a policy spoils it.
-
-    Args:
-        make: Prefills it.
-        made: What `make` would return, if it is there already.
-    """
-
-    def __init__(
-        self,
-        prefill: Callable[[], tuple[Prefix, Tensor]],
-        first_result: tuple[Prefix, Tensor] | None = None,
-    ) -> None:
-        self._make = prefill
-        self.prefix, self.logits = prefill() if first_result is None else first_result
-
-    def intact(self) -> Prefix:
-        """The prefix as no policy has changed it."""
-        if self.prefix.modified_in_place:
-            self.prefix, self.logits = self._make()
-        return self.prefix
-
-
 @dataclass
-class Worker:
-    """Runs one model.
+class ModelRunner:
+    """Prefills and compresses on one model; whatever a policy breaks is restored.
 
     Args:
         model: The model on its device, inside `engine`.
-        tokenizer: Its tokenizer.
-        store: Receives responses as soon as they exist, and says which are not needed.
-        reporter: Told of every response.
-        batch_size, cache_memory, prefill_batch: See `Batching`.
+        reporter: Progress reporter.
         vision: Turns media into tokens and pixels; None for a text model.
         reload: Loads the model again, after a policy has changed its parameters.
+        failed: Why cells have failed, by cell; they are not tried again.
 
     Attributes:
-        failed: Why cells have failed, by cell; they are not tried again.
         harmful: Needs whose observers have changed the model's parameters, with the error.
     """
 
     model: nn.Module
-    tokenizer: Any
-    store: Outlet
     reporter: Reporter
-    batch_size: int | str = "auto"
     vision: Vision | None = None
-    cache_memory: int | None = None
-    prefill_batch: int | str = "auto"
     reload: Callable[[], nn.Module] | None = None
     failed: dict[str, str] = field(default_factory=dict)
     harmful: dict[Need, Exception] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
-        self.batching = Batching(self.model, self.batch_size, self.cache_memory, self.prefill_batch)
-        self._ends = end_tokens(self.model, self.tokenizer)
-        self._thinking = Thinking.of(self.tokenizer)
         self._weights = Weights(self.model, self.reload)
 
     def tensor(self, token_ids: Sequence[int]) -> Tensor:
@@ -119,7 +86,7 @@ class Worker:
     def prefill(
         self,
         token_ids: Sequence[int],
-        needs: Iterable[Need],
+        needs: Collection[Need],
         media: Sequence[Medium] = (),
         pruning: Pruning | None = None,
     ) -> tuple[Prefix, Tensor]:
@@ -133,7 +100,16 @@ class Worker:
         """
         pixel_values = self.pixels(media)
         extend = partial(Prefix.extend, token_ids=self.tensor(token_ids), pixels=pixel_values)
-        return self._observed(frozenset(needs), extend, pruning)
+        prefix, logits = self._observed(frozenset(needs), extend, pruning)
+        prefix.remake = lambda: self.prefill(token_ids, needs, media, pruning)[0]
+        return prefix, logits
+
+    def ask(self, prefix: Prefix, question_ids: Sequence[int]) -> tuple[Prefix, Tensor]:
+        """Return a copy of a prefix that has read a question, and the logits after it."""
+        extended = prefix.fork()
+        logits = extended.extend(self.tensor(question_ids), question=True)
+        extended.remake = lambda: self.ask(prefix, question_ids)[0]
+        return extended, logits
 
     def prefill_together(
         self, contexts: Sequence[Sequence[int]], needs: Iterable[Need]
@@ -237,22 +213,25 @@ class Worker:
         reserved_tokens: int | None = None,
         prompt_length: int | None = None,
         trailing_tokens: int = 0,
+        *,
+        policy: Policy | None = None,
     ) -> RaggedCache | None:
         """Compress a prefix for a cell; None if its policy fails.
 
         Args:
-            prefix: The prefilled context. `prefix.modified_in_place` tells whether it must
-                be prefilled again.
+            prefix: The prefilled context.
             cell: The cell.
             prompt: A prompt that the failure is recorded for.
             reserved_tokens: Free rows behind every segment.
             prompt_length, trailing_tokens: As in `Compression`.
+            policy: A policy that selects the same entries as the cell's and runs instead of it.
         """
-        compression = Compression(cell.policy, cell.budget, cell.moment, cell.seed, prompt_length, trailing_tokens)
+        runs = policy or cell.policy
+        compression = Compression(runs, cell.budget, cell.moment, cell.seed, prompt_length, trailing_tokens)
         try:
             return self._compressed(prefix, [compression], reserved_tokens)[0]
         except PluginError as error:
-            self.fail(cell, prompt, str(error))
+            self.fail(cell, prompt, str(error).replace(str(runs), str(cell.policy)))
             return None
 
     def compress_all(self, prefix: Prefix, cells: Sequence[Cell], reserved_tokens: int) -> list[RaggedCache | None]:
@@ -278,6 +257,38 @@ class Worker:
         """Compress a prefix in several ways, at one moment."""
         with self.policy_call(prefix):
             return prefix.compress(compressions, None if compressions[0].moment in LATER else reserved_tokens)
+
+    def fail(self, cell: Cell, prompt: Prompt, reason: str) -> None:
+        """Mark a cell as failed, at a prompt."""
+        self._give_up(cell, reason)
+
+    def _give_up(self, cell: Cell, reason: str) -> None:
+        if cell.cell not in self.failed:
+            self.reporter.message(f"{cell} failed: {reason}")
+        self.failed[cell.cell] = reason
+
+
+@dataclass
+class Worker(ModelRunner):
+    """Answers prompts with one model and stores the responses.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        store: Receives responses as soon as they exist, and says which are not needed.
+        batch_size, cache_memory, prefill_batch: See `Batching`.
+    """
+
+    tokenizer: Any = field(kw_only=True)
+    store: ResponseSink = field(kw_only=True)
+    batch_size: int | str = field(default="auto", kw_only=True)
+    cache_memory: int | None = field(default=None, kw_only=True)
+    prefill_batch: int | str = field(default="auto", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.batching = Batching(self.model, self.batch_size, self.cache_memory, self.prefill_batch)
+        self._ends = end_tokens(self.model, self.tokenizer)
+        self._thinking = Thinking.of(self.tokenizer)
 
     def row(self, cell: Cell, prompt: Prompt) -> DecodeRow:
         """A response of a cell to a prompt, still to be generated."""
@@ -309,14 +320,9 @@ class Worker:
         self.reporter.advance(len(responses))
 
     def fail(self, cell: Cell, prompt: Prompt, reason: str) -> None:
-        """Give a cell up."""
-        self._give_up(cell, reason)
+        """Mark a cell as failed, and store why."""
+        super().fail(cell, prompt, reason)
         self.store.append([replace(empty(cell, prompt), error=reason)])
-
-    def _give_up(self, cell: Cell, reason: str) -> None:
-        if cell.cell not in self.failed:
-            self.reporter.message(f"{cell} failed: {reason}")
-        self.failed[cell.cell] = reason
 
 
 def model_of(stage: Stage, grid: Grid) -> nn.Module:

@@ -9,12 +9,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvbench.analysis.common import CellBench, analysis_model, contexts, kept_masks, stages
+from kvbench.analysis.common import analysis_runner, contexts, kept_masks, stages
 from kvbench.engine.models import full_layer_ids
 from kvbench.progress import Reporter
 from kvbench.runs.answers import Prompt
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
+from kvbench.runs.worker import ModelRunner
 
 _LABELS = ("model", "task", "length", "moment", "policy", "budget")
 
@@ -40,29 +41,25 @@ def analyze(grid: Grid, reporter: Reporter) -> Allocation:
     table_rows: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
     for stage in stages(grid, reporter.message):
-        with analysis_model(stage, grid, reporter.message) as model:
-            bench = CellBench(model, reporter, failures, stage.vision)
-            layers = full_layer_ids(model)
+        with analysis_runner(stage, grid, reporter, failures) as runner:
+            layers = full_layer_ids(runner.model)
             reporter.start(sum(len(job.prompts) * len(job.cells) for job in stage.jobs), stage.model)
-            try:
-                for job in stage.jobs:
-                    entry_counts: dict[str, list[Tensor]] = {cell.cell: [] for cell in job.cells}
-                    context_lengths: dict[str, list[int]] = {cell.cell: [] for cell in job.cells}
-                    for prompts in contexts(job):
-                        _count(bench, prompts, job.cells, entry_counts, context_lengths)
-                        reporter.advance(len(prompts) * len(job.cells))
-                    for cell in job.cells:
-                        if cell.cell not in failures:
-                            cell_lengths = context_lengths[cell.cell]
-                            cell_counts = torch.stack(entry_counts[cell.cell]).double()
-                            table_rows += _rows(cell, layers, cell_counts, cell_lengths)
-            finally:
-                reporter.stop()
+            for job in stage.jobs:
+                entry_counts: dict[str, list[Tensor]] = {cell.cell: [] for cell in job.cells}
+                context_lengths: dict[str, list[int]] = {cell.cell: [] for cell in job.cells}
+                for prompts in contexts(job):
+                    _count(runner, prompts, job.cells, entry_counts, context_lengths)
+                    reporter.advance(len(prompts) * len(job.cells))
+                for cell in job.cells:
+                    if cell.cell not in failures:
+                        cell_lengths = context_lengths[cell.cell]
+                        cell_counts = torch.stack(entry_counts[cell.cell]).double()
+                        table_rows += _rows(cell, layers, cell_counts, cell_lengths)
     return Allocation(pd.DataFrame(table_rows), failures)
 
 
 def _count(
-    bench: CellBench,
+    runner: ModelRunner,
     prompts: list[Prompt],
     cells: list[Cell],
     entry_counts: dict[str, list[Tensor]],
@@ -71,29 +68,18 @@ def _count(
     """Compress one context for all cells, once per question for those of moment `question`."""
     needs = frozenset(need for cell in cells for need in cell.policy.needs)
     first_prompt = prompts[0]
-    prefix = bench.prefill(first_prompt.context_ids, needs, first_prompt.media)
+    prefix, _ = runner.prefill(first_prompt.context_ids, needs, first_prompt.media)
     questions: list[tuple[int, ...]] = [()]
     questions += dict.fromkeys(prompt.question_ids for prompt in prompts)
     for question in questions:
         due_cells = [candidate for candidate in cells if (candidate.moment == "question") == bool(question)]
-        due_cells = [candidate for candidate in due_cells if candidate.cell not in bench.failed]
+        due_cells = [candidate for candidate in due_cells if candidate.cell not in runner.failed]
         if not due_cells:
             continue
-
-        def prefill_question(question: tuple[int, ...] = question, fresh: bool = False) -> Any:
-            context_prefix = bench.prefill(first_prompt.context_ids, needs, first_prompt.media) if fresh else prefix
-            if not question:
-                return context_prefix
-            extended = context_prefix.fork()
-            extended.extend(bench.tensor(question))
-            return extended
-
-        extended = prefill_question()
+        compressed_prefix = runner.ask(prefix, question)[0] if question else prefix
         for cell in due_cells:
-            cache = bench.compress(extended, cell, cell.policy, 1)
+            cache = runner.compress(compressed_prefix, cell, first_prompt, 1)
             if cache is None:
-                if extended.modified_in_place:
-                    extended = prefill_question(fresh=True)
                 continue
             kept_counts = torch.stack([layer_mask.sum(-1) for layer_mask in kept_masks(cache)])
             entry_counts[cell.cell].append(kept_counts.cpu())

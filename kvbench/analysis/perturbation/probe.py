@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvbench.analysis.common import CellBench, analysis_model, contexts, kept_masks, stages
+from kvbench.analysis.common import analysis_runner, contexts, kept_masks, stages
 from kvbench.analysis.perturbation.head_outputs import FullCacheQuery, Perturbed, value_norms
 from kvbench.analysis.perturbation.rows import QuestionRow, Rows
 from kvbench.analysis.perturbation.stages import record_stage1
@@ -34,6 +34,7 @@ from kvbench.progress import Reporter
 from kvbench.runs.answers import Prompt
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
+from kvbench.runs.worker import ModelRunner
 
 Query = Literal["answer", "question"]
 QUERIES: tuple[Query, ...] = ("answer", "question")
@@ -114,20 +115,13 @@ def analyze(
     row_arrays = Rows()
     failures: dict[str, str] = {}
     for stage in stages(grid, reporter.message):
-        with analysis_model(stage, grid, reporter.message) as model:
-            bench = CellBench(model, reporter, failures, stage.vision)
-            reporter.start(
-                sum(len(planned.prompts) * len(planned.cells) for planned in stage.jobs),
-                stage.model,
-            )
-            try:
-                for job in stage.jobs:
-                    probe = Probe(bench, job.cells, query, first_stage)
-                    for prompts in contexts(job):
-                        row_arrays.add(query, probe.layer_ids, probe.context(prompts, job.cells))
-                        reporter.advance(len(prompts) * len(job.cells))
-            finally:
-                reporter.stop()
+        with analysis_runner(stage, grid, reporter, failures) as runner:
+            reporter.start(sum(len(planned.prompts) * len(planned.cells) for planned in stage.jobs), stage.model)
+            for job in stage.jobs:
+                probe = Probe(runner, job.cells, query, first_stage)
+                for prompts in contexts(job):
+                    row_arrays.add(query, probe.layer_ids, probe.context(prompts, job.cells))
+                    reporter.advance(len(prompts) * len(job.cells))
     heads, layers = pd.DataFrame(row_arrays.heads()), pd.DataFrame(row_arrays.layers())
     # A cell that failed on a later context would be compared over other contexts than the rest.
     heads, layers = (frame[~frame["cell"].isin(failures)] if len(frame) else frame for frame in (heads, layers))
@@ -153,19 +147,19 @@ class Probe:
     """Measures the cells of one task, context by context.
 
     Attributes:
-        bench: The model.
+        runner: Runs the model.
         cells: The cells of the task.
         query: Which query is measured.
         first_stage: Share of stage 1 for a policy without a parameter of that name.
     """
 
-    bench: CellBench
+    runner: ModelRunner
     cells: Sequence[Cell]
     query: Query
     first_stage: float
 
     def __post_init__(self) -> None:
-        model = self.bench.model
+        model = self.runner.model
         self.needs = frozenset({_LAST, *(need for cell in self.cells for need in cell.policy.needs)})
         self.layer_ids = full_layer_ids(model)
 
@@ -175,11 +169,11 @@ class Probe:
         Yields:
             The numbers of one question in one layer, layer by layer.
         """
-        prefix = self._prefill(prompts[0])
+        prefix, _ = self.runner.prefill(prompts[0].context_ids, self.needs, prompts[0].media)
         questions = [self._ask(prefix, prompt, cells) for prompt in prompts]
         for cell in cells:
-            if cell.moment != "question" and cell.cell not in self.bench.failed:
-                prefix = self._before_question(prefix, cell, questions)
+            if cell.moment != "question" and cell.cell not in self.runner.failed:
+                self._before_question(prefix, cell, questions)
         cell_order = {cell.cell: position for position, cell in enumerate(cells)}
         for question in questions:
             question.cells.sort(key=lambda retained: cell_order[retained.cell.cell])
@@ -219,35 +213,30 @@ class Probe:
                     perturbed,
                 )
 
-    def _prefill(self, prompt: Prompt) -> Prefix:
-        return self.bench.prefill(prompt.context_ids, self.needs, prompt.media)
-
     def _ask(self, prefix: Prefix, prompt: Prompt, cells: Sequence[Cell]) -> ProbedQuestion:
         """Ask a question on the full cache; compress the cells of moment `question`."""
         context_length = len(prompt.context_ids)
         question_cells = [
             candidate
             for candidate in cells
-            if candidate.moment == "question" and candidate.cell not in self.bench.failed
+            if candidate.moment == "question" and candidate.cell not in self.runner.failed
         ]
         extended, full_outputs, token = self._longer(prefix, prompt)
         retained_cells = []
         for cell in question_cells:
             policy, stage1 = record_stage1(cell.policy, self.first_stage)
-            cache = self.bench.compress(extended, cell, policy, 1)
+            cache = self.runner.compress(extended, cell, prompt, 1, policy=policy)
             if cache is None:
-                if extended.modified_in_place:
-                    extended, full_outputs, token = self._longer(prefix, prompt)
                 continue
             retained = _hold(cell, policy, cache, stage1)
             if self.query == "answer":
                 with self._outputs() as outputs:
-                    forward(self.bench.model, cache, self.bench.tensor([token]))
+                    forward(self.runner.model, cache, self.runner.tensor([token]))
                 retained.block_outputs = _stacked(outputs)
             retained_cells.append(retained)
         if self.query == "answer":
             with self._outputs() as outputs:
-                extended.extend(self.bench.tensor([token]))
+                extended.extend(self.runner.tensor([token]))
             full_outputs = _stacked(outputs)
         return ProbedQuestion(
             prompt=prompt,
@@ -270,31 +259,29 @@ class Probe:
 
     def _longer(self, prefix: Prefix, prompt: Prompt) -> tuple[Prefix, Tensor, int]:
         """Extend the context by a question; also give the outputs at its end and the next token."""
-        extended = prefix.fork()
         with self._outputs() as outputs:
-            logits = extended.extend(self.bench.tensor(prompt.question_ids))
+            extended, logits = self.runner.ask(prefix, prompt.question_ids)
         (token,) = choose(logits, [None], [0])
         if token < 0:
             raise UserError(NOT_FINITE)
         return extended, _stacked(outputs), token
 
-    def _before_question(self, prefix: Prefix, cell: Cell, questions: Sequence[ProbedQuestion]) -> Prefix:
-        """Compress a context for a cell and ask its questions; give a prefill that is whole."""
+    def _before_question(self, prefix: Prefix, cell: Cell, questions: Sequence[ProbedQuestion]) -> None:
+        """Compress a context for a cell and ask its questions."""
         policy, stage1 = record_stage1(cell.policy, self.first_stage)
         reserve = max(len(candidate.prompt.question_ids) for candidate in questions) + 1
-        cache = self.bench.compress(prefix, cell, policy, reserve)
+        cache = self.runner.compress(prefix, cell, questions[0].prompt, reserve, policy=policy)
         if cache is None:
-            return self._prefill(questions[0].prompt) if prefix.modified_in_place else prefix
+            return
         for position, question in enumerate(questions):
             forked = cache.fork() if position + 1 < len(questions) else cache
             retained = _hold(cell, policy, forked, stage1)
             with self._outputs() as outputs:
-                forward(self.bench.model, forked, self.bench.tensor(question.prompt.question_ids))
+                forward(self.runner.model, forked, self.runner.tensor(question.prompt.question_ids))
                 if self.query == "answer":
-                    forward(self.bench.model, forked, self.bench.tensor([question.token]))
+                    forward(self.runner.model, forked, self.runner.tensor([question.token]))
             retained.block_outputs = _stacked(outputs)
             question.cells.append(retained)
-        return prefix
 
     @contextmanager
     def _outputs(self) -> Iterator[dict[int, Tensor]]:
@@ -306,7 +293,7 @@ class Probe:
                     layer_index, result[0][0, -1].detach().double()
                 )
             )
-            for layer_index, module in attention_modules(self.bench.model)
+            for layer_index, module in attention_modules(self.runner.model)
         ]
         try:
             yield outputs

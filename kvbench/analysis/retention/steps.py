@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.analysis.common import CellBench, kept_masks
+from kvbench.analysis.common import kept_masks
 from kvbench.benchmark import Medium
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
@@ -21,6 +21,7 @@ from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.upkeep import spare_entries
 from kvbench.errors import BudgetError
 from kvbench.plugin import Policy
+from kvbench.runs.worker import ModelRunner
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def held_at_steps(eviction_steps: Tensor, steps: Tensor) -> Tensor:
 
 
 def trace_decoding(
-    bench: CellBench,
+    runner: ModelRunner,
     token_ids: Sequence[int],
     policy: Policy,
     budget: Budget,
@@ -96,7 +97,7 @@ def trace_decoding(
     """Let a text pass token by token, as if the model were writing it (moment `decode`).
 
     Args:
-        bench: The model.
+        runner: Runs the model.
         token_ids: The text.
         policy: The policy, which evicts when the budget and its buffer are full, as in any run.
         budget: The budget; a share is a share of this text's tokens.
@@ -105,14 +106,14 @@ def trace_decoding(
         media: Images and videos of the text.
         initial: Tokens that pass at once, in the beginning: an image cannot pass token by token.
     """
-    prefix = bench.prefill(token_ids[:initial], policy.needs, media)
+    prefix, _ = runner.prefill(token_ids[:initial], policy.needs, media)
     entry_limit = budget.per_head(len(token_ids), prefix.cache.visual_tokens()[0])
     compression = Compression(policy, Budget(tokens=entry_limit), "decode", seed)
     cache = prefix.compress([compression])[0]
     watch = Watch(cache, len(token_ids))
     advance(initial)
     for token in token_ids[initial:]:
-        forward(bench.model, cache, bench.tensor([token]))
+        forward(runner.model, cache, runner.tensor([token]))
         watch.step()
         advance(1)
     return watch.trace(entry_limit)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.analysis.choosing import select_numbers
-from kvbench.analysis.common import CellBench, analysis_model
+from kvbench.analysis.common import analysis_runner
 from kvbench.analysis.retention import steps, texts
 from kvbench.analysis.retention.matrices import TokenSums, sparsity
 from kvbench.analysis.retention.options import MOST_HEADS, MOST_LAYERS, RetentionOptions
@@ -30,6 +30,7 @@ from kvbench.errors import PluginError, UserError, plugin_call
 from kvbench.plugin import Need, Policy, Score
 from kvbench.progress import Reporter
 from kvbench.runs.grid import Grid
+from kvbench.runs.worker import ModelRunner
 
 Case = tuple[str, str]
 """Policy and budget, as spelled."""
@@ -141,18 +142,13 @@ def analyze(grid: Grid, options: RetentionOptions, reporter: Reporter) -> Retent
     for _, same_stage in groupby(source_pairs, key=lambda pair: id(pair[0].stage)):
         stage_sources = list(same_stage)
         stage = stage_sources[0][0].stage
-        with analysis_model(stage, grid, reporter.message) as model:
-            bench = CellBench(model, reporter, result.failed, stage.vision)
+        with analysis_runner(stage, grid, reporter, result.failed) as runner:
             model_policies = runnable_policies[stage.model]
             budgets = {str(budget): budget for budget in grid.parsed_budgets if not budget.is_full}
             cases = [(policy, budget) for policy in model_policies for budget in budgets]
-            probe = _Probe(bench, model_policies, budgets, cases, options, grid.seed, stage.tokenizer)
+            probe = _Probe(runner, model_policies, budgets, cases, options, grid.seed, stage.tokenizer)
             reporter.start(sum(probe.work(stage_source) for stage_source, _ in stage_sources), stage.model)
-            try:
-                for source, horizon in stage_sources:
-                    result.tasks.append(probe.task(source, horizon))
-            finally:
-                reporter.stop()
+            result.tasks.extend(probe.task(source, horizon) for source, horizon in stage_sources)
     return result
 
 
@@ -174,7 +170,7 @@ class _Probe:
     """Looks at the texts of one model.
 
     Attributes:
-        bench: The model.
+        runner: Runs the model.
         policies: By spelling.
         budgets: By spelling.
         cases: What runs over the texts that are shown.
@@ -183,7 +179,7 @@ class _Probe:
         tokenizer: The model's tokenizer.
     """
 
-    bench: CellBench
+    runner: ModelRunner
     policies: dict[str, Policy]
     budgets: dict[str, Budget]
     cases: list[Case]
@@ -192,7 +188,7 @@ class _Probe:
     tokenizer: Any
 
     def __post_init__(self) -> None:
-        model = self.bench.model
+        model = self.runner.model
         self.layers = full_layer_ids(model)
         self.use = InUse(self.options.top, self.options.mass)
         self.gated = {spelling: policy for spelling, policy in self.policies.items() if has_retention_gates(policy)}
@@ -225,7 +221,7 @@ class _Probe:
         )
         for text_number, source_text in enumerate(source.texts):
             token_ids, log_beta = self._run_full_cache(source_text, task)
-            self.bench.reporter.advance(source_text.tokens)
+            self.runner.reporter.advance(source_text.tokens)
             if text_number < self.options.traces:
                 task.samples.append(self._trace_policies(source_text, token_ids, log_beta, task))
         return task
@@ -236,12 +232,10 @@ class _Probe:
             self.use,
             *(need for gated_policy in self.gated.values() for need in gated_policy.needs),
         }
-        prefix = Prefix(self.bench.model, needs)
         token_ids = [*source_text.context, *source_text.question]
-        pixels = self.bench.pixels(source_text.media)
-        logits = prefix.extend(self.bench.tensor(source_text.context), pixels=pixels)
+        prefix, logits = self.runner.prefill(source_text.context, needs, source_text.media)
         if source_text.question:
-            logits = prefix.extend(self.bench.tensor(source_text.question))
+            logits = prefix.extend(self.runner.tensor(source_text.question))
         stop = Stop(self.tokenizer, self.ends, source_text.until)
         token_ids += greedy(prefix, logits, source_text.limit, stop, feed_last=True)
         if self.use in prefix.cache.broken:
@@ -288,7 +282,7 @@ class _Probe:
 
             def advance(length: int) -> None:
                 nonlocal remaining
-                self.bench.reporter.advance(min(length, max(0, remaining)))
+                self.runner.reporter.advance(min(length, max(0, remaining)))
                 remaining -= length
 
             if self.options.moment == "decode":
@@ -300,7 +294,7 @@ class _Probe:
                     self._report_idle(case, policy, entry_limit, len(token_ids))
                 initial_tokens = 1 + max(visual_positions, default=0)
                 arguments = (
-                    self.bench,
+                    self.runner,
                     token_ids,
                     policy,
                     budget,
@@ -311,7 +305,7 @@ class _Probe:
                 )
                 trace = self._try_policy(task, case_name, steps.trace_decoding, *arguments)
             else:
-                prefix = self.bench.prefill(source_text.context, policy.needs, source_text.media)
+                prefix, _ = self.runner.prefill(source_text.context, policy.needs, source_text.media)
                 lengths = len(source_text.context), len(token_ids)
                 trace = self._try_policy(
                     task,
@@ -328,12 +322,12 @@ class _Probe:
             else:
                 for earlier_text in task.samples:
                     earlier_text.traces.pop(case, None)
-            self.bench.reporter.advance(max(0, remaining))
+            self.runner.reporter.advance(max(0, remaining))
         return sample
 
     def _report_idle(self, case: Case, policy: Policy, entry_limit: int, length: int) -> None:
         hint = f"; {policy.name}:buffer=0 evicts at every step" if policy.buffer else ""
-        self.bench.reporter.message(
+        self.runner.reporter.message(
             f"{case[0]} at {case[1]}: nothing is evicted, because {length} tokens do not fill a "
             f"budget of {entry_limit} and a buffer of {policy.buffer}{hint}"
         )
@@ -341,14 +335,14 @@ class _Probe:
     def _try_policy(self, task: TaskRetention, action: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call what runs a policy; if it raises, record the failure and give None."""
         failure_key = f"{task.where['model']}, {task.where['task']}: {action}"
-        if failure_key in self.bench.failed:
+        if failure_key in self.runner.failed:
             return None
         try:
             with plugin_call():
                 return function(*args)
         except PluginError as error:
-            self.bench.failed[failure_key] = str(error)
-            self.bench.reporter.message(f"{failure_key} failed: {error}")
+            self.runner.failed[failure_key] = str(error)
+            self.runner.reporter.message(f"{failure_key} failed: {error}")
             return None
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.analysis.choosing import select_numbers
-from kvbench.analysis.common import CellBench, analysis_model, prompt_name, stages
+from kvbench.analysis.common import analysis_runner, prompt_name, stages
 from kvbench.analysis.retention.steps import Trace, Watch, entries, held_at_steps
 from kvbench.analysis.vision.grids import ImageView, drawable, views
 from kvbench.analysis.vision.options import MOST_HEADS, MOST_LAYERS, VisionOptions
@@ -33,6 +33,7 @@ from kvbench.runs.answers import Prompt, stop_of
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Job, Stage
+from kvbench.runs.worker import ModelRunner
 
 BOUNDARIES = ("vision_start", "vision_end")
 """Tokens around an image, which some families have; columns of the tables."""
@@ -166,27 +167,23 @@ def analyze(grid: Grid, options: VisionOptions, reporter: Reporter) -> VisionRes
         for job in stage.jobs:
             if not any(prompt.media for prompt in job.prompts):
                 raise UserError(f"{job.task.name} shows no images; use a task that does, or kvbench analyze retention")
-        with analysis_model(stage, grid, reporter.message) as model:
-            if not drawable(model):
+        with analysis_runner(stage, grid, reporter, result.failed) as runner:
+            if not drawable(runner.model):
                 result.undrawn.append(stage.model)
-            bench = CellBench(model, reporter, result.failed, stage.vision)
             planned_jobs = [(job, options.select_prompts(job.prompts)) for job in stage.jobs]
             reporter.start(
                 sum(len(job.cells) * len(job_prompts) for job, job_prompts in planned_jobs),
                 stage.model,
             )
-            try:
-                result.tasks.extend(_task(bench, stage, *planned, options) for planned in planned_jobs)
-            finally:
-                reporter.stop()
+            result.tasks.extend(_task(runner, stage, *planned, options) for planned in planned_jobs)
     for task in result.tasks:
         for sample in task.samples:
             sample.records = [record for record in sample.records if record.cell.cell not in result.failed]
     return result
 
 
-def _task(bench: CellBench, stage: Stage, job: Job, prompts: Sequence[Prompt], options: VisionOptions) -> TaskVision:
-    model = bench.model
+def _task(runner: ModelRunner, stage: Stage, job: Job, prompts: Sequence[Prompt], options: VisionOptions) -> TaskVision:
+    model = runner.model
     layers = full_layer_ids(model)
     drawn_layers = select_numbers(options.layers, layers, "layers", MOST_LAYERS)
     head_range = range(model_info(model).kv_heads)
@@ -199,25 +196,25 @@ def _task(bench: CellBench, stage: Stage, job: Job, prompts: Sequence[Prompt], o
         draw_heads=select_numbers(options.heads, head_range, "heads", MOST_HEADS),
         draw_steps=options.steps,
     )
-    follower = _Follower(bench, stage.tokenizer, options.new_tokens)
+    follower = _Follower(runner, stage.tokenizer, options.new_tokens)
     for prompt in prompts:
-        task.samples.append(sample := _shown(bench, prompt, stage.tokenizer))
+        task.samples.append(sample := _shown(runner, prompt, stage.tokenizer))
         sample.records += follower.follow(prompt, job.cells)
     return task
 
 
-def _shown(bench: CellBench, prompt: Prompt, tokenizer: Any) -> ImagePrompt:
-    model, token_ids = bench.model, prompt.ids
+def _shown(runner: ModelRunner, prompt: Prompt, tokenizer: Any) -> ImagePrompt:
+    model, token_ids = runner.model, prompt.ids
     config: Any = model.config
     boundaries = {}
     for boundary in BOUNDARIES:
         token_id = getattr(config, f"{boundary}_token_id", None)
         if token_id is not None:
             boundaries[boundary] = torch.tensor(token_ids) == token_id
-    pixels, image_views = bench.pixels(prompt.media), []
+    pixels, image_views = runner.pixels(prompt.media), []
     if pixels is not None and drawable(model):
-        assert bench.vision is not None
-        image_views = views(model, bench.vision, token_ids, prompt.media, pixels)
+        assert runner.vision is not None
+        image_views = views(model, runner.vision, token_ids, prompt.media, pixels)
     visual_mask = torch.isin(torch.tensor(token_ids), torch.tensor(visual_ids(model)))
     question = tokenizer.decode(prompt.question_ids, skip_special_tokens=True)
     return ImagePrompt(prompt, " ".join(question.split()), image_views, visual_mask, boundaries)
@@ -228,17 +225,17 @@ class _Follower:
     """Answers prompts and observes the caches.
 
     Attributes:
-        bench: The model.
+        runner: Runs the model.
         tokenizer: Its tokenizer.
         new_tokens: Maximum tokens of an answer; None for the task's limit.
     """
 
-    bench: CellBench
+    runner: ModelRunner
     tokenizer: Any
     new_tokens: int | None
 
     def __post_init__(self) -> None:
-        self._ends = end_tokens(self.bench.model, self.tokenizer)
+        self._ends = end_tokens(self.runner.model, self.tokenizer)
         self._thinking = Thinking.of(self.tokenizer)
 
     def follow(self, prompt: Prompt, cells: Sequence[Cell]) -> list[CellRecord]:
@@ -259,18 +256,17 @@ class _Follower:
             for cell in cells:
                 if (cell.moment != "context") != with_question:
                     continue
-                self.bench.reporter.advance(1)
-                if cell.cell in self.bench.failed:
+                self.runner.reporter.advance(1)
+                if cell.cell in self.runner.failed:
                     continue
                 try:
                     prefilled = prefilled or self._prefill(prompt, cells, with_question)
                 except PluginError as error:
-                    self.bench.fail(cell, str(error))
+                    self.runner.fail(cell, prompt, str(error))
                     continue
                 prefix, logits = prefilled
-                cache = self.bench.compress(prefix, cell, cell.policy, reserve)
+                cache = self.runner.compress(prefix, cell, prompt, reserve)
                 if cache is None:
-                    prefilled = None if prefix.modified_in_place else prefilled
                     continue
                 record = self._answer(cell, cache, prompt, logits, token_limit)
                 if record is not None:
@@ -282,18 +278,16 @@ class _Follower:
         Raises:
             PluginError: The policy of the only cell fails to prune the images.
         """
-        bench, first_cell = self.bench, cells[0]
+        runner, first_cell = self.runner, cells[0]
         pruning = pruning_of(first_cell.policy, first_cell.budget)
         needs = frozenset(need for cell in cells for need in cell.policy.needs)
-        prefix = Prefix(bench.model, needs, pruning)
-        pixels = bench.pixels(prompt.media)
         if pruning is not None:
             token_ids = prompt.ids if with_question else prompt.context_ids
-            with plugin_call():
-                logits = prefix.extend(bench.tensor(token_ids), pixels=pixels)
+            with runner.policy_call():
+                prefix, logits = runner.prefill(token_ids, needs, prompt.media, pruning)
             return prefix, logits if with_question else None
-        prefix.extend(bench.tensor(prompt.context_ids), pixels=pixels)
-        return prefix, prefix.extend(bench.tensor(prompt.question_ids)) if with_question else None
+        prefix, _ = runner.prefill(prompt.context_ids, needs, prompt.media)
+        return runner.ask(prefix, prompt.question_ids) if with_question else (prefix, None)
 
     def _answer(
         self,
@@ -312,24 +306,24 @@ class _Follower:
             logits: Logits after the prompt; None if the question is still to be asked.
             token_limit: Maximum tokens of the answer.
         """
-        model, prompt_length = self.bench.model, len(prompt.ids)
+        model, prompt_length = self.runner.model, len(prompt.ids)
         entry_limit = cell.budget.per_head(cache.get_seq_length(), cache.visual_tokens()[0])
         decode_row = DecodeRow(token_limit, stop_of(prompt.request, self.tokenizer, self._ends, self._thinking))
         try:
             with plugin_call():
                 watch = Watch(cache, prompt_length + token_limit)
                 if logits is None:
-                    logits = forward(model, cache, self.bench.tensor(prompt.question_ids))
+                    logits = forward(model, cache, self.runner.tensor(prompt.question_ids))
                     watch.step()
                 decode_row.push(*choose(logits, [None], [0]))
                 while not decode_row.reason:
-                    logits = forward(model, cache, self.bench.tensor(decode_row.tokens[-1:]))
+                    logits = forward(model, cache, self.runner.tensor(decode_row.tokens[-1:]))
                     watch.step()
                     decode_row.push(*choose(logits, [None], [len(decode_row.tokens)]))
         except PluginError as error:
-            self.bench.fail(cell, str(error))
+            self.runner.fail(cell, prompt, str(error))
             return None
         if decode_row.error:
-            self.bench.fail(cell, decode_row.error)
+            self.runner.fail(cell, prompt, decode_row.error)
             return None
         return CellRecord(cell, watch.trace(entry_limit), prompt_length, decode_row.text())

@@ -18,7 +18,7 @@ from kvbench.runs.dialogues import answer_dialogues
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Stage
 from kvbench.runs.store import RunStore
-from kvbench.runs.worker import Outlet, Worker, model_of
+from kvbench.runs.worker import ResponseSink, Worker, model_of
 
 
 class Unfinished(NamedTuple):
@@ -46,18 +46,18 @@ class Executor(Protocol):
         ...
 
 
-def worker_of(model: nn.Module, stage: Stage, grid: Grid, store: Outlet, reporter: Reporter) -> Worker:
+def worker_of(model: nn.Module, stage: Stage, grid: Grid, store: ResponseSink, reporter: Reporter) -> Worker:
     """The worker that runs a stage's model as a grid says."""
     return Worker(
         model,
-        stage.tokenizer,
-        store,
         reporter,
-        grid.batch_size,
         stage.vision,
-        grid.cache_memory,
-        grid.prefill_batch,
         partial(model_of, stage, grid),
+        tokenizer=stage.tokenizer,
+        store=store,
+        batch_size=grid.batch_size,
+        cache_memory=grid.cache_memory,
+        prefill_batch=grid.prefill_batch,
     )
 
 

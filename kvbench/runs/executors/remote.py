@@ -143,7 +143,7 @@ class _AllBut(Container[Key]):
 
 @dataclass
 class _Channel:
-    """A worker's `Outlet` that sends responses away; only `wanted` are still to be generated."""
+    """A worker's `ResponseSink` that sends responses away; only `wanted` are still to be generated."""
 
     wanted: set[Key]
     send: Callable[[Sent], None]

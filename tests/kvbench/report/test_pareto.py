@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.errors import UserError
-from kvbench.report import figures, heatmap
+from kvbench.report import heatmap, pareto_figures
 from kvbench.report.frames import prepare
 from kvbench.report.front import HELD, READ, front
 from kvbench.report.pareto import ByteAxis, draw_panel
@@ -99,7 +99,7 @@ def drawn(monkeypatch):
         kept[stem.name] = figure
         return []
 
-    monkeypatch.setattr(figures, "save", keep)
+    monkeypatch.setattr(pareto_figures, "save", keep)
     monkeypatch.setattr(heatmap, "save", keep)
     return kept
 

@@ -40,7 +40,7 @@ def prompts(sizes: Sequence[tuple[int, int, int]] = SIZES) -> list[Prompt]:
 def measured(model: Any, asked: Sequence[Prompt], batch: int | str = "auto", **cell: Any) -> Any:
     store: Any = Store()
     with engine(model):
-        worker: Any = Worker(model, Tokenizer(), store, Silent(), batch)  # type: ignore[arg-type]
+        worker: Any = Worker(model, Silent(), tokenizer=Tokenizer(), store=store, batch_size=batch)  # type: ignore[arg-type]
         answer(worker, asked, [make_cell(**{"policy": "full", "length": 0, **cell})])
     assert not any(r.error for r in store.held)
     assert all(r.stop == "given" for r in store.held)

@@ -83,7 +83,7 @@ def test_questions_of_many_lengths_are_answered_as_if_alone(family: str) -> None
     model, store = build(family), Store()
     prompts = [Prompt(request(i, 6), ids(40, i), ids(2 + 5 * i, 50 + i)) for i in range(4)]
     with engine(model):
-        worker: Any = Worker(model, Tokenizer(), store, Silent())  # type: ignore[arg-type]
+        worker: Any = Worker(model, Silent(), tokenizer=Tokenizer(), store=store)  # type: ignore[arg-type]
         answer(worker, prompts, [CELL])
     answers = {r.sample_id: r.response for r in store.held}
     for p in prompts:
@@ -100,7 +100,7 @@ def test_repeats_go_on_from_a_context_each_alone() -> None:
     asked = replace(request(0, 6), sampling=Sampling(temperature=5.0))
     prompts = [Prompt(asked, ids(40, 0), ids(7, 50), repeat=k) for k in range(3)]
     with engine(model):
-        worker: Any = Worker(model, Tokenizer(), store, Silent())  # type: ignore[arg-type]
+        worker: Any = Worker(model, Silent(), tokenizer=Tokenizer(), store=store)  # type: ignore[arg-type]
         answer(worker, prompts, [CELL])
     want = []
     for prompt in prompts:
@@ -129,7 +129,7 @@ def test_live_dialogues_do_not_depend_on_their_neighbours(family: str) -> None:
             texts[i, turn] = list(new)
     cell = make_cell("full", moment="turns", task="t", group="t", length=0)
     with engine(model):
-        worker: Any = Worker(model, Tokenizer(), store, Silent())  # type: ignore[arg-type]
+        worker: Any = Worker(model, Silent(), tokenizer=Tokenizer(), store=store)  # type: ignore[arg-type]
         answer(worker, prompts, [cell])
     found = {(r.sample_id, r.question_id): r.response for r in store.held}
     for i, limit in enumerate((2, 14)):

@@ -10,7 +10,7 @@ from kvbench.tables.formats import Format, format_table
 from kvbench.tables.table import Table
 
 from ..report.conftest import make_run
-from .conftest import measures_of
+from ..papers.layouts.conftest import measures_of
 
 HOSTILE = '<script>alert("x")</script> & "q"'
 

@@ -7,7 +7,7 @@ import math
 import pandas as pd
 import pytest
 
-from kvbench.report.overall import HELD
+from kvbench.report.overall import MEMORY
 from scripts.ablations.contrast import Contrast, contrasts, markdown, pooled
 from scripts.ablations.recipe import Ablation, Variant
 
@@ -45,7 +45,7 @@ def _frames(scores: dict[str, int]) -> tuple[pd.DataFrame, pd.DataFrame]:
                 "discriminative": True,
                 "higher_is_better": True,
                 "score": right / CONTEXTS,
-                **dict.fromkeys(HELD, 1.0),
+                **dict.fromkeys(MEMORY, 1.0),
                 **dict.fromkeys(("score_lo", "score_hi", "diff", "diff_lo", "diff_hi"), math.nan),
             }
         )

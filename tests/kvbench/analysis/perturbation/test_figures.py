@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from tests.kvbench.analysis.perturbation.test_compare import table
+from tests.kvbench.analysis.perturbation.test_comparison import table
 
 from kvbench.analysis import maps
-from kvbench.analysis.perturbation import compare, figures
+from kvbench.analysis.perturbation import comparison, figures
 
 CONTEXTS = list("abcdefgh")
 
@@ -34,7 +34,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         parts.append(table({"old": old, "new": old * [1.0, 3.0]}, CONTEXTS, budget))
     heads = pd.concat(parts, ignore_index=True)
     layers = heads[heads["head"] == 0].assign(l1_forward=np.nan)
-    cells, pairs = compare.cells(heads), compare.pairs(heads)
+    cells, pairs = comparison.cells(heads), comparison.pairs(heads)
     figures.draw_perturbation(heads, layers, pairs, cells, Path())
     return kept
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import kvbench
-from kvbench.analysis.common import CellBench, analysis_model, contexts, make_grid, stages
+from kvbench.analysis.common import analysis_runner, contexts, make_grid, stages
 from kvbench.analysis.perturbation.probe import Perturbation, Probe, analyze
 from kvbench.analysis.perturbation.rows import Rows
 from kvbench.analysis.perturbation.stages import record_stage1
@@ -22,6 +22,7 @@ from kvbench.errors import UserError
 from kvbench.parts import rank_entries
 from kvbench.plugin import Allocator, Merger, View
 from kvbench.progress import Silent
+from kvbench.runs.worker import ModelRunner
 
 from . import oracles
 
@@ -239,11 +240,11 @@ def test_a_noting_policy_is_called_what_the_user_calls_it(grouped: str, question
             self.said.append(text)
 
     broken = dataclasses.replace(policy, allocate=Greedy())
-    with analysis_model(stage, wanted, print) as model:
-        bench = CellBench(model, Lost())
-        prefix = bench.prefill(stage.jobs[0].prompts[0].context_ids, broken.needs)
-        assert bench.compress(prefix, stage.jobs[0].cells[0], broken) is None
-    (reason,) = bench.failed.values()
+    with analysis_runner(stage, wanted, Lost(), {}) as runner:
+        prompt = stage.jobs[0].prompts[0]
+        prefix, _ = runner.prefill(prompt.context_ids, broken.needs)
+        assert runner.compress(prefix, stage.jobs[0].cells[0], prompt, policy=broken) is None
+    (reason,) = runner.failed.values()
     assert "Noting" not in reason
     assert "snapkv" in Lost.said[0]
 
@@ -275,8 +276,8 @@ def test_a_merger_is_measured_with_its_own_values(folder: str, questions: str) -
         cells.append(cell.of(dataclasses.replace(cell.variant, policy=doubling), ""))
     eager = oracles.Eager(folder)
     rows = Rows()
-    with analysis_model(stage, wanted, print) as model:
-        probe = Probe(CellBench(model, Silent()), cells, "answer", 0.5)
+    with analysis_runner(stage, wanted, Silent(), {}) as runner:
+        probe = Probe(runner, cells, "answer", 0.5)
         measured = probe.context(contexts(job)[0], cells)
         rows.add("answer", probe.layer_ids, measured)
     heads = pd.DataFrame(rows.heads())
@@ -307,18 +308,18 @@ def test_a_cell_that_fails_late_is_left_out_and_the_others_go_on(
 ) -> None:
     wanted = grid(grouped, questions, moments="context,question")
     whole = analyze(wanted, Silent())
-    real, calls = CellBench.compress, []
+    real, calls = ModelRunner.compress, []
 
-    def compress(self: CellBench, prefix: Any, cell: Any, policy: Any, reserve: Any = None) -> Any:
+    def compress(self: ModelRunner, prefix: Any, cell: Any, *args: Any, **options: Any) -> Any:
         calls.append(str(cell.policy))
         if str(cell.policy) == "random" and calls.count("random") > 3:
             prefix.cache.ragged[0].key.add_(1.0)  # it spoils what it was shown, too
             prefix.cache.modified_in_place = True
             self.failed[cell.cell] = "no luck"
             return None
-        return real(self, prefix, cell, policy, reserve)
+        return real(self, prefix, cell, *args, **options)
 
-    monkeypatch.setattr(CellBench, "compress", compress)
+    monkeypatch.setattr(ModelRunner, "compress", compress)
     found = analyze(wanted, Silent())
     lost = set(whole.heads.loc[whole.heads["policy"] == "random", "cell"])
     assert set(found.failed) == lost

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.analysis.common import CellBench
 from kvbench.analysis.retention import steps
 from kvbench.budget import Budget
 from kvbench.engine.decide import EvictionStep
@@ -16,6 +15,7 @@ from kvbench.engine.draw import row_seeds
 from kvbench.engine.driver import engine
 from kvbench.engine.prefix import Prefix
 from kvbench.progress import Silent
+from kvbench.runs.worker import ModelRunner
 from kvbench.spelling import policy
 from tests.kvbench.analysis.retention import oracles
 
@@ -23,9 +23,9 @@ from tests.kvbench.analysis.retention import oracles
 def pass_by(model: Any, ids: list[int], spec: str, budget: str) -> steps.Trace:
     counted = []
     with engine(model), torch.no_grad():
-        bench = CellBench(model, Silent())
+        runner = ModelRunner(model, Silent())
         trace = steps.trace_decoding(
-            bench, ids, policy(spec), Budget.parse(budget), 0, lambda n: counted.extend([1] * n)
+            runner, ids, policy(spec), Budget.parse(budget), 0, lambda n: counted.extend([1] * n)
         )
     assert len(counted) == len(ids)
     return trace

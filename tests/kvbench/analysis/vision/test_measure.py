@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import kvbench
-from kvbench.analysis.common import CellBench, make_grid, stages
+from kvbench.analysis.common import make_grid, stages
 from kvbench.analysis.vision.image_shares import VisionResult, analyze
 from kvbench.analysis.vision.options import MOMENTS, VisionOptions
 from kvbench.analysis.vision.tables import frames
@@ -21,6 +21,7 @@ from kvbench.engine.driver import engine, forward
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.progress import Silent
 from kvbench.runs.answers import Prompt
+from kvbench.runs.worker import ModelRunner
 
 GLOBAL = "random:allocate=global:buffer=0"
 
@@ -188,7 +189,7 @@ def test_other_analyses_show_the_images_too(models: dict[str, str], task: str) -
     counts = []
     for prompt in prompts:
         with engine(model):
-            prefix = CellBench(model, Silent(), vision=vision).prefill(prompt.context_ids, policy.needs, prompt.media)
+            prefix, _ = ModelRunner(model, Silent(), vision).prefill(prompt.context_ids, policy.needs, prompt.media)
             (cache,) = prefix.compress([Compression(policy, Budget.parse(0.3), "context", 0)])
         counts.append(torch.stack([k[0].sum(-1) for k in cache.kept() if k is not None]))
     mean = torch.stack(counts).double().mean(0).flatten().tolist()

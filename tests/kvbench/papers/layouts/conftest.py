@@ -13,7 +13,7 @@ from kvbench.papers.layouts.measures import Measures, merged
 from kvbench.papers.published.beside import MOMENTS
 from kvbench.runs.store import RunStore
 
-from ..report.conftest import Frames, make_run
+from ...report.conftest import Frames, make_run
 
 _KINDS = ("multi-session", "knowledge-update", "single-session-user")
 _KINDS += ("single-session-preference", "single-session-assistant", "temporal-reasoning")

@@ -17,7 +17,7 @@ from kvbench.regression import significance
 from kvbench.tables.outputs import csv, plain_text
 from kvbench.tables.table import Graded, Table
 
-from ..report.conftest import Frames, make_run
+from ...report.conftest import Frames, make_run
 from .conftest import measures_of, together
 
 BY_POLICY = Axes(("policy",), ("task",))

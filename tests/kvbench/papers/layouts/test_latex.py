@@ -16,8 +16,8 @@ from kvbench.papers.layouts.pivot import Axes, pivot
 from kvbench.papers.layouts.substitutes import Substitutes
 from kvbench.tables.formats import Format, format_table
 
-from ..report.conftest import make_run
-from ..report.test_outputs import LETTERS
+from ...report.conftest import make_run
+from ...tables.test_outputs import LETTERS
 from .conftest import layout_run, measures_of, together
 from .latex_checker import check
 

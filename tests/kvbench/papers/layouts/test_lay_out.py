@@ -16,7 +16,7 @@ from kvbench.papers.published.results import papers
 from kvbench.tables.outputs import plain_text
 from kvbench.tables.table import Graded, Name, Table
 
-from ..report.conftest import make_run
+from ...report.conftest import make_run
 from .conftest import layout_run, measures_of, together
 
 FILLABLE = [name for name, one in published_layouts().items() if not one.lacking]

@@ -12,7 +12,7 @@ from kvbench.errors import UserError
 from kvbench.papers.layouts.measures import Config, ScoreSource, load, merged
 from kvbench.regression import significance
 
-from ..report.conftest import make_run
+from ...report.conftest import make_run
 from .conftest import measures_of, write_run
 
 VT, CWE = ScoreSource("vt"), ScoreSource("cwe")

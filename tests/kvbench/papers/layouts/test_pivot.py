@@ -9,7 +9,7 @@ from kvbench.papers.layouts.value import Value
 from kvbench.tables.outputs import csv, markdown
 from kvbench.tables.table import Graded, Name, Table
 
-from ..report.conftest import make_run
+from ...report.conftest import make_run
 from .conftest import measures_of, together
 
 MOMENTS = ("context", "question")

@@ -19,7 +19,7 @@ from kvbench.papers.published.beside import (
 from kvbench.papers.published.results import all_figures
 from kvbench.tables.outputs import markdown
 
-from ..report.conftest import make_run
+from ...report.conftest import make_run
 
 RULER = tuple(benchmarks()[0]["ruler"].leaves)
 

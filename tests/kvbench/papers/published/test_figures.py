@@ -10,7 +10,7 @@ from kvbench.harness.catalogue import benchmarks
 from kvbench.papers.published.results import FIELDS, PACKAGE, Figure, all_figures, paper, papers
 from kvbench.spelling import policy
 
-from ...test_packaging import ROOT
+from ....test_packaging import ROOT
 
 FIGURES = list(all_figures())
 

@@ -268,7 +268,7 @@ def test_a_miniature_runs_and_is_laid_out_as_it_says(tmp_path: Path, capsys: pyt
 def test_a_full_run_says_what_differs_from_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run the full recipe with everything but its policy replaced by something small."""
     one = recipe("d2o-table20")
-    folder = Path(__file__).parents[3] / "kvbench" / "reference" / "reference-1"
+    folder = Path(__file__).parents[4] / "kvbench" / "reference" / "reference-1"
     small = {"--task": "vt", "--length": "128", "--samples": "1", "--policy": "h2o"}
     flags = [word for pair in small.items() for word in pair]
     command = ["run", "--recipe", one.name, *flags, "--model", str(folder)]
