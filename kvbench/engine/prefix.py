@@ -118,6 +118,8 @@ class Prefix:
             pixels: The media among them; see `kvbench.engine.vision.Vision`.
             question: Whether the tokens are the question about what is in the cache.
         """
+        self.restore()
+        self.remake = None
         self.cache.asked = token_ids.shape[1] if question else 0
         started = now(token_ids.device)
         with watching(self.model, self.cache.pruning if pixels else None) as self.cache.tower:

@@ -174,6 +174,7 @@ class Probe:
         for cell in cells:
             if cell.moment != "question" and cell.cell not in self.runner.failed:
                 self._before_question(prefix, cell, questions)
+        prefix.restore()
         cell_order = {cell.cell: position for position, cell in enumerate(cells)}
         for question in questions:
             question.cells.sort(key=lambda retained: cell_order[retained.cell.cell])
@@ -234,6 +235,7 @@ class Probe:
                     forward(self.runner.model, cache, self.runner.tensor([token]))
                 retained.block_outputs = _stacked(outputs)
             retained_cells.append(retained)
+        extended.restore()
         if self.query == "answer":
             with self._outputs() as outputs:
                 extended.extend(self.runner.tensor([token]))

@@ -9,8 +9,8 @@ from kvbench.papers.layouts.pivot import Axes, pivot
 from kvbench.tables.formats import Format, format_table
 from kvbench.tables.table import Table
 
-from ..report.conftest import make_run
 from ..papers.layouts.conftest import measures_of
+from ..report.conftest import make_run
 
 HOSTILE = '<script>alert("x")</script> & "q"'
 

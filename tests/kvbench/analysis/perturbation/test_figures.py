@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from tests.kvbench.analysis.perturbation.test_comparison import table
 
 from kvbench.analysis import maps
 from kvbench.analysis.perturbation import comparison, figures
+from tests.kvbench.analysis.perturbation.test_comparison import table
 
 CONTEXTS = list("abcdefgh")
 
