@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvbench.errors import UserError
@@ -82,32 +81,13 @@ def parse_integers(flag: str, numerals: list[str], example: str) -> tuple[int, .
     return tuple(int(numeral) for numeral in numerals)
 
 
-def parse_integers_or_all(flag: str, comma_text: str | Sequence[str]) -> tuple[int, ...]:
-    """Read whole numbers; `all` is empty.
+def integers_or_all(flag: str) -> Callable[[Any], tuple[int, ...] | None]:
+    """Return a parser of integers with commas: None gives None, and `all` an empty tuple."""
 
-    Raises:
-        UserError: One is not a whole number, or there is none.
-    """
-    numerals = split_commas(comma_text)
-    return () if numerals == ["all"] else parse_integers(flag, numerals, "0,3, or all")
+    def read(value: Any) -> tuple[int, ...] | None:
+        if value is None or isinstance(value, tuple):
+            return value
+        numerals = split_commas(value)
+        return () if numerals == ["all"] else parse_integers(flag, numerals, "0,3, or all")
 
-
-def check_minimums(options: object, minimums: Mapping[str, int]) -> None:
-    """Check that options, by attribute, are whole numbers from some least one, or None.
-
-    Raises:
-        UserError: One is smaller.
-    """
-    for attribute, minimum in minimums.items():
-        option_value = getattr(options, attribute)
-        if option_value is not None and option_value < minimum:
-            flag = attribute.replace("_", "-")
-            raise UserError(f"--{flag} {option_value}: use a whole number from {minimum}")
-
-
-def json_values(options: Any) -> dict[str, Any]:
-    """A dataclass of options as plain lists and values."""
-    return {
-        attribute: list(option_value) if isinstance(option_value, tuple) else option_value
-        for attribute, option_value in asdict(options).items()
-    }
+    return read

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvbench.cli import complete
-from kvbench.cli.options import given_values, grid_options, option
+from kvbench.analysis.retention.options import RetentionOptions
+from kvbench.analysis.vision.options import VisionOptions
+from kvbench.cli.options import declared_options, given_values, grid_options, option, split_options
 from kvbench.cli.screen import FAILED, complain, console, progress, stopping
-from kvbench.runs.options import CACHE, WHAT
+from kvbench.runs.options import ANALYSIS
 
 if TYPE_CHECKING:
     from kvbench.analysis.write import AnalysisOutput
@@ -24,8 +25,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-ANALYSIS = "Analysis"
-
 _GRID = (
     *("policies", "budgets", "models", "tasks", "moments", "lengths", "samples", "seed"),
     *("device", "dtype", "revision", "device_map", "quantization", "chat_template"),
@@ -35,8 +34,6 @@ _HELP = {
     "samples": "Per task. Default: 50.",
     "out": "Folder of the results. Default: results/ANALYSIS-HASH.",
 }
-DrawnLayers = Annotated[str | None, option(ANALYSIS, "L", "Layers to draw, with commas, or all. Default: a few.")]
-DrawnHeads = Annotated[str | None, option(ANALYSIS, "H", "KV heads to draw, with commas, or all. Default: a few.")]
 
 
 @app.callback()
@@ -104,64 +101,18 @@ def allocation(**grid_values: Any) -> None:
     help_texts={"samples": "Texts per task. Default: 4."},
 )
 @grid_options("out", anchor="horizon", help_texts=_HELP)
-def retention(
-    context: typer.Context,
-    text: Annotated[str | None, option(WHAT, "FILE", "Analyse this text instead of a task.")] = None,
-    moment: Annotated[
-        str | None,
-        option(
-            CACHE,
-            "WHEN",
-            "decode: token by token through the text (the default); context: once, at the end of the context.",
-            autocompletion=complete.moments,
-        ),
-    ] = None,
-    traces: Annotated[
-        int | None,
-        option(ANALYSIS, "N", "Texts that policies run over and that are shown. Default: 1."),
-    ] = None,
-    new_tokens: Annotated[
-        int | None,
-        option(
-            ANALYSIS,
-            "N",
-            "Maximum number of tokens that the model adds to a text. Default: the task's limit; 0 with --text.",
-        ),
-    ] = None,
-    layers: DrawnLayers = None,
-    heads: DrawnHeads = None,
-    top: Annotated[
-        list[str] | None,
-        option(ANALYSIS, "K", "Ranks for survival among the top K, with commas. Default: 16,64,256."),
-    ] = None,
-    mass: Annotated[
-        list[str] | None,
-        option(ANALYSIS, "P", "Shares of attention for survival, with commas. Default: 0.9,0.99."),
-    ] = None,
-    horizon: Annotated[
-        int | None,
-        option(ANALYSIS, "STEPS", "Number of steps to follow survival for. Default: half of the text."),
-    ] = None,
-    **grid_values: Any,
-) -> None:
+@declared_options(RetentionOptions)
+def retention(**flag_values: Any) -> None:
     """Show which tokens stay, and for how long: matrices, eviction maps, survival, the text."""
-    flag_values = {flag_name: context.params[flag_name] for flag_name in _OF_RETENTION}
+    own_values, grid_values = split_options(flag_values, RetentionOptions)
 
     def work(reporter: Reporter) -> AnalysisOutput:
-        from kvbench.analysis.retention.options import RetentionOptions
         from kvbench.analysis.retention.write import write_retention
 
-        options = RetentionOptions.read(
-            {flag_name: flag_value for flag_name, flag_value in flag_values.items() if flag_value not in (None, [], ())}
-        )
-        return write_retention(given_values(grid_values), reporter, options=options, command=command_line())
+        retention_options = RetentionOptions.of(own_values)
+        return write_retention(given_values(grid_values), reporter, options=retention_options, command=command_line())
 
     carry_out(work)
-
-
-_OF_RETENTION = (
-    "moment", "text", "traces", "new_tokens", "layers", "heads", "top", "mass", "horizon",
-)  # fmt: skip
 
 
 @app.command("vision")
@@ -174,46 +125,18 @@ _OF_RETENTION = (
     },
 )
 @grid_options("out", anchor="heads", help_texts=_HELP)
-def vision(
-    context: typer.Context,
-    questions: Annotated[
-        str | None,
-        option(ANALYSIS, "WHICH", "Questions of a sample: last (the default) or all."),
-    ] = None,
-    new_tokens: Annotated[
-        int | None,
-        option(ANALYSIS, "N", "Maximum number of tokens of an answer. Default: the task's limit."),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        option(
-            ANALYSIS,
-            "N",
-            "Decode steps to draw, evenly spaced from the first to the last. Default: 2.",
-        ),
-    ] = None,
-    layers: DrawnLayers = None,
-    heads: DrawnHeads = None,
-    **grid_values: Any,
-) -> None:
+@declared_options(VisionOptions)
+def vision(**flag_values: Any) -> None:
     """Show what is kept of images: tokens over the picture, and cache use by modality."""
-    flag_values = {flag_name: context.params[flag_name] for flag_name in _OF_VISION}
+    own_values, grid_values = split_options(flag_values, VisionOptions)
 
     def work(reporter: Reporter) -> AnalysisOutput:
-        from kvbench.analysis.vision.options import VisionOptions
         from kvbench.analysis.vision.write import write_vision
 
-        return write_vision(
-            given_values(grid_values),
-            reporter,
-            options=VisionOptions.read(flag_values),
-            command=command_line(),
-        )
+        vision_options = VisionOptions.of(own_values)
+        return write_vision(given_values(grid_values), reporter, options=vision_options, command=command_line())
 
     carry_out(work)
-
-
-_OF_VISION = ("questions", "new_tokens", "steps", "layers", "heads")
 
 
 def command_line() -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from kvbench.cli import complete
-from kvbench.runs.options import FLAG, MODEL, OUTPUT, Option, options
+from kvbench.runs.options import FLAG, MODEL, OUTPUT, GridOptions, Option, Options, options
 
 Names = list[str] | None
 _Command = TypeVar("_Command", bound=Callable[..., None])
@@ -33,35 +33,47 @@ def option(panel: str | None, metavar: str, help_text: str, *flags: str, **typer
     return typer.Option(*flags, metavar=metavar, help=help_text, rich_help_panel=panel, **typer_settings)
 
 
-def grid_options(
-    *names: str, anchor: str = "", help_texts: Mapping[str, str] | None = None
+def declared_options(
+    declaration: type[Options], *names: str, anchor: str = "", help_texts: Mapping[str, str] | None = None
 ) -> Callable[[_Command], _Command]:
-    """Give a command options of a grid; it receives those that were given as keyword arguments.
+    """Give a command declared options; it receives them as keyword arguments.
 
     Args:
-        names: Fields of `kvbench.runs.options.GridOptions`; none for all.
+        declaration: Where they are declared.
+        names: Fields of it; none for all.
         anchor: Own option of the command behind which the help shows them; "" for the beginning.
         help_texts: Help texts that differ in this command, by field.
     """
-    declared_options = dict(options())
+    declared = dict(options(declaration))
 
     def decorate(command: _Command) -> _Command:
         parameters: list[inspect.Parameter] = []
-        grid_parameters = [
-            _parameter(option_name, declared_options[option_name], help_texts or {})
-            for option_name in names or declared_options
-        ]
+        new_parameters = [_parameter(name, declared[name], help_texts or {}) for name in names or declared]
         for parameter in inspect.signature(command, eval_str=True).parameters.values():
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
                 parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             if parameter.name == anchor:
-                parameters += grid_parameters
-        parameters = parameters if anchor else [*grid_parameters, *parameters]
+                parameters += new_parameters
+        parameters = parameters if anchor else [*new_parameters, *parameters]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {described.name: described.annotation for described in parameters}
         return command
 
     return decorate
+
+
+def grid_options(
+    *names: str, anchor: str = "", help_texts: Mapping[str, str] | None = None
+) -> Callable[[_Command], _Command]:
+    """Give a command options of a grid; see `declared_options`."""
+    return declared_options(GridOptions, *names, anchor=anchor, help_texts=help_texts)
+
+
+def split_options(flag_values: Mapping[str, Any], declaration: type[Options]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the values of a command's options into those of a declaration, by field, and the others."""
+    fields_by_flag = {declared.flag or name: name for name, declared in options(declaration)}
+    own = {fields_by_flag[flag]: value for flag, value in flag_values.items() if flag in fields_by_flag}
+    return own, {flag: value for flag, value in flag_values.items() if flag not in fields_by_flag}
 
 
 def _parameter(option_name: str, declared_option: Option, help_texts: Mapping[str, str]) -> inspect.Parameter:

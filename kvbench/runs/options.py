@@ -6,9 +6,9 @@ these fields. Nothing heavy is imported here, so that the help is fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 from kvbench.engine.weight_schemes import scheme_name
 from kvbench.errors import UserError
@@ -16,13 +16,14 @@ from kvbench.judge.choosing import judge_name
 from kvbench.runs import values
 
 WHAT, MODEL, PROMPTS, ANSWERS = "What to run", "Model", "Prompts", "Answers"
-CACHE, MACHINES, OUTPUT = "Cache", "Machines", "Output"
+CACHE, MACHINES, OUTPUT, ANALYSIS = "Cache", "Machines", "Output", "Analysis"
 """Headings under which the help groups options."""
 
 FLAG = " "
 """Metavar of an option without a value: otherwise the help spends a column on `<bool>`."""
 
-_OPTION = "option"
+OPTION = "option"
+"""Key of the metadata of a field that is declared as an option."""
 
 
 class OptionError(UserError):
@@ -66,172 +67,18 @@ class Option:
     digest: str = "always"
 
 
-def _option(
+def declare(
     default: Any, read: Callable[[Any], Any], kind: type, panel: str, metavar: str, help: str,
     **more: Any,
 ) -> Any:  # fmt: skip
-    """Declare an option; a default of `...` makes it required."""
-    metadata = {_OPTION: Option(read, kind, panel, metavar, help, **more)}
+    """Declare an option as a field of a dataclass; a default of `...` makes it required."""
+    metadata = {OPTION: Option(read, kind, panel, metavar, help, **more)}
     return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
-class GridOptions:
-    """What a grid consists of and how it is run; `kvbench run --help` says what each field means.
-
-    None leaves a field to the task, the model or the machine.
-    """
-
-    policies: tuple[str, ...] = _option(
-        ..., values.names("policies"), list, WHAT, "NAME",
-        "Policies, with commas: snapkv:window=64,criticalkv, ./my_policy.py:MyPolicy, or all "
-        "(kvbench list policies).",
-        flag="policy", complete="policies",
-    )  # fmt: skip
-    tasks: tuple[str, ...] = _option(
-        ..., values.names("tasks"), list, WHAT, "NAME",
-        "Groups or tasks, with commas: ruler,vt, or your own ./mine.jsonl (kvbench list tasks).",
-        flag="task", complete="tasks",
-    )  # fmt: skip
-    models: tuple[str, ...] = _option(
-        ("reference",), values.names("models"), list, MODEL, "NAME",
-        "Models, with commas: reference (the default), a name of kvbench list models, a folder, a "
-        "GGUF file or a hub id.",
-        flag="model", complete="models",
-    )  # fmt: skip
-    revision: str | None = _option(
-        None, values.optional(values.text("revision")), str, MODEL, "REV",
-        "Branch, tag or commit of a hub model.",
-    )  # fmt: skip
-    device: str = _option(
-        "auto", values.text("device"), str, MODEL, "DEV",
-        "cpu, cuda, cuda:1 or auto (the default).",
-    )  # fmt: skip
-    dtype: str = _option(
-        "auto", values.dtype, str, MODEL, "TYPE",
-        "float32, bfloat16, float16 or auto (the default).",
-    )  # fmt: skip
-    device_map: str | dict[str, str | int] | None = _option(
-        None, values.optional(values.device_map), str, MODEL, "MAP",
-        "auto: spread the model over all GPUs. Replaces --device.", digest="never",
-    )  # fmt: skip
-    quantization: str | None = _option(
-        None, values.optional(scheme_name), str, MODEL, "HOW",
-        "Quantise weights while loading: bnb-4bit, bnb-8bit or torchao-int8. A quantised "
-        "checkpoint needs no flag.", digest="if set",
-    )  # fmt: skip
-    batch_size: int | str = _option(
-        "auto", values.batch("batch_size"), str, MODEL, "N",
-        "Most responses decoded together. Default: auto.", digest="never",
-    )  # fmt: skip
-    cache_memory: int | None = _option(
-        None, values.optional(values.memory), str, MODEL, "SIZE",
-        "Memory for the caches that are decoded together, such as 40GB. Default: 80% of a GPU's "
-        "free memory; half of a CPU's memory, shared out by the cores in use.", digest="never",
-    )  # fmt: skip
-    prefill_batch: int | str = _option(
-        "auto", values.batch("prefill_batch"), str, MODEL, "N",
-        "Most contexts prefilled together. Default: auto, which is 1 on a CPU, and as many as keep "
-        "a GPU busy. With more than 1, responses can differ by rounding.", digest="never",
-    )  # fmt: skip
-    samples: int = _option(
-        50, values.integer("samples", 1), int, PROMPTS, "N",
-        "Per task. A larger number extends a run, a smaller one keeps it. Default: 50.",
-        digest="never",
-    )  # fmt: skip
-    lengths: tuple[int, ...] = _option(
-        (1024,), values.lengths, list, PROMPTS, "TOKENS",
-        "Length of prompt and answer together, with commas: 1024,4096. Default: 1024.",
-        flag="length",
-    )  # fmt: skip
-    truncate: str | None = _option(
-        None, values.optional(values.truncation), str, PROMPTS, "HOW",
-        "middle or middle:TOKENS: cut the middle of contexts until prompt and answer fit the "
-        "model, or TOKENS. Default: refuse what does not fit.", digest="if set",
-    )  # fmt: skip
-    chat_template: bool | None = _option(
-        None, values.optional(values.truth("chat_template"), "auto"), bool, PROMPTS, FLAG,
-        "Apply the chat template. Default: if the tokenizer has one.",
-        spelling="--chat-template/--no-chat-template",
-    )  # fmt: skip
-    seed: int = _option(
-        0, values.integer("seed", 0, values.INT64), int, PROMPTS, "N",
-        "Seed of the data and of all noise. Default: 0.",
-    )  # fmt: skip
-    max_new_tokens: int | None = _option(
-        None, values.optional(values.integer("max_new_tokens", 1)), int, ANSWERS, "N",
-        "Maximum length of an answer. Default: as the task says.", digest="if set",
-    )  # fmt: skip
-    temperature: float | None = _option(
-        None, values.optional(values.temperature), float, ANSWERS, "T",
-        "Sample at this temperature; 0 is greedy. Default: as the task says.",
-        digest="if set",
-    )  # fmt: skip
-    top_p: float | None = _option(
-        None, values.optional(values.probability("top_p")), float, ANSWERS, "P",
-        "Sample from the most likely tokens that together have this probability.",
-        digest="if set",
-    )  # fmt: skip
-    top_k: int | None = _option(
-        None, values.optional(values.integer("top_k", 1)), int, ANSWERS, "K",
-        "Sample from the K most likely tokens.", digest="if set",
-    )  # fmt: skip
-    repeats: int | None = _option(
-        None, values.optional(values.integer("repeats", 1)), int, ANSWERS, "N",
-        "Samples per question (temperature > 0 only). A larger number extends a run.",
-        digest="never",
-    )  # fmt: skip
-    thinking: bool | None = _option(
-        None, values.optional(values.truth("thinking"), "auto"), bool, ANSWERS, FLAG,
-        "Passed to the chat template. Only the text after the last </think> is scored.",
-        spelling="--thinking/--no-thinking", digest="if set",
-    )  # fmt: skip
-    judge: str = _option(
-        "auto", judge_name, str, ANSWERS, "WHO",
-        "For tasks that need a judge: endpoint (KVBENCH_JUDGE_URL), local (compares words; for "
-        "tests) or auto (the default: endpoint if it is set).", digest="never",
-    )  # fmt: skip
-    budgets: tuple[str, ...] = _option(
-        ("0.2",), values.budgets, list, CACHE, "B",
-        "What is KEPT of the cache, per layer and KV head, with commas: a fraction (0.2), a "
-        "number of tokens (512), full, or all text and some visual tokens (visual:64). Default: "
-        "0.2. In kvpress a ratio is the fraction removed.",
-        flag="budget", complete="budgets",
-    )  # fmt: skip
-    moments: tuple[str, ...] = _option(
-        ("context",), values.moments, list, CACHE, "WHEN",
-        "When to compress, with commas. context: before the question (the default); question: "
-        "after it; decode: during the answer; chunked or chunked:512: after each chunk of the "
-        "prompt; turns: before each turn of a dialogue.",
-        flag="moment", complete="moments",
-    )  # fmt: skip
-    full: bool = _option(
-        True, values.truth("full"), bool, CACHE, FLAG,
-        "Also run the full cache, to compare with. Default: yes.", spelling="--full/--no-full",
-    )  # fmt: skip
-    executor: str = _option(
-        "local", values.executor, str, MACHINES, "WHERE",
-        "local (the default): this process; ray: workers on every core or GPU of this machine, or "
-        "of a cluster (docs/clusters.md).", digest="never",
-    )  # fmt: skip
-    ray_address: str | None = _option(
-        None, values.optional(values.text("ray_address")), str, MACHINES, "HOST:PORT",
-        "Ray cluster to use, or auto. Default: RAY_ADDRESS, otherwise this machine alone.",
-        digest="never",
-    )  # fmt: skip
-    gpus_per_cell: float | None = _option(
-        None, values.optional(values.gpus), float, MACHINES, "N",
-        "GPUs of each Ray worker: 0.5 puts two on a GPU; for more than 1 add --device-map auto. "
-        "Default: 1 with CUDA.", digest="never",
-    )  # fmt: skip
-    workers: int | None = _option(
-        None, values.optional(values.integer("workers", 1)), int, MACHINES, "N",
-        "Ray workers. Default: as many as the machines have room for.", digest="never",
-    )  # fmt: skip
-    out: str | None = _option(
-        None, values.optional(values.folder), str, OUTPUT, "DIR",
-        "Folder of the results. Default: results/MODEL-TASK-POLICY-HASH.", digest="never",
-    )  # fmt: skip
+class Options:
+    """Options that are declared as fields, and read when an object is made."""
 
     def __post_init__(self) -> None:
         """Read every field.
@@ -239,18 +86,186 @@ class GridOptions:
         Raises:
             OptionError: A value is wrong.
         """
-        for name, option in options():
+        for name, option in options(type(self)):
             try:
                 values.check_texts(name, value := getattr(self, name))
                 object.__setattr__(self, name, option.read(value))
             except UserError as error:
                 raise OptionError(name, str(error)) from None
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Make the options from what a user gave, by field; None and empty lists count as not given."""
+        return cls(**{name: value for name, value in given.items() if value not in (None, [], ())})
 
-def options() -> Iterator[tuple[str, Option]]:
-    """Yield each field of `GridOptions` with its option."""
-    for one in fields(GridOptions):
-        yield one.name, one.metadata[_OPTION]
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as plain lists and values."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class GridOptions(Options):
+    """What a grid consists of and how it is run; `kvbench run --help` says what each field means.
+
+    None leaves a field to the task, the model or the machine.
+    """
+
+    policies: tuple[str, ...] = declare(
+        ..., values.names("policies"), list, WHAT, "NAME",
+        "Policies, with commas: snapkv:window=64,criticalkv, ./my_policy.py:MyPolicy, or all "
+        "(kvbench list policies).",
+        flag="policy", complete="policies",
+    )  # fmt: skip
+    tasks: tuple[str, ...] = declare(
+        ..., values.names("tasks"), list, WHAT, "NAME",
+        "Groups or tasks, with commas: ruler,vt, or your own ./mine.jsonl (kvbench list tasks).",
+        flag="task", complete="tasks",
+    )  # fmt: skip
+    models: tuple[str, ...] = declare(
+        ("reference",), values.names("models"), list, MODEL, "NAME",
+        "Models, with commas: reference (the default), a name of kvbench list models, a folder, a "
+        "GGUF file or a hub id.",
+        flag="model", complete="models",
+    )  # fmt: skip
+    revision: str | None = declare(
+        None, values.optional(values.text("revision")), str, MODEL, "REV",
+        "Branch, tag or commit of a hub model.",
+    )  # fmt: skip
+    device: str = declare(
+        "auto", values.text("device"), str, MODEL, "DEV",
+        "cpu, cuda, cuda:1 or auto (the default).",
+    )  # fmt: skip
+    dtype: str = declare(
+        "auto", values.dtype, str, MODEL, "TYPE",
+        "float32, bfloat16, float16 or auto (the default).",
+    )  # fmt: skip
+    device_map: str | dict[str, str | int] | None = declare(
+        None, values.optional(values.device_map), str, MODEL, "MAP",
+        "auto: spread the model over all GPUs. Replaces --device.", digest="never",
+    )  # fmt: skip
+    quantization: str | None = declare(
+        None, values.optional(scheme_name), str, MODEL, "HOW",
+        "Quantise weights while loading: bnb-4bit, bnb-8bit or torchao-int8. A quantised "
+        "checkpoint needs no flag.", digest="if set",
+    )  # fmt: skip
+    batch_size: int | str = declare(
+        "auto", values.batch("batch_size"), str, MODEL, "N",
+        "Most responses decoded together. Default: auto.", digest="never",
+    )  # fmt: skip
+    cache_memory: int | None = declare(
+        None, values.optional(values.memory), str, MODEL, "SIZE",
+        "Memory for the caches that are decoded together, such as 40GB. Default: 80% of a GPU's "
+        "free memory; half of a CPU's memory, shared out by the cores in use.", digest="never",
+    )  # fmt: skip
+    prefill_batch: int | str = declare(
+        "auto", values.batch("prefill_batch"), str, MODEL, "N",
+        "Most contexts prefilled together. Default: auto, which is 1 on a CPU, and as many as keep "
+        "a GPU busy. With more than 1, responses can differ by rounding.", digest="never",
+    )  # fmt: skip
+    samples: int = declare(
+        50, values.integer("samples", 1), int, PROMPTS, "N",
+        "Per task. A larger number extends a run, a smaller one keeps it. Default: 50.",
+        digest="never",
+    )  # fmt: skip
+    lengths: tuple[int, ...] = declare(
+        (1024,), values.lengths, list, PROMPTS, "TOKENS",
+        "Length of prompt and answer together, with commas: 1024,4096. Default: 1024.",
+        flag="length",
+    )  # fmt: skip
+    truncate: str | None = declare(
+        None, values.optional(values.truncation), str, PROMPTS, "HOW",
+        "middle or middle:TOKENS: cut the middle of contexts until prompt and answer fit the "
+        "model, or TOKENS. Default: refuse what does not fit.", digest="if set",
+    )  # fmt: skip
+    chat_template: bool | None = declare(
+        None, values.optional(values.truth("chat_template"), "auto"), bool, PROMPTS, FLAG,
+        "Apply the chat template. Default: if the tokenizer has one.",
+        spelling="--chat-template/--no-chat-template",
+    )  # fmt: skip
+    seed: int = declare(
+        0, values.integer("seed", 0, values.INT64), int, PROMPTS, "N",
+        "Seed of the data and of all noise. Default: 0.",
+    )  # fmt: skip
+    max_new_tokens: int | None = declare(
+        None, values.optional(values.integer("max_new_tokens", 1)), int, ANSWERS, "N",
+        "Maximum length of an answer. Default: as the task says.", digest="if set",
+    )  # fmt: skip
+    temperature: float | None = declare(
+        None, values.optional(values.temperature), float, ANSWERS, "T",
+        "Sample at this temperature; 0 is greedy. Default: as the task says.",
+        digest="if set",
+    )  # fmt: skip
+    top_p: float | None = declare(
+        None, values.optional(values.probability("top_p")), float, ANSWERS, "P",
+        "Sample from the most likely tokens that together have this probability.",
+        digest="if set",
+    )  # fmt: skip
+    top_k: int | None = declare(
+        None, values.optional(values.integer("top_k", 1)), int, ANSWERS, "K",
+        "Sample from the K most likely tokens.", digest="if set",
+    )  # fmt: skip
+    repeats: int | None = declare(
+        None, values.optional(values.integer("repeats", 1)), int, ANSWERS, "N",
+        "Samples per question (temperature > 0 only). A larger number extends a run.",
+        digest="never",
+    )  # fmt: skip
+    thinking: bool | None = declare(
+        None, values.optional(values.truth("thinking"), "auto"), bool, ANSWERS, FLAG,
+        "Passed to the chat template. Only the text after the last </think> is scored.",
+        spelling="--thinking/--no-thinking", digest="if set",
+    )  # fmt: skip
+    judge: str = declare(
+        "auto", judge_name, str, ANSWERS, "WHO",
+        "For tasks that need a judge: endpoint (KVBENCH_JUDGE_URL), local (compares words; for "
+        "tests) or auto (the default: endpoint if it is set).", digest="never",
+    )  # fmt: skip
+    budgets: tuple[str, ...] = declare(
+        ("0.2",), values.budgets, list, CACHE, "B",
+        "What is KEPT of the cache, per layer and KV head, with commas: a fraction (0.2), a "
+        "number of tokens (512), full, or all text and some visual tokens (visual:64). Default: "
+        "0.2. In kvpress a ratio is the fraction removed.",
+        flag="budget", complete="budgets",
+    )  # fmt: skip
+    moments: tuple[str, ...] = declare(
+        ("context",), values.moments, list, CACHE, "WHEN",
+        "When to compress, with commas. context: before the question (the default); question: "
+        "after it; decode: during the answer; chunked or chunked:512: after each chunk of the "
+        "prompt; turns: before each turn of a dialogue.",
+        flag="moment", complete="moments",
+    )  # fmt: skip
+    full: bool = declare(
+        True, values.truth("full"), bool, CACHE, FLAG,
+        "Also run the full cache, to compare with. Default: yes.", spelling="--full/--no-full",
+    )  # fmt: skip
+    executor: str = declare(
+        "local", values.executor, str, MACHINES, "WHERE",
+        "local (the default): this process; ray: workers on every core or GPU of this machine, or "
+        "of a cluster (docs/clusters.md).", digest="never",
+    )  # fmt: skip
+    ray_address: str | None = declare(
+        None, values.optional(values.text("ray_address")), str, MACHINES, "HOST:PORT",
+        "Ray cluster to use, or auto. Default: RAY_ADDRESS, otherwise this machine alone.",
+        digest="never",
+    )  # fmt: skip
+    gpus_per_cell: float | None = declare(
+        None, values.optional(values.gpus), float, MACHINES, "N",
+        "GPUs of each Ray worker: 0.5 puts two on a GPU; for more than 1 add --device-map auto. "
+        "Default: 1 with CUDA.", digest="never",
+    )  # fmt: skip
+    workers: int | None = declare(
+        None, values.optional(values.integer("workers", 1)), int, MACHINES, "N",
+        "Ray workers. Default: as many as the machines have room for.", digest="never",
+    )  # fmt: skip
+    out: str | None = declare(
+        None, values.optional(values.folder), str, OUTPUT, "DIR",
+        "Folder of the results. Default: results/MODEL-TASK-POLICY-HASH.", digest="never",
+    )  # fmt: skip
+
+
+def options(declaration: type[Options] = GridOptions) -> Iterator[tuple[str, Option]]:
+    """Yield each declared option of a class with the name of its field."""
+    for one in fields(declaration):
+        yield one.name, one.metadata[OPTION]
 
 
 def field_of(key: str) -> str:

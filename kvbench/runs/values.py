@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from kvbench.budget import Budget
-from kvbench.errors import UserError, quoted, unknown
+from kvbench.errors import UserError, nearest, quoted, shorten, unknown
 from kvbench.moments import Timing
 from kvbench.runs.generation import Truncation
 from kvbench.runs.yaml_loader import Loader, read_text
@@ -215,6 +215,25 @@ def device_map(value: Any) -> str | dict[str, str | int]:
     raise UserError(
         f"device_map must be {', '.join(_DEVICE_MAPS)} or a mapping of module names to devices, not {quoted(value)}"
     )
+
+
+def choice(label: str, choices: Sequence[str]) -> Callable[[Any], str]:
+    def read(value: Any) -> str:
+        if value not in choices:
+            hint = nearest(str(value), choices) or f"; use {' or '.join(choices)}"
+            raise UserError(f"--{label} {shorten(str(value))}{hint}")
+        return str(value)
+
+    return read
+
+
+def at_least(label: str, minimum: int) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise UserError(f"--{label} {value}: use a whole number from {minimum}")
+        return value
+
+    return read
 
 
 def executor(value: Any) -> str:

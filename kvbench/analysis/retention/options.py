@@ -1,19 +1,14 @@
-"""The options of `kvbench analyze retention` in addition to a grid, parsed and checked."""
+"""The options of `kvbench analyze retention` in addition to a grid."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.analysis.choosing import (
-    check_minimums,
-    json_values,
-    parse_integers,
-    parse_integers_or_all,
-    split_commas,
-)
-from kvbench.errors import UserError, nearest
+from kvbench.analysis.choosing import integers_or_all, parse_integers, split_commas
+from kvbench.errors import UserError
+from kvbench.runs import values
+from kvbench.runs.options import ANALYSIS, CACHE, WHAT, Options, declare
 
 MOMENTS = ("decode", "context")
 """When entries are evicted: token by token as the text passes, or once after the context."""
@@ -24,85 +19,76 @@ MOST_LAYERS = 6
 MOST_HEADS = 8
 
 
+def _ranks(value: Any) -> tuple[int, ...]:
+    ranks = value if isinstance(value, tuple) else parse_integers("top", split_commas(value), "16,64")
+    for rank in ranks:
+        if rank < 1:
+            raise UserError(f"--top {rank}: use numbers of entries from 1, such as 64")
+    return ranks
+
+
+def _shares(value: Any) -> tuple[float, ...]:
+    numerals = list(value) if isinstance(value, tuple) else split_commas(value)
+    try:
+        shares = tuple(float(numeral) for numeral in numerals)
+    except ValueError:
+        raise UserError(f"--mass {','.join(numerals)}: use shares with commas, such as 0.9,0.99") from None
+    for share in shares:
+        if not 0 < share < 1:
+            raise UserError(f"--mass {share:g}: use shares between 0 and 1, such as 0.9")
+    return shares
+
+
 @dataclass(frozen=True)
-class RetentionOptions:
-    """What to look at.
+class RetentionOptions(Options):
+    """What to look at; `kvbench analyze retention --help` says what each field means."""
 
-    Attributes:
-        moment: One of `MOMENTS`.
-        top: For survival, an entry is in use if it is among that many of the largest logits,
-        mass: or in the smallest set that holds this share of the attention.
-        horizon: Steps that survival is followed for; None for half of the shortest text.
-        layers, heads: Which layers (the model's own index) and KV heads to draw; None for some,
-            evenly spaced, and empty for all.
-        traces: Texts of each task that the policies run over.
-        new_tokens: Tokens that the model appends to each text; None for as many as the task's
-            answers may have.
-        text: A file to look at instead of tasks.
-    """
-
-    moment: str = "decode"
-    top: tuple[int, ...] = TOP
-    mass: tuple[float, ...] = MASS
-    horizon: int | None = None
-    layers: tuple[int, ...] | None = None
-    heads: tuple[int, ...] | None = None
-    traces: int = 1
-    new_tokens: int | None = None
-    text: str | None = None
+    text: str | None = declare(
+        None, values.optional(values.text("text")), str, WHAT, "FILE",
+        "Analyse this text instead of a task.",
+    )  # fmt: skip
+    moment: str = declare(
+        "decode", values.choice("moment", MOMENTS), str, CACHE, "WHEN",
+        "decode: token by token through the text (the default); context: once, at the end of the "
+        "context.", complete="moments",
+    )  # fmt: skip
+    traces: int = declare(
+        1, values.at_least("traces", 1), int, ANALYSIS, "N",
+        "Texts that policies run over and that are shown. Default: 1.",
+    )  # fmt: skip
+    new_tokens: int | None = declare(
+        None, values.optional(values.at_least("new-tokens", 0)), int, ANALYSIS, "N",
+        "Maximum number of tokens that the model adds to a text. Default: the task's limit; 0 with "
+        "--text.",
+    )  # fmt: skip
+    layers: tuple[int, ...] | None = declare(
+        None, integers_or_all("layers"), str, ANALYSIS, "L",
+        "Layers to draw, with commas, or all. Default: a few.",
+    )  # fmt: skip
+    heads: tuple[int, ...] | None = declare(
+        None, integers_or_all("heads"), str, ANALYSIS, "H",
+        "KV heads to draw, with commas, or all. Default: a few.",
+    )  # fmt: skip
+    top: tuple[int, ...] = declare(
+        TOP, _ranks, list, ANALYSIS, "K",
+        "Ranks for survival among the top K, with commas. Default: 16,64,256.",
+    )  # fmt: skip
+    mass: tuple[float, ...] = declare(
+        MASS, _shares, list, ANALYSIS, "P",
+        "Shares of attention for survival, with commas. Default: 0.9,0.99.",
+    )  # fmt: skip
+    horizon: int | None = declare(
+        None, values.optional(values.at_least("horizon", 1)), int, ANALYSIS, "STEPS",
+        "Number of steps to follow survival for. Default: half of the text.",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            UserError: A value is out of range.
-        """
-        if self.moment not in MOMENTS:
-            hint = nearest(self.moment, MOMENTS) or f"; use {' or '.join(MOMENTS)}"
-            raise UserError(f"--moment {self.moment}{hint}")
-        check_minimums(self, {"horizon": 1, "traces": 1, "new_tokens": 0})
-        for top_count in self.top:
-            if top_count < 1:
-                raise UserError(f"--top {top_count}: use numbers of entries from 1, such as 64")
-        for share in self.mass:
-            if not 0 < share < 1:
-                raise UserError(f"--mass {share:g}: use shares between 0 and 1, such as 0.9")
+        super().__post_init__()
         if not self.top and not self.mass:
             raise UserError("survival needs a criterion; use --top 64 or --mass 0.9")
-
-    @classmethod
-    def read(cls, flags: Mapping[str, Any]) -> RetentionOptions:
-        """Parse flags; a flag that is None was not given.
-
-        Args:
-            flags: Values by attribute. Lists are texts with commas; layers and heads may be `all`.
-
-        Raises:
-            UserError: A value cannot be parsed or is out of range.
-        """
-        parsed = {attribute: flag_value for attribute, flag_value in flags.items() if flag_value is not None}
-        for flag in ("layers", "heads"):
-            if flag in parsed:
-                parsed[flag] = parse_integers_or_all(flag, parsed[flag])
-        if "top" in parsed:
-            parsed["top"] = parse_integers("top", split_commas(parsed["top"]), "16,64")
-        if "mass" in parsed:
-            parsed["mass"] = _shares(split_commas(parsed["mass"]))
-        return cls(**parsed)
 
     @property
     def criteria(self) -> list[tuple[str, float]]:
         """The criteria of survival, name and value, in the order of its tables."""
-        rank_criteria: list[tuple[str, float]] = [("top", float(top_count)) for top_count in self.top]
+        rank_criteria: list[tuple[str, float]] = [("top", float(rank)) for rank in self.top]
         return rank_criteria + [("mass", share) for share in self.mass]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The options as plain lists and values."""
-        return json_values(self)
-
-
-def _shares(share_texts: list[str]) -> tuple[float, ...]:
-    try:
-        return tuple(float(share_text) for share_text in share_texts)
-    except ValueError:
-        raise UserError(f"--mass {','.join(share_texts)}: use shares with commas, such as 0.9,0.99") from None

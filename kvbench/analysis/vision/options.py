@@ -1,14 +1,17 @@
-"""The options of `kvbench analyze vision` in addition to a grid, parsed and checked."""
+"""The options of `kvbench analyze vision` in addition to a grid."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from kvbench.analysis.choosing import check_minimums, json_values, parse_integers_or_all
-from kvbench.errors import UserError, nearest
-from kvbench.runs.answers import Prompt
+from kvbench.analysis.choosing import integers_or_all
+from kvbench.runs import values
+from kvbench.runs.options import ANALYSIS, Options, declare
+
+if TYPE_CHECKING:
+    from kvbench.runs.answers import Prompt
 
 MOMENTS = ("context", "question", "decode")
 """When the analysis can compress."""
@@ -19,58 +22,33 @@ MOST_HEADS = 2
 
 
 @dataclass(frozen=True)
-class VisionOptions:
-    """What to look at.
+class VisionOptions(Options):
+    """What to look at; `kvbench analyze vision --help` says what each field means."""
 
-    Attributes:
-        questions: Which questions of each sample to look at: the `last` one, which in a dialogue
-            follows all images, or `all`.
-        steps: Decode steps to draw, evenly spaced, with the first and the last.
-        layers, heads: Which layers (the model's own index) and KV heads to draw; None for some,
-            evenly spaced, and empty for all.
-        new_tokens: Maximum tokens of an answer; None for the task's limit.
-    """
-
-    questions: str = "last"
-    steps: int = 2
-    layers: tuple[int, ...] | None = None
-    heads: tuple[int, ...] | None = None
-    new_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            UserError: A value is out of range.
-        """
-        if self.questions not in QUESTIONS:
-            hint = nearest(self.questions, QUESTIONS) or f"; use {' or '.join(QUESTIONS)}"
-            raise UserError(f"--questions {self.questions}{hint}")
-        check_minimums(self, {"steps": 1, "new_tokens": 1})
-
-    @classmethod
-    def read(cls, flags: Mapping[str, Any]) -> VisionOptions:
-        """Parse flags; a flag that is None was not given.
-
-        Args:
-            flags: Values by attribute. Layers and heads are texts with commas, or `all`.
-
-        Raises:
-            UserError: A value cannot be parsed or is out of range.
-        """
-        parsed = {attribute: flag_value for attribute, flag_value in flags.items() if flag_value is not None}
-        for flag in ("layers", "heads"):
-            if flag in parsed:
-                parsed[flag] = parse_integers_or_all(flag, parsed[flag])
-        return cls(**parsed)
+    questions: str = declare(
+        "last", values.choice("questions", QUESTIONS), str, ANALYSIS, "WHICH",
+        "Questions of a sample: last (the default) or all.",
+    )  # fmt: skip
+    new_tokens: int | None = declare(
+        None, values.optional(values.at_least("new-tokens", 1)), int, ANALYSIS, "N",
+        "Maximum number of tokens of an answer. Default: the task's limit.",
+    )  # fmt: skip
+    steps: int = declare(
+        2, values.at_least("steps", 1), int, ANALYSIS, "N",
+        "Decode steps to draw, evenly spaced from the first to the last. Default: 2.",
+    )  # fmt: skip
+    layers: tuple[int, ...] | None = declare(
+        None, integers_or_all("layers"), str, ANALYSIS, "L",
+        "Layers to draw, with commas, or all. Default: a few.",
+    )  # fmt: skip
+    heads: tuple[int, ...] | None = declare(
+        None, integers_or_all("heads"), str, ANALYSIS, "H",
+        "KV heads to draw, with commas, or all. Default: a few.",
+    )  # fmt: skip
 
     def select_prompts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts to look at, in their order."""
+        """Return the prompts to look at, in their order."""
         first_repeats = [prompt for prompt in prompts if not prompt.repeat]
         if self.questions == "all":
             return first_repeats
         return list({prompt.request.sample_id: prompt for prompt in first_repeats}.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """The options as plain lists and values."""
-        return json_values(self)
