@@ -3,7 +3,7 @@
 Reading order:
 
 layer, cache    K and V: dense during prefill, then packed with a separate length per (sequence, KV head)
-attachment      kvbench's attention, installed in any model by hooks (`contract`: what it refuses; `attend`: packed layers)
+attachment      kvbench's attention, installed in any model by hooks (`contract`: refusals; `attend`: packed layers)
 observers       attention, queries and surprisal observed during a forward; `driver` calls them around each forward
 showing, decide the view of a layer, and the decision from it: score, allocate, select, merge
 evict           packs a prefill and runs later eviction steps (`upkeep`: the state between them)

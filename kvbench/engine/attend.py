@@ -96,11 +96,7 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale
     output = []
     for sequence_index, sequence_query in enumerate(grouped_query.split(1)):
         segments = slice(sequence_index * kv_heads, (sequence_index + 1) * kv_heads)
-        first_rows, lengths, capacities = (
-            layer.start[segments],
-            layer.length[segments],
-            layer.room[segments],
-        )
+        first_rows, lengths, capacities = layer.start[segments], layer.length[segments], layer.room[segments]
         if lengths.count(lengths[0]) == capacities.count(capacities[0]) == kv_heads:
             sdpa_calls = [(sequence_query, first_rows[0], lengths[0], capacities[0])]
         else:
@@ -111,10 +107,7 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale
                 continue
             query_rows, mask = head_query.shape[1], None
             # Slicing takes several operations, which add up to half the time of a decode step.
-            shape, stride = (
-                (1, query_rows, entry_count, head_dim),
-                (0, capacity * head_dim, head_dim, 1),
-            )
+            shape, stride = (1, query_rows, entry_count, head_dim), (0, capacity * head_dim, head_dim, 1)
             segment_key = key.as_strided(shape, stride, storage_offsets[0] + first_row * head_dim)
             segment_value = value.as_strided(shape, stride, storage_offsets[1] + first_row * head_dim)
             if query_count > 1:
@@ -180,11 +173,7 @@ def _attend_padded(
     group_size = query_heads // layer.heads
     assert layer.key is not None and layer.value is not None
     row_indices, live_mask = layer.padded_rows()
-    key, value, entry_columns = (
-        layer.key[row_indices],
-        layer.value[row_indices],
-        layer.col[row_indices],
-    )
+    key, value, entry_columns = layer.key[row_indices], layer.value[row_indices], layer.col[row_indices]
     query_columns = torch.arange(first_column, first_column + query_count, dtype=torch.int32, device=query.device)[
         :, None
     ]

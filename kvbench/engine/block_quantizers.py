@@ -60,10 +60,7 @@ class Kivi(BlockQuantizer):
         numbers = blocks.float()
         minimum, maximum = numbers.amin(1), numbers.amax(1)
         largest_code = (1 << bits) - 1
-        scale, zero_point = (
-            ((maximum - minimum) / largest_code).to(blocks.dtype),
-            minimum.to(blocks.dtype),
-        )
+        scale, zero_point = ((maximum - minimum) / largest_code).to(blocks.dtype), minimum.to(blocks.dtype)
         step_size = scale.float()[:, None]
         code_values = (numbers - zero_point.float()[:, None]) / torch.where(step_size > 0, step_size, 1.0)
         return Codes(code_values.round().clamp(0, largest_code).to(torch.uint8), scale, zero_point)

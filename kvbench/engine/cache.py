@@ -264,15 +264,9 @@ class RaggedCache(Cache):
         K and V are copied unless it is the only sequence.
         """
         assert self.valid is not None
-        token_count, sequence_slice = (
-            int(self.valid[sequence_index].sum()),
-            slice(sequence_index, sequence_index + 1),
-        )
+        token_count, sequence_slice = int(self.valid[sequence_index].sum()), slice(sequence_index, sequence_index + 1)
         sequence_cache = self.fork()
-        sequence_cache.valid, sequence_cache.padded = (
-            self.valid[sequence_slice, -token_count:],
-            False,
-        )
+        sequence_cache.valid, sequence_cache.padded = self.valid[sequence_slice, -token_count:], False
         sequence_cache.shift = None if self.shift is None else self.shift[sequence_slice]
         sequence_cache.ids = None if self.ids is None else [torch.cat(self.ids, 1)[sequence_slice, -token_count:]]
         sequence_cache.visual = None if self.visual is None else self.visual[sequence_slice, -token_count:]
@@ -351,12 +345,7 @@ class RaggedCache(Cache):
                 for sequence_index in range(source_cache.batch)
             ]
         else:
-            stacked.upkeep, stacked.observers, stacked.token_observers, stacked.turns = (
-                None,
-                {},
-                {},
-                [],
-            )
+            stacked.upkeep, stacked.observers, stacked.token_observers, stacked.turns = None, {}, {}, []
         stacked.readings = [reading for source_cache in caches for reading in source_cache.readings]
         stacked.budget_entries = [item for source_cache in caches for item in (source_cache.budget_entries or [])]
         stacked.held_entries = [item for source_cache in caches for item in (source_cache.held_entries or [])]
@@ -391,10 +380,8 @@ def _dense_sequence(layer: Any, sequence_slice: slice, tokens: int) -> Any:
         sequence_layer.batch, sequence_layer.seen = 1, tokens
     elif sequence_layer.is_initialized:
         column_count = min(tokens, sequence_layer.keys.shape[2])
-        sequence_layer.keys, sequence_layer.values = (
-            sequence_layer.keys[sequence_slice, :, -column_count:],
-            sequence_layer.values[sequence_slice, :, -column_count:],
-        )
+        sequence_layer.keys = sequence_layer.keys[sequence_slice, :, -column_count:]
+        sequence_layer.values = sequence_layer.values[sequence_slice, :, -column_count:]
         sequence_layer.cumulative_length = tokens
     return sequence_layer
 
@@ -435,9 +422,7 @@ def _stack_sliding(layer_parts: list[Any], column_count: int) -> DynamicSlidingW
         pad_tensor = torch.nn.functional.pad
         return torch.cat([pad_tensor(tensor, (0, 0, window_width - tensor.shape[2], 0)) for tensor in tensors])
 
-    stacked.keys, stacked.values = (
-        join_padded([layer_part.keys for layer_part in layer_parts]),
-        join_padded([layer_part.values for layer_part in layer_parts]),
-    )
+    stacked.keys = join_padded([layer_part.keys for layer_part in layer_parts])
+    stacked.values = join_padded([layer_part.values for layer_part in layer_parts])
     stacked.cumulative_length = column_count
     return stacked

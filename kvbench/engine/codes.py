@@ -129,10 +129,7 @@ class Coding:
         if self.bits is None:
             return
         assert isinstance(layer.key, Coded) and isinstance(layer.value, Coded)
-        previous_counts, layer.coded = (
-            layer.coded,
-            [self.coded(entry_count) for entry_count in layer.length],
-        )
+        previous_counts, layer.coded = layer.coded, [self.coded(entry_count) for entry_count in layer.length]
         if previous_counts != layer.coded:
             first_rows = [
                 first_row + entry_count for first_row, entry_count in zip(layer.start, previous_counts, strict=True)

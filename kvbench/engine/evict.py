@@ -85,11 +85,7 @@ def _pack(source_layer: RaggedLayer, target_layer: RaggedLayer, decision: Decisi
     assert source_layer.key is not None and source_layer.value is not None
     key = source_layer.key if decision.key is None else decision.key
     value = source_layer.value if decision.value is None else decision.value
-    target_layer.seen, target_layer.dim, target_layer.scale = (
-        source_layer.seen,
-        source_layer.dim,
-        source_layer.scale,
-    )
+    target_layer.seen, target_layer.dim, target_layer.scale = source_layer.seen, source_layer.dim, source_layer.scale
     target_layer.dtype, target_layer.device = source_layer.dtype, source_layer.device
     target_layer.is_initialized = True
     columns = torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
@@ -335,7 +331,4 @@ def _evict_groups(eviction_steps: Sequence[EvictionStep], cache: RaggedCache) ->
         for sequence_index, entry_budget, entry_count in zip(
             eviction_step.rows or (), eviction_step.total, entry_counts, strict=True
         ):
-            cache.budget_entries[sequence_index], cache.held_entries[sequence_index] = (
-                entry_budget,
-                entry_count,
-            )
+            cache.budget_entries[sequence_index], cache.held_entries[sequence_index] = entry_budget, entry_count

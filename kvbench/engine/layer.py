@@ -224,10 +224,8 @@ class RaggedLayer(CacheLayerMixin):
                 segments = slice(sequence_index * self.heads, (sequence_index + 1) * self.heads)
                 self.coded[segments] = coded_counts[segments]
             moved_rows, moved_live = self.padded_rows()
-            source_rows, target_rows = (
-                row_indices[other_sequences][live_mask[other_sequences]],
-                moved_rows[other_sequences][moved_live[other_sequences]],
-            )
+            source_rows = row_indices[other_sequences][live_mask[other_sequences]]
+            target_rows = moved_rows[other_sequences][moved_live[other_sequences]]
             self.coding.carry(self, key, value, source_rows, target_rows)
 
     def overwrite(self, row_indices: Tensor, key: Tensor, value: Tensor) -> None:
@@ -343,11 +341,7 @@ class RaggedLayer(CacheLayerMixin):
             return moved_tensor
 
         assert self.key is not None and self.value is not None
-        self.key, self.value, self.col = (
-            move_rows(self.key),
-            move_rows(self.value),
-            move_rows(self.col),
-        )
+        self.key, self.value, self.col = move_rows(self.key), move_rows(self.value), move_rows(self.col)
         self.extras = {extra_name: move_rows(extra) for extra_name, extra in self.extras.items()}
 
     # -- copies and sizes -------------------------------------------------------------------------
@@ -370,22 +364,13 @@ class RaggedLayer(CacheLayerMixin):
         sequence_layer = copy.copy(self)
         segments = slice(sequence_index * self.heads, (sequence_index + 1) * self.heads)
         first_row = self.start[segments.start]
-        sequence_layer.batch, sequence_layer.length, sequence_layer.room = (
-            1,
-            self.length[segments],
-            self.room[segments],
-        )
+        sequence_layer.batch, sequence_layer.length, sequence_layer.room = 1, self.length[segments], self.room[segments]
         sequence_layer.start = [segment_start - first_row for segment_start in self.start[segments]]
-        sequence_layer.coded, sequence_layer.order = (
-            self.coded[segments],
-            self.order_of([sequence_index]),
-        )
+        sequence_layer.coded, sequence_layer.order = self.coded[segments], self.order_of([sequence_index])
         row_slice = slice(first_row, first_row + sum(sequence_layer.room))
-        sequence_layer.key, sequence_layer.value, sequence_layer.col = (
-            self.key[row_slice],
-            self.value[row_slice],
-            self.col[row_slice],
-        )
+        sequence_layer.key = self.key[row_slice]
+        sequence_layer.value = self.value[row_slice]
+        sequence_layer.col = self.col[row_slice]
         sequence_layer.extras, sequence_layer.state = {}, []
         sequence_layer.forget_bounds()
         return sequence_layer

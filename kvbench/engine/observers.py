@@ -360,10 +360,7 @@ class SurprisalObserver:
         """Return the observer of one sequence; see `kvbench.plugin.Separable`."""
         assert self._surprisal is not None and self._last is not None
         separated, sequence_slice = copy.copy(self), slice(row, row + 1)
-        separated._surprisal, separated._last = (
-            self._surprisal[sequence_slice, -tokens:],
-            self._last[sequence_slice],
-        )
+        separated._surprisal, separated._last = self._surprisal[sequence_slice, -tokens:], self._last[sequence_slice]
         return separated
 
     @classmethod
@@ -417,10 +414,8 @@ def column_sums(
         visible_end = max(column_count - (query_count - block_stop), 1)  # later columns belong to later tokens
         masked_start = visible_end - (block_stop - block_start) if is_unpadded else 0
         scaled_query = query[:, :, block_start:block_stop].float() * scale
-        row_positions, column_positions = (
-            query_positions[:, None, block_start:block_stop, None],
-            key_positions[:, None, None, masked_start:visible_end],
-        )
+        row_positions = query_positions[:, None, block_start:block_stop, None]
+        column_positions = key_positions[:, None, None, masked_start:visible_end]
         is_hidden = ((column_positions > row_positions) | (column_positions < 0))[:, :, None]
         logits = scaled_query.unflatten(1, (kv_heads, -1)).flatten(2, 3) @ transposed[..., :visible_end]
         logits = logits.view(batch_size, kv_heads, -1, block_stop - block_start, visible_end)

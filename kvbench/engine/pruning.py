@@ -101,10 +101,7 @@ def prune_embeddings(
     seen = None if tower_facts is None else tower_facts.tokens(visual_total)
     first_visual = 0
     for sequence_index in range(len(visual_mask)):
-        row_visual, visual_count = (
-            visual_mask[sequence_index],
-            int(visual_mask[sequence_index].sum()),
-        )
+        row_visual, visual_count = visual_mask[sequence_index], int(visual_mask[sequence_index].sum())
         visual_slice = slice(first_visual, first_visual + visual_count)
         first_visual += visual_count
         if not visual_count:
@@ -160,10 +157,7 @@ def prune_inside(
     weights = logits.masked_fill(~token_mask[:, None, None], -torch.inf).softmax(-1)[:, :, 0].mean(1)
     flat_key = key.transpose(1, 2).flatten(2)
     for sequence_index in range(len(visual_mask)):
-        row_visual, row_text = (
-            visual_mask[sequence_index],
-            token_mask[sequence_index] & ~visual_mask[sequence_index],
-        )
+        row_visual, row_text = visual_mask[sequence_index], token_mask[sequence_index] & ~visual_mask[sequence_index]
         if not bool(row_visual.any()):
             continue
         visual_tokens = VisualTokens(

@@ -181,10 +181,7 @@ def _attend_row(
             entry_count,
         )
     if query_count == 1:  # every head reads the same number of entries, so they can be gathered
-        row_indices, attention_mask = (
-            row_indices.gather(1, read_mask[:, 0].nonzero()[:, 1].view(kv_heads, -1)),
-            None,
-        )
+        row_indices, attention_mask = row_indices.gather(1, read_mask[:, 0].nonzero()[:, 1].view(kv_heads, -1)), None
     else:  # a padding query precedes all entries of its row; it sees everything and is never read
         sees_nothing = (visible_counts == 0)[:, None]
         attention_mask = (

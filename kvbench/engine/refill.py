@@ -33,10 +33,8 @@ def extended(cache: RaggedCache, row_count: int) -> RaggedCache:
     assert cache.valid is not None and cache.shift is not None
     added_rows = row_count - cache.batch
     extended_cache = _derived(cache, lambda layer: _extended(layer, added_rows))
-    extended_cache.valid, extended_cache.shift = (
-        pad(cache.valid, (0, 0, 0, added_rows)),
-        pad(cache.shift, (0, added_rows)),
-    )
+    extended_cache.valid = pad(cache.valid, (0, 0, 0, added_rows))
+    extended_cache.shift = pad(cache.shift, (0, added_rows))
     extended_cache.padded = extended_cache.padded or added_rows > 0
     return extended_cache
 
@@ -45,10 +43,7 @@ def picked(cache: RaggedCache, row_indices: Sequence[int]) -> RaggedCache:
     """Return some sequences of a packed cache, in ascending order; the others' memory is freed."""
     assert cache.valid is not None and cache.shift is not None
     picked_cache = _derived(cache, lambda layer: _picked(layer, row_indices))
-    picked_cache.valid, picked_cache.shift = (
-        cache.valid[list(row_indices)],
-        cache.shift[list(row_indices)],
-    )
+    picked_cache.valid, picked_cache.shift = cache.valid[list(row_indices)], cache.shift[list(row_indices)]
     return picked_cache
 
 
@@ -69,10 +64,7 @@ def among(cache: RaggedCache, row_indices: Sequence[int], token_counts: Sequence
     for layer in cache.ragged:
         layer.make_room([token_count for token_count in new_tokens for _ in range(layer.heads)])
     selection = _derived(cache, lambda layer: layer.among(row_indices))
-    selection.valid, selection.shift = (
-        cache.valid[list(row_indices)],
-        cache.shift[list(row_indices)],
-    )
+    selection.valid, selection.shift = cache.valid[list(row_indices)], cache.shift[list(row_indices)]
     return selection
 
 
@@ -161,12 +153,10 @@ def _derived(cache: RaggedCache, change_layer: Callable[[RaggedLayer], RaggedLay
     derived_cache.layers = [change_layer(layer) for layer in cache.ragged]
     assert len(derived_cache.layers) == len(cache.layers)
     derived_cache.visual = None
-    (
-        derived_cache.ids,
-        derived_cache.turns,
-        derived_cache.budget_entries,
-        derived_cache.held_entries,
-    ) = None, [], None, None
+    derived_cache.ids = None
+    derived_cache.turns = []
+    derived_cache.budget_entries = None
+    derived_cache.held_entries = None
     derived_cache.detach_state()
     return derived_cache
 
@@ -183,11 +173,7 @@ def _vacant(layer: RaggedLayer, row_count: int) -> RaggedLayer:
     assert layer.key is not None and layer.value is not None
     vacant_layer = copy.copy(layer)
     vacant_layer.batch, vacant_layer.seen = row_count, 0
-    vacant_layer.key, vacant_layer.value, vacant_layer.col = (
-        layer.key[:0],
-        layer.value[:0],
-        layer.col[:0],
-    )
+    vacant_layer.key, vacant_layer.value, vacant_layer.col = layer.key[:0], layer.value[:0], layer.col[:0]
     vacant_layer.start, vacant_layer.length, vacant_layer.room = ([0] * (row_count * layer.heads) for _ in range(3))
     vacant_layer.forget_bounds()
     return vacant_layer
@@ -198,10 +184,7 @@ def _extended(layer: RaggedLayer, added_rows: int) -> RaggedLayer:
     empty_segments = [0] * (added_rows * layer.heads)
     extended_layer.batch = layer.batch + added_rows
     extended_layer.start = [*layer.start, *[len(layer.col)] * len(empty_segments)]
-    extended_layer.length, extended_layer.room = (
-        [*layer.length, *empty_segments],
-        [*layer.room, *empty_segments],
-    )
+    extended_layer.length, extended_layer.room = [*layer.length, *empty_segments], [*layer.room, *empty_segments]
     extended_layer.forget_bounds()
     return extended_layer
 
@@ -229,11 +212,9 @@ def _picked(layer: RaggedLayer, row_indices: Sequence[int]) -> RaggedLayer:
         )
 
     assert layer.key is not None and layer.value is not None
-    picked_layer.key, picked_layer.value, picked_layer.col = (
-        move_rows(layer.key),
-        move_rows(layer.value),
-        move_rows(layer.col),
-    )
+    picked_layer.key = move_rows(layer.key)
+    picked_layer.value = move_rows(layer.value)
+    picked_layer.col = move_rows(layer.col)
     return picked_layer
 
 
@@ -277,11 +258,7 @@ def _widen(layer: RaggedLayer, required: Mapping[int, int]) -> None:
         return moved_tensor
 
     assert layer.key is not None and layer.value is not None
-    layer.key, layer.value, layer.col = (
-        move_rows(layer.key),
-        move_rows(layer.value),
-        move_rows(layer.col),
-    )
+    layer.key, layer.value, layer.col = move_rows(layer.key), move_rows(layer.value), move_rows(layer.col)
     for segment_index, segment_start in enumerate(layer.start):
         row_index = segment_index // layer.heads
         layer.start[segment_index] = segment_start - first_entries[row_index] + row_starts[row_index]

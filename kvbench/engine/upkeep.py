@@ -116,9 +116,9 @@ class EvictionState:
     def stack(cls, states: Sequence[EvictionState]) -> EvictionState:
         """Join the states of several sequences with the same policy and moment."""
         stacked = copy.copy(states[0])
-        stacked.budget = [head_budget for state in states for head_budget in state.budget]
-        stacked.peak = [sequence_peak for state in states for sequence_peak in state.peak]
-        stacked.live = [sequence_peak for state in states for sequence_peak in state.live]
+        stacked.budget = [mean_entries for state in states for mean_entries in state.budget]
+        stacked.peak = [entry_count for state in states for entry_count in state.peak]
+        stacked.live = [byte_count for state in states for byte_count in state.live]
         stacked.room = []
         stacked.seeds = torch.cat([state.seeds for state in states])
         stacked.seconds = 0.0

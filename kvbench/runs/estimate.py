@@ -63,10 +63,7 @@ def missing_of(stage: Stage, done_keys: Container[Key]) -> list[Missing]:
         for prompt_index, prompt in enumerate(job.prompts):
             if missing_count := sum(key_of(cell, prompt) not in done_keys for cell in job.cells):
                 prompt_indices.append(prompt_index)
-                response_count, step_count = (
-                    response_count + missing_count,
-                    step_count + prompt.limit * missing_count,
-                )
+                response_count, step_count = response_count + missing_count, step_count + prompt.limit * missing_count
         if response_count:
             pending_jobs.append(Missing(job, job.prompts.part(prompt_indices), response_count, step_count))
     return pending_jobs
@@ -163,10 +160,8 @@ def estimate(stage: Stage, grid: Grid, pending_jobs: Sequence[Missing], notify: 
             measured += meter.measure(pending_job.job, sampled_contexts)
             if measured.seconds > _SECONDS:
                 break
-    token_count, step_count = (
-        sum(pending.tokens for pending in pending_jobs),
-        sum(pending.steps for pending in pending_jobs),
-    )
+    token_count = sum(pending.tokens for pending in pending_jobs)
+    step_count = sum(pending.steps for pending in pending_jobs)
     return measured.prefill * token_count / max(1, measured.tokens) + measured.rest * step_count / max(
         1, measured.steps
     )

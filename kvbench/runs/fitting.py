@@ -109,10 +109,7 @@ def say_visual_budgets(
             for token_count, visual_count in image_prompts
         )
         if bare_count:
-            more_policies, verb = (
-                " and others" * (len(policy_names) > 3),
-                "keep" + "s" * (len(policy_names) == 1),
-            )
+            more_policies, verb = " and others" * (len(policy_names) > 3), "keep" + "s" * (len(policy_names) == 1)
             notify(
                 f"{task_name}: budget {budget} is spent on text first, so {', '.join(policy_names[:3])}{more_policies} "
                 f"{verb} no image tokens in {bare_count} of {len(image_prompts)} prompts; "

@@ -83,10 +83,7 @@ def _packed(contexts: Sequence[tuple[range, int]], shard_size: float) -> Iterato
     """Join contexts until they lack `shard_size` responses; those in between are complete."""
     start_index, packed_count = -1, 0
     for prompts, response_count in contexts:
-        start_index, packed_count = (
-            (prompts.start if packed_count == 0 else start_index),
-            packed_count + response_count,
-        )
+        start_index, packed_count = prompts.start if packed_count == 0 else start_index, packed_count + response_count
         if packed_count >= shard_size:
             yield range(start_index, prompts.stop)
             packed_count = 0
