@@ -57,7 +57,6 @@ def verify(source: Source, cache_dir: Path, on_line: Callable[[bytes], object] =
     """Read a fetched table and compare it with its recorded hash.
 
     Args:
-        source: The table.
         cache_dir: The cache folder, which holds the record.
         on_line: Called with every row as a line of JSON.
 
@@ -101,7 +100,6 @@ def fetch(
     If the hub is unavailable, a cached commit is recorded.
 
     Args:
-        source: The table.
         cache_dir: The cache folder, which holds the record.
         fresh: Whether to fetch the newest commit even if the table has been fetched.
         on_row: Called for every row.

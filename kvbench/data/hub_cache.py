@@ -55,7 +55,6 @@ def download(source: Source, *, force: bool = False) -> str:
     """Download a table with the hub's clients into their caches.
 
     Args:
-        source: The table.
         force: Whether to download cached files again.
 
     Returns:

@@ -34,7 +34,6 @@ def video(path: str | Path, frames: int = FRAMES) -> dict[str, Any]:
     """Return a video for a row.
 
     Args:
-        path: The file.
         frames: Number of frames for the model, evenly spread from the first to the last.
     """
     return {"kind": "video", "path": str(path), "frames": frames}

@@ -99,9 +99,7 @@ def keep(source: Source, rows: Iterable[Row], cache_dir: Path, *, revision: str 
     """Store the rows of a table, such as test data, so that it is not fetched.
 
     Args:
-        source: The table.
         rows: Its raw rows; only the columns of the source are kept.
-        cache_dir: The cache folder.
         revision: Commit of the hub that the rows are from.
 
     Returns:

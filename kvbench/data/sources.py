@@ -23,7 +23,6 @@ def rows(
     Images stay encoded: `{"bytes": base64, "path": name or null}`; see `kvbench.data.media`.
 
     Args:
-        source: The table.
         cache_dir: The cache folder, which holds the record of the table.
         first: Number of rows to return; None returns all.
         where: Row filter; rejected rows do not count towards `first`.

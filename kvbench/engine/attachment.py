@@ -35,7 +35,6 @@ class Forward:
     """One forward of the model on one ragged cache.
 
     Attributes:
-        cache: The ragged cache.
         first_column: Logical column of the first new token.
         new_columns: Number of new columns.
         valid: New columns that are tokens, bool `[B, n]`; None: all.

@@ -54,7 +54,6 @@ def check_keywords(module: nn.Module, keywords: Mapping[str, Any]) -> None:
     """Refuse attention that receives a keyword kvbench does not implement.
 
     Args:
-        module: The attention module.
         keywords: Arguments of the attention function other than queries, keys, values, mask, scale and dropout. A
             keyword that is None or False changes nothing.
 
@@ -83,8 +82,6 @@ def check_attention(
     """Refuse attention of a full layer over a ragged cache that is not plain softmax attention.
 
     Args:
-        module: The attention module.
-        key, value: Keys and values passed by the module.
         mask: Mask or bias passed by the module; kvbench's own mask of full layers is None.
         keywords: See `check_keywords`.
         cached: Keys and values that the cache returned to the module; None if it did not use the cache.

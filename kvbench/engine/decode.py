@@ -68,7 +68,6 @@ class Stop:
 
         Args:
             search_start: The result for the tokens before this one.
-            token_id: The new token.
             token_count: Number of tokens, including this one.
         """
         if self.thinking is None:

@@ -22,7 +22,6 @@ def compress_cache(eviction_step: EvictionStep, target_cache: RaggedCache, reser
     """Compress all layers of `eviction_step.cache` into `target_cache`, possibly the same cache.
 
     Args:
-        eviction_step: The eviction step to run.
         target_cache: Receives the packed layers and the counts.
         reserve: Free rows behind every segment.
 
@@ -153,7 +152,6 @@ def start_eviction_state(eviction_step: EvictionStep, cache: RaggedCache, budget
 
     Args:
         eviction_step: The first eviction step.
-        cache: The packed cache.
         budget: Mean entries per (layer, head) after later steps, per sequence; with a reader, the entries a query
             reads.
     """
@@ -184,9 +182,6 @@ def read_few(cache: RaggedCache, policy: Policy, info: ModelInfo, budget: Sequen
     """Limit what queries of a packed cache read to their budget, if the policy has a reader.
 
     Args:
-        cache: The packed cache.
-        policy: Its policy.
-        info: The model.
         budget: Entries a query reads per (layer, KV head), for every sequence.
     """
     cache.readings = readings(policy, info, budget)

@@ -77,7 +77,6 @@ def described(model: str, gguf_path: Path) -> Path:
 
     Args:
         model: The model as the user named it, for messages.
-        gguf_path: The GGUF file.
 
     Raises:
         UserError: A package is missing, or the file cannot be read or converted.
@@ -107,7 +106,6 @@ def converted(model_name: str, gguf_path: Path, dtype: torch.dtype) -> Path:
 
     Args:
         model_name: The model as the user named it, for messages.
-        gguf_path: The GGUF file.
         dtype: Dtype of the converted weights. They are dequantised in float32 and rounded once.
 
     Raises:

@@ -22,7 +22,6 @@ class _Watched(NamedTuple):
 
     Attributes:
         name: Name for messages.
-        tensor: The tensor.
         start: Its original memory address.
         table: See `_table`; None if the tensor is not contiguous and must be copied for it.
         first_sums: The first checksum.
@@ -116,7 +115,6 @@ class Weights:
     """The parameters and buffers of a model before any policy ran.
 
     Args:
-        model: The model.
         reload: Loads the same model again; None if that is not possible.
     """
 
@@ -139,9 +137,6 @@ class Weights:
 
     def restore(self, parameter_name: str) -> None:
         """Reload the model's parameters after a policy has changed some.
-
-        Args:
-            parameter_name: Name of the changed parameter.
 
         Raises:
             UserError: They cannot be reloaded here.

@@ -44,10 +44,8 @@ def measured(need: PerToken, layer: int, *observed: Tensor, model: ModelInfo) ->
     """Measure new tokens on copies, because other cells use the same tensors.
 
     Args:
-        need: The measurement.
         layer: Index among the full-attention layers.
         observed: Hidden states, keys and values; see `PerToken.measure`.
-        model: The model.
     """
     hidden, key, value = (tensor.clone() for tensor in observed)
     return need.measure(layer, hidden, key, value, model)
@@ -225,12 +223,7 @@ class MassObserver(_BesideEntries):
 
 
 class TokenObserver(_BesideEntries):
-    """Stores a `PerToken` need's value for every token, per layer.
-
-    Args:
-        need: The measurement.
-        model: The model.
-    """
+    """Stores a `PerToken` need's value for every token, per layer."""
 
     def __init__(self, need: PerToken, model: ModelInfo) -> None:
         self.need, self.model = need, model

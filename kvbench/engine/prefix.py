@@ -144,7 +144,6 @@ class Prefix:
         changed the prefix.
 
         Args:
-            compressions: The compressions.
             reserve: Free rows behind every segment, for tokens to be appended.
 
         Raises:
@@ -259,7 +258,6 @@ class Prefix:
         """Return the eviction step of compressions that differ only in their budget.
 
         Args:
-            group: The compressions.
             token_sizes: Tokens and visual tokens of every sequence.
         """
         compression = group[0]
@@ -335,7 +333,6 @@ def _later(compression: Compression, token_sizes: Sequence[tuple[int, int]]) -> 
     """Return the mean entries per (layer, head) after later eviction steps, for every sequence.
 
     Args:
-        compression: The compression.
         token_sizes: Tokens and visual tokens of every sequence.
     """
     is_fixed = compression.moment == "decode" or compression.policy.read is not None

@@ -86,7 +86,6 @@ def prune_embeddings(
     """Prune before the language model.
 
     Args:
-        pruning: The pruning.
         embeddings: Embeddings of the prompt, `[B, S, D]`.
         visual_mask: Columns that are visual tokens, bool `[B, S]`.
         token_mask: Columns that are tokens, bool `[B, S]`.
@@ -138,7 +137,6 @@ def prune_inside(
     """Prune inside the language model, from the attention and output of the layer before.
 
     Args:
-        pruning: The pruning.
         query: Queries after RoPE, `[B, H_q, S, d]`.
         key: Keys after RoPE, `[B, H, S, d]`.
         hidden: Hidden states that enter the attention, `[B, S, D]`.

@@ -31,8 +31,6 @@ def check_quantization(model_name: str, config: Any, scheme: str | None, device_
     """Check, before any computation, that a model can be loaded with these options.
 
     Args:
-        model_name: The model.
-        config: Its configuration.
         scheme: Scheme that quantises it at loading; None: no scheme.
         device_map: Placement on several devices; None: a single device.
 

@@ -26,7 +26,6 @@ class Reading:
 
     Attributes:
         reader: Rates the blocks.
-        info: The model.
         entries: Entries a query reads per (layer, KV head), averaged over the layers.
     """
 

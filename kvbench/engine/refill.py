@@ -53,8 +53,6 @@ def among(cache: RaggedCache, row_indices: Sequence[int], token_counts: Sequence
     Nothing else may use the cache until `absorb` has taken the tokens over.
 
     Args:
-        cache: The packed cache.
-        row_indices: The sequences.
         token_counts: Number of tokens to feed to each of them.
     """
     assert cache.valid is not None and cache.shift is not None

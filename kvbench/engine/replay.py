@@ -37,7 +37,6 @@ def observe_replays(model: nn.Module, cache: RaggedCache, info: ModelInfo) -> bo
     Args:
         model: The model, inside `engine` or `kvbench.attach`.
         cache: A dense cache.
-        info: The model's description.
 
     Raises:
         UserError: The token ids of the context are unknown, or it has images.
@@ -106,8 +105,6 @@ class _ChunkObserver(ReplayObserver):
     depend on the context length.
 
     Args:
-        need: The required observation.
-        info: The model.
         chunk_start, chunk_end: Bounds of the chunk.
     """
 

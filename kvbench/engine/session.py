@@ -287,7 +287,6 @@ def kept(
     """Return the context entries that a policy keeps.
 
     Args:
-        model: A causal language model.
         input_ids: The context, `[B, T]`, padded on the left.
         policy: A policy or its spelling.
         budget: As in `attach`.
@@ -329,7 +328,6 @@ def entries_read(
     """Return the entries that the first generated token reads, including its own.
 
     Args:
-        model: A causal language model.
         input_ids: The context, `[B, T]`, padded on the left.
         policy: A policy with a reader, or its spelling.
         budget: As in `attach`.

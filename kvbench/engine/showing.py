@@ -25,9 +25,7 @@ class ViewBuilder:
     """Builds the views of one cache's layers for one policy.
 
     Attributes:
-        policy: The policy.
         cache: The cache; read only.
-        info: The model.
         moment: When entries are evicted.
         budget: Mean entries per (layer, head) of every viewed sequence, `b` (on the CPU). With more budgets than
             sequences, the only sequence gets several budgets at once.

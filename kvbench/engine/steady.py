@@ -21,9 +21,6 @@ class Steady:
 
     One layer represents all layers of its shape. Mixtures of experts and quantised weights are never steady: their
     products are not those of a plain linear layer.
-
-    Args:
-        model: A causal language model.
     """
 
     def __init__(self, model: nn.Module) -> None:

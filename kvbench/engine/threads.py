@@ -54,7 +54,6 @@ def thread_budget(model: nn.Module, report_line: Callable[[str], None]) -> Itera
     `OMP_NUM_THREADS` takes precedence: if it is set, nothing changes.
 
     Args:
-        model: The model.
         report_line: Receives a message if the number of threads differs from torch's own choice.
     """
     default = torch.get_num_threads()

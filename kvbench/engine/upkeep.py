@@ -54,8 +54,6 @@ def first_budget(
     """Return the mean entries per (layer, head) that a sequence keeps after its first compression.
 
     Args:
-        policy: The policy.
-        budget: Its budget.
         moment: When the cache is compressed.
         token_count: Tokens that the sequence has seen.
         prompt_length: Tokens of the whole prompt, if only its first chunk has been seen.
@@ -73,8 +71,6 @@ class EvictionState:
     """Eviction state of a cache between its eviction steps; all its sequences have one policy.
 
     Attributes:
-        policy: The policy.
-        info: The model.
         moment: `decode`: evict at the end of a forward from a sequence that holds `budget + buffer` entries per
             (layer, head); `chunked`: evict after each chunk from every sequence over budget; `turns`: evict when
             `evict.restore` is called.

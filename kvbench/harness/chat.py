@@ -93,7 +93,6 @@ def check_thinking(tokenizer: PreTrainedTokenizerBase, tokenizer_id: str, has_te
     """Refuse the thinking flags if they would have no effect.
 
     Args:
-        tokenizer: The tokenizer.
         tokenizer_id: Its name in messages.
         has_template: Whether its chat template is applied.
 

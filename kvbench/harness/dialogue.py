@@ -155,7 +155,6 @@ def joints(
         positions: The turns of one dialogue, in order.
         prompts: Context and question of each turn.
         render: The chat template that was applied; None: no template.
-        task_name: Name of the task, for messages.
 
     Raises:
         UserError: A prompt does not begin with the previous prompt and its answer.

@@ -34,9 +34,6 @@ _KEYS = (*_REQUIRED, "metric", "max_new_tokens", "until")
 def own_benchmark(path: str | Path) -> Benchmark:
     """Return a benchmark for a JSONL file; its one task is named after the file.
 
-    Args:
-        path: The file.
-
     Raises:
         UserError: The file cannot be read, or a line is invalid; the message names it.
     """

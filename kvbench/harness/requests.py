@@ -29,7 +29,6 @@ def requests(
 
     Args:
         harness_task: The task object of lm-eval.
-        task_name: Its name.
         rows: Its documents.
         positions: Position of each document in a dialogue.
         render: The chat template; None: no template.
@@ -99,7 +98,6 @@ def arranged(
     """Create requests from prompts, with those of one context or dialogue adjacent.
 
     Args:
-        task_name: Name of the task.
         rows: Its documents.
         positions: Position of each document in a dialogue.
         prompt_parts: Context and question of each.

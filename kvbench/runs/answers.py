@@ -23,7 +23,6 @@ class Prompt:
     """A request with its token ids, one per repeat.
 
     Attributes:
-        request: The request.
         context_ids: Tokens of the context.
         question_ids: Tokens of the rest of the prompt.
         given_ids: Tokens to measure instead of an answer.
@@ -58,7 +57,6 @@ class PendingAnswer:
 
     Attributes:
         cell: The cell that answers.
-        prompt: The prompt.
         row: Tokens and stop condition.
         cache: The compressed cache.
         response: All fields known before decoding.
@@ -79,7 +77,6 @@ class Lane:
 
     Attributes:
         asked: Whether the questions have already been fed to the caches.
-        waiting: The answers.
     """
 
     asked: bool
@@ -97,7 +94,6 @@ def stop_of(request: Request, tokenizer: Any, end_tokens: Sequence[int], thinkin
     """Return the stop condition of the answer to a request.
 
     Args:
-        request: The request.
         tokenizer: Decodes tokens.
         end_tokens: Token ids that end a response.
         thinking: The tokens around thinking, if the tokenizer has them.
@@ -168,7 +164,6 @@ def finished(answers: Sequence[PendingAnswer], cache: RaggedCache, seconds: floa
 
     Args:
         answers: The rows of the batch.
-        cache: Its cache.
         seconds: Decode time.
     """
     responses = []

@@ -33,7 +33,6 @@ class Missing(NamedTuple):
     """Missing responses of a job.
 
     Attributes:
-        job: The job.
         prompts: Its prompts that lack a response of some cell.
         responses: Number of missing responses.
         steps: Tokens of these responses if none ends before its limit.
@@ -140,7 +139,6 @@ def estimate(stage: Stage, grid: Grid, pending_jobs: Sequence[Missing], notify: 
 
     Args:
         stage: A model with its jobs.
-        grid: The grid of the run.
         pending_jobs: Missing responses of one job or more.
         notify: Receives a message once the model is loaded.
     """

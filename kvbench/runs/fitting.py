@@ -16,8 +16,6 @@ def check_moments(grid: Grid, task_name: str, prompts: Prompts, truncated: int, 
 
     Args:
         grid: The moments and budgets.
-        task_name: The task.
-        prompts: Its prompts.
         truncated: Number of contexts truncated to fit the model.
         notify: Receives a message where nothing would be evicted.
 
@@ -51,8 +49,6 @@ def unfit_policies(grid: Grid, task_name: str, prompts: Prompts, depth: int) -> 
 
     Args:
         grid: The policies and moments.
-        task_name: The task.
-        prompts: Its prompts.
         depth: Layers of the model.
 
     Raises:
@@ -84,8 +80,6 @@ def say_visual_budgets(
 
     Args:
         grid: The budgets and policies.
-        task_name: The task.
-        prompts: Its prompts.
         vision: Counts the visual tokens.
         notify: Receives one line per budget.
     """

@@ -75,9 +75,6 @@ class RunSummary:
     Attributes:
         path: Its folder.
         date: Time of the last change, as ISO 8601 without a time zone.
-        models: Its models.
-        policies: Its policies.
-        tasks: Its tasks.
         ok: Number of cells with a score.
         failed: Number of cells without one.
         state: "finished", "running", "stopped" (the same command continues it) or "broken".

@@ -129,7 +129,6 @@ class Grid(GridOptions):
         """Return the grid of a file with more policies, budgets, models, tasks, moments or lengths.
 
         Args:
-            path: The file.
             additions: Values to add, as for `from_dict`; other keys replace the file's.
 
         Raises:

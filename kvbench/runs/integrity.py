@@ -30,14 +30,13 @@ _IN_BOTH = ("score", *(name for name in AVERAGED if name in SAMPLES_SCHEMA.names
 """Columns of the cells that are means of a sample column."""
 _NUMBERS = tuple(column.name for column in CELL_COLUMNS if column.always)
 """Columns that are finite in every cell that has a score."""
-_MEND = "restore it, or run the same command again, which writes it anew from the responses"
+_MEND = "restore it, or run the same command again to rewrite it from the responses"
 
 
 def with_record(cells: pa.Table, samples: Path, facts: Mapping[str, Any]) -> pa.Table:
     """Add the record to the metadata of a table of cells.
 
     Args:
-        cells: The table.
         samples: The final file of the samples.
         facts: Further JSON values to record.
     """

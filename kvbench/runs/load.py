@@ -199,7 +199,6 @@ def _sample_rows(
     """Read columns of the samples of a run.
 
     Args:
-        folder: The run.
         columns: The columns, in this order.
         coded: Columns whose texts become categories.
         row_filters: Conditions that all rows must satisfy.
@@ -231,7 +230,6 @@ def _upgraded(
 
     Args:
         table: The table, with the column `schema` and the source columns of missing ones.
-        path: Its file.
         schema: The current schema.
         columns: The columns, in this order.
         coded: Columns whose texts are categories.

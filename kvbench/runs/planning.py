@@ -45,8 +45,6 @@ class Job:
     """One task at one length on one model.
 
     Attributes:
-        task: The task.
-        prompts: Its prompts.
         cells: The cells that answer them.
         judge: Judges the responses; None if the metric needs no judge.
         truncated: Number of contexts truncated to fit the model.
@@ -114,7 +112,6 @@ def plan(
     """Load the tasks and name the cells, without any model weights.
 
     Args:
-        grid: The grid to plan.
         notify: Receives messages about tasks and policies that are left out.
         scored: Whether responses are scored; otherwise no task needs a judge.
         only: The job to plan; None plans all of them.
@@ -144,10 +141,7 @@ class _Model:
 
     Attributes:
         name: As the user names it.
-        tokenizer: Its tokenizer.
         vision: Turns images into tokens and pixels; None for a text model.
-        device: Its device.
-        dtype: Its dtype.
         dtype_label: The dtype, with the quantisation in brackets.
         revision: Commit of a hub model, or digest of a local one.
         window: Its maximum number of tokens.

@@ -49,9 +49,6 @@ class Prompts(Sequence[Prompt]):
 
     Every access creates a new prompt object.
 
-    Args:
-        requests: The requests of the task.
-
     Attributes:
         shows: Whether a prompt has images or videos.
         dialogues: Whether all prompts are turns of dialogues.
@@ -142,7 +139,6 @@ def prompts_of(
     """Tokenise a task's requests.
 
     Args:
-        task: The task.
         tokenizer: Tokenizer of the model.
         window: Window of the model.
         truncate: Spelling of a `Truncation`; None refuses prompts that do not fit.

@@ -68,7 +68,6 @@ def scored(jobs: Iterable[Job], responses_of: Callable[[str], Sequence[Response]
     Only the requests of the tasks as loaded count: a store can hold more samples.
 
     Args:
-        jobs: Tasks with their cells.
         responses_of: Returns the responses of a cell, given its hash.
 
     Yields:

@@ -89,7 +89,6 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
     """Execute a grid.
 
     Args:
-        grid: The grid to run.
         reporter: Progress reporter; None reports nothing.
         fresh: Whether to discard earlier results in the same folder.
         extend: Whether the folder may hold a smaller grid; see `run`.
@@ -155,10 +154,7 @@ def _with_held(
     """Keep a folder's samples and repeats if its tables hold more of them than the grid.
 
     Args:
-        grid: The grid to run.
-        planned: Its plan.
         stored_grid: The grid of the folder, or None.
-        folder: The folder.
         notify: Receives one line if something is kept.
 
     Returns:
@@ -210,7 +206,6 @@ def describe(grid: Grid, notify: Say, *, fresh: bool = False, reporter: Reporter
     The estimate runs some of the missing contexts, with all their cells, on the real model.
 
     Args:
-        grid: The grid to describe.
         notify: Receives messages about tasks that are left out.
         fresh: Whether existing results would be discarded.
         reporter: Progress reporter of the planning, if it takes seconds.

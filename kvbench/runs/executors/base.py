@@ -36,7 +36,6 @@ class Executor(Protocol):
 
         Args:
             unfinished: The models that lack responses.
-            grid: The grid of the run.
             store: Holds the finished responses; only this process writes to it.
             reporter: Progress reporter.
 

@@ -62,7 +62,6 @@ class RemoteWorker:
         """Generate responses of a job; yield them as soon as they exist.
 
         Args:
-            job_name: The job.
             keys: Keys of the responses, covering whole contexts or what is missing of them.
             failures: Errors of failed cells so far, by cell; they are not retried.
 

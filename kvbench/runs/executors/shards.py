@@ -93,11 +93,7 @@ def _packed(contexts: Sequence[tuple[range, int]], shard_size: float) -> Iterato
 
 @dataclass
 class Queue:
-    """The unassigned shards, and their assignment to workers.
-
-    Args:
-        pending: The shards.
-    """
+    """The unassigned shards, and their assignment to workers."""
 
     pending: list[Shard]
     taken: list[Shard] = field(default_factory=list)
