@@ -258,10 +258,10 @@ def _prune_between(forward: Forward, output: Tensor) -> None:
         return
     if cache.visual is not None:
         assert cache.valid is not None
-        where = step.query.device
-        seen = (cache.visual.to(where), cache.valid.to(where))
+        device = step.query.device
+        masks = (cache.visual.to(device), cache.valid.to(device))
         cache.pruned = prune_inside(
-            cache.pruning, step.query, step.key, step.hidden, output.to(where), step.scale, *seen
+            cache.pruning, step.query, step.key, step.hidden, output.to(device), step.scale, *masks
         )
 
 
