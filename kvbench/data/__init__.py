@@ -1,1 +1,1 @@
-"""Tables of the Hugging Face hub that tasks read: fetched, recorded and read from its caches."""
+"""Hugging Face hub tables that tasks read: fetched, recorded and read from the hub's caches."""

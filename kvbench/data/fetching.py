@@ -1,4 +1,4 @@
-"""Fetch tables into the hub's caches, read them from there, and compare them with their records."""
+"""Fetching of tables into the hub's caches, and reading them with a check against their records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rows(
     first: int | None = None,
     where: Callable[[Row], bool] = lambda row: True,
 ) -> list[Row]:
-    """Read the rows of a table, which is fetched if needed; see `kvbench.data.sources.rows`."""
+    """Read the rows of a table, fetching it if needed; see `kvbench.data.sources.rows`."""
     try:
         return load(source, cache_dir, first, where)
     except (FileNotFoundError, Damaged):
@@ -39,9 +39,9 @@ def load(
     first: int | None = None,
     where: Callable[[Row], bool] = lambda row: True,
 ) -> list[Row]:
-    """Read the rows of a table that has been fetched; raises what `verify` raises.
+    """Read the rows of a fetched table; raises the errors of `verify`.
 
-    All rows are compared with their hash, but only those wanted are held in memory.
+    All rows are compared with their hash, but only the requested ones are held in memory.
     """
     matching_rows: list[Row] = []
 
@@ -54,10 +54,9 @@ def load(
 
 
 def verify(source: Source, cache_dir: Path, on_line: Callable[[bytes], object] = lambda line: None) -> Record:
-    """Read a table that has been fetched, and compare it with its recorded hash.
+    """Read a fetched table and compare it with its recorded hash.
 
     Args:
-        source: The table.
         cache_dir: The cache folder, which holds the record.
         on_line: Called with every row as a line of JSON.
 
@@ -79,8 +78,8 @@ def verify(source: Source, cache_dir: Path, on_line: Callable[[bytes], object] =
         actual_hash = records.measure(stored_lines, on_line).sha256
     except (FileNotFoundError, MemoryError):
         raise
-    except Exception as error:  # whatever a reader raises about rows that it once has read
-        if isinstance(error, OSError) and error.errno:  # pyarrow's about content have no number
+    except Exception as error:  # a reader can raise anything for rows that it once could read
+        if isinstance(error, OSError) and error.errno:  # pyarrow's errors about content have no errno
             raise UserError(f"cannot read {location}: {error}") from None
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise Damaged(f"{location} is damaged: {reason}") from None
@@ -96,12 +95,11 @@ def fetch(
     fresh: bool = False,
     on_row: Callable[[], object] = lambda: None,
 ) -> Record:
-    """Have the hub's clients download a table, and record it.
+    """Download a table with the hub's clients, and record it.
 
-    Without the hub, a commit that the clients have cached is recorded.
+    If the hub is unavailable, a cached commit is recorded.
 
     Args:
-        source: The table.
         cache_dir: The cache folder, which holds the record.
         fresh: Whether to fetch the newest commit even if the table has been fetched.
         on_row: Called for every row.

@@ -1,6 +1,6 @@
-"""Rows of raw files, read one at a time: JSONL, JSON, CSV, TSV and parquet, compressed or not.
+"""Readers of raw files, one row at a time: JSONL, JSON, CSV, TSV and parquet, compressed or not.
 
-The images of an archive are rows as well, one for each file.
+The images of an archive are rows too, one per file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = ("jsonl", "json", "csv", "tsv", "parquet")
 IMAGES = ("jpg", "jpeg", "png", "webp")
 
 _NEXT = re.compile(r"\s*([,\]])\s*")
-"""What follows an object of a JSON list."""
+"""Delimiters after an object of a JSON list."""
 
 
 def split_member(file_name: str) -> tuple[str, str]:
@@ -41,9 +41,9 @@ def file_rows(path: Path, member: str = "") -> Iterator[Row]:
     """Read the rows of a file.
 
     Args:
-        path: The file. The extension gives the format.
-        member: Name of the file inside the archive `path`, or "". A pattern such as `pics/*.jpg`
-            gives a row `{"path": name, "bytes": content}` for each image, in order of name.
+        path: The file. Its extension determines the format.
+        member: Name of the file inside the archive `path`, or "". A pattern such as `pics/*.jpg` gives a row
+            `{"path": name, "bytes": content}` for each image, sorted by name.
 
     Raises:
         UserError: The format is unknown, or the content does not match it.
@@ -104,7 +104,7 @@ def json_rows(stream: IO[str], chunk_size: int = 1 << 20) -> Iterator[Row]:
 
     Args:
         stream: One JSON value.
-        chunk_size: The least number of characters to read at once.
+        chunk_size: Minimum number of characters to read at once.
 
     Raises:
         ValueError: The content is not JSON, or neither an object nor a list of objects.
@@ -123,7 +123,7 @@ def json_rows(stream: IO[str], chunk_size: int = 1 << 20) -> Iterator[Row]:
             next_delimiter = _NEXT.match(buffer, end_position)
         except json.JSONDecodeError:
             next_delimiter = None
-        if next_delimiter is None:  # most likely the rest of the object has not been read yet
+        if next_delimiter is None:  # probably the rest of the object has not been read yet
             if delimiter is None and buffer.startswith("]"):
                 position = 1
                 break

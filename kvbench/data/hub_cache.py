@@ -1,4 +1,4 @@
-"""The caches of `huggingface_hub` and `datasets`: fill them, search them, read from them."""
+"""The caches of `huggingface_hub` and `datasets`: filling, searching and reading them."""
 
 from __future__ import annotations
 
@@ -41,22 +41,21 @@ _LOCAL = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 @functools.cache
 def unreachable() -> str:
-    """Why the hub cannot be used, or ""; completes "the hub ...". Tried once, for five seconds."""
+    """Return why the hub cannot be used (to complete "the hub ..."), or ""; tried once, for five seconds."""
     if constants.HF_HUB_OFFLINE:
         return "is not contacted because HF_HUB_OFFLINE is set"
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception as error:  # whatever the reason, there is no hub
+    except Exception as error:  # any error means that there is no hub
         return f"cannot be reached ({type(error).__name__} at {constants.ENDPOINT})"
     return ""
 
 
 def download(source: Source, *, force: bool = False) -> str:
-    """Have the hub's clients download a table into their caches.
+    """Download a table with the hub's clients into their caches.
 
     Args:
-        source: The table.
-        force: Whether to download again what the caches hold.
+        force: Whether to download cached files again.
 
     Returns:
         The commit.
@@ -77,10 +76,10 @@ def download(source: Source, *, force: bool = False) -> str:
 
 
 def cached_commits(source: Source) -> list[str]:
-    """The cached commits of a dataset that a revision can mean, best first.
+    """Return the cached commits of a dataset that match its revision, best first.
 
-    A branch or tag means the commit that it named when the hub was last asked. No revision means
-    `main` or, after that, any commit without a name, the latest download first.
+    A branch or tag means the commit that it named when the hub was last asked. No revision means `main` or, after that,
+    any unnamed commit, the latest download first.
     """
     folder = repo_folder_name(repo_id=source.dataset, repo_type="dataset")
     refs_folder = Path(constants.HF_HUB_CACHE, folder, "refs")
@@ -130,7 +129,7 @@ def _matches(file_name: str, pattern: str) -> bool:
 
 
 def _snapshot(source: Source, commit: str, pattern: str) -> Path:
-    """The folder of a commit's cached files, which may lack some that match the pattern."""
+    """Return the folder of a commit's cached files, which may lack some that match the pattern."""
     try:
         folder = snapshot_download(
             source.dataset,
@@ -145,7 +144,7 @@ def _snapshot(source: Source, commit: str, pattern: str) -> Path:
 
 
 def _check_shards(file_names: Iterable[str]) -> None:
-    """Check that no shard is missing where names such as `x-00000-of-00002.parquet` count them."""
+    """Check that no shard is missing if names such as `x-00000-of-00002.parquet` count them."""
     shards = [match.groups() for file_name in file_names if (match := _SHARD.fullmatch(file_name))]
     for shard_set in set(shards):
         if shards.count(shard_set) < int(shard_set[1]):
@@ -153,11 +152,11 @@ def _check_shards(file_names: Iterable[str]) -> None:
 
 
 def _arrow_folder(source: Source, commit: str) -> Path:
-    """The folder in the cache of `datasets` that holds a table; converted now if need be."""
+    """Return the cache folder of `datasets` that holds a table, converting it first if necessary."""
     try:
         snapshot = str(_snapshot(source, commit, "README.md"))
         config = source.config or datasets.get_dataset_default_config_name(snapshot)
-    except FileNotFoundError:  # without raw files, converted ones can still be there
+    except FileNotFoundError:  # converted files can exist without the raw ones
         snapshot, config = "", source.config
     folders = _arrow_folders(source, commit, config)
     if len(folders) == 1:
@@ -178,7 +177,7 @@ def _arrow_folders(source: Source, commit: str, config: str | None) -> list[Path
 
 
 def _convert(dataset_path: str, source: Source, commit: str | None = None, force: bool = False) -> Path:
-    """Have `datasets` convert a table of the hub, or of a local folder, to Arrow in its cache."""
+    """Convert a table of the hub, or of a local folder, to Arrow in the cache of `datasets`."""
     download_mode = "force_redownload" if force else None
     shows_bars = not datasets.utils.are_progress_bars_disabled()
     datasets.disable_progress_bars()  # they count internal conversions
@@ -189,7 +188,7 @@ def _convert(dataset_path: str, source: Source, commit: str | None = None, force
         if commit is None:
             for shard_names in (builder.config.data_files or {}).values():
                 _check_shards(shard_names)
-        elif builder.hash != commit:  # `datasets` falls back on another commit that it has cached
+        elif builder.hash != commit:  # `datasets` falls back to another cached commit
             raise ConnectionError(f"`datasets` cannot load commit {commit}")
         builder.download_and_prepare(download_mode=download_mode)
     finally:
@@ -203,7 +202,7 @@ def _convert(dataset_path: str, source: Source, commit: str | None = None, force
 
 @contextlib.contextmanager
 def reasons(source: Source) -> Iterator[None]:
-    """Turn what the hub's clients raise into one line that says what to do.
+    """Turn exceptions of the hub's clients into one-line errors that say what to do.
 
     Raises:
         NotFetched: The hub does not provide the table.
@@ -229,8 +228,7 @@ def _explained(source: Source, error: Exception) -> UserError:
         if isinstance(exception, OSError) and exception.errno in _LOCAL:
             location = exception.filename or constants.HF_HOME
             return UserError(
-                f"cannot store or read the dataset {source.dataset}: {exception.strerror} "
-                f"({location}); "
+                f"cannot store or read the dataset {source.dataset}: {exception.strerror} ({location}); "
                 "free some space, or set HF_HOME to another folder"
             )
         if isinstance(exception, GatedRepoError) or "is a gated dataset" in error_text:
@@ -241,11 +239,10 @@ def _explained(source: Source, error: Exception) -> UserError:
             return NotFetched(f"{requirement}, which has no revision {source.revision}")
     if "scripts are no longer supported" in error_text:
         return NotFetched(
-            f"{requirement}, which needs a loading script, and kvbench never runs one; name a raw "
-            "file "
-            "of its repository, or of its branch refs/convert/parquet"
+            f"{requirement}, which needs a loading script, and kvbench never runs one; "
+            "name a raw file of its repository, or of its branch refs/convert/parquet"
         )
     wrapped_cause = type(error).__name__ == "DatasetGenerationError" and error.__cause__
-    cause = wrapped_cause or error  # the wrapper only says that there was an error
+    cause = wrapped_cause or error  # the wrapper itself has no details
     first_line = next((text_line for text_line in str(cause).splitlines() if text_line.strip()), "")
     return NotFetched(f"needs {source.label} from {HUB}: {type(cause).__name__}: {first_line}")

@@ -1,4 +1,4 @@
-"""Sentences of Python's own manual: text by people that every installation has."""
+"""Sentences of Python's own manual: human-written text present in every installation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydoc_data import topics
 
 @functools.cache
 def sentences() -> tuple[str, ...]:
-    """Its plain sentences of 9 to 41 words, in the manual's order."""
+    """Return its plain sentences of 9 to 41 words, in the manual's order."""
     plain_sentences = []
     for topic in sorted(topics.topics):
         for paragraph in topics.topics[topic].split("\n\n"):
@@ -24,5 +24,5 @@ def sentences() -> tuple[str, ...]:
 
 @functools.cache
 def digest() -> str:
-    """16 hex digits of the sentences, which differ between releases of Python."""
+    """Return 16 hex digits over the sentences, which differ between Python releases."""
     return hashlib.sha256("\n".join(sentences()).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Images and videos in the rows of tasks: encoded in JSON, decoded when a model sees them."""
+"""Images and videos in the rows of tasks: encoded in JSON, decoded when a model reads them."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ from kvbench.errors import LeftOut, UserError
 from kvbench.files import State, state_of
 
 FRAMES = 32
-"""Frames of a video that a model sees, unless a row has `frames`: the default of lmms-eval."""
+"""Number of video frames for the model, unless a row has `frames`: the default of lmms-eval."""
 
 
 def is_medium(value: object) -> bool:
-    """Whether a value of a row is an image or a video; see `Benchmark.docs`."""
+    """Return whether a value of a row is an image or a video; see `Benchmark.docs`."""
     return isinstance(value, Mapping) and (isinstance(value.get("bytes"), str) or value.get("kind") == "video")
 
 
 def image(image_bytes: bytes) -> dict[str, str]:
-    """An image for a row, from the content of a file such as a PNG."""
+    """Return an image for a row, from the content of a file such as a PNG."""
     return {"bytes": base64.b64encode(image_bytes).decode()}
 
 
 def video(path: str | Path, frames: int = FRAMES) -> dict[str, Any]:
-    """A video for a row.
+    """Return a video for a row.
 
     Args:
-        path: The file.
-        frames: How many frames the model sees, evenly spread from the first to the last.
+        frames: Number of frames for the model, evenly spread from the first to the last.
     """
     return {"kind": "video", "path": str(path), "frames": frames}
 
 
 def medium(description: Mapping[str, Any]) -> Medium:
-    """Make a medium of the value of a row.
+    """Convert a row's value to a medium.
 
     Raises:
         LeftOut: It is a video, and opencv is not installed.
@@ -57,9 +56,9 @@ def medium(description: Mapping[str, Any]) -> Medium:
 
 
 def identity(value: object) -> Any:
-    """A JSON value in which media are replaced by their kind and digest.
+    """Return a JSON value in which media are replaced by their kind and digest.
 
-    Media that cannot be read stay as they are: whoever needs them knows their row.
+    Unreadable media stay unchanged; the code that needs them knows their row.
     """
     if isinstance(value, Mapping):
         if is_medium(value):
@@ -85,13 +84,13 @@ def _image(image_bytes: bytes) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
-            # Upright, as `datasets` decodes photographs that a camera has turned.
+            # Rotate camera photographs upright, as `datasets` does.
             return ImageOps.exif_transpose(Image.open(io.BytesIO(image_bytes))).convert("RGB")
         except (Image.DecompressionBombWarning, Image.DecompressionBombError):
             raise UserError(f"it has more than {Image.MAX_IMAGE_PIXELS:,} pixels; scale it down") from None
         except UnidentifiedImageError:
-            raise UserError("it is in no format that Pillow knows") from None
-        except Exception as error:  # a damaged file makes Pillow raise errors of many kinds
+            raise UserError("Pillow does not know its format; convert it to PNG or JPEG") from None
+        except Exception as error:  # Pillow raises many kinds of errors for damaged files
             raise UserError(str(error) or type(error).__name__) from error
 
 
@@ -113,7 +112,7 @@ def _file_digest(path: Path, state: State) -> str:
 
 
 def _rate(path: Path, frame_limit: int) -> float:
-    """Frames per second of the frames that `_frames` returns; 0 if the file does not say."""
+    """Return the frames per second of the result of `_frames`; 0 if the file does not say."""
     import cv2
 
     capture = cv2.VideoCapture(str(path))
@@ -128,7 +127,7 @@ def _rate(path: Path, frame_limit: int) -> float:
 
 
 def spread(total_frames: int, frame_count: int) -> list[int]:
-    """Indices from 0 to `total - 1`, evenly spread and rounded down, as `np.linspace` has them."""
+    """Return indices from 0 to `total_frames - 1`, evenly spread and rounded down as by `np.linspace`."""
     step_size = (total_frames - 1) / max(1, frame_count - 1)
     return [
         total_frames - 1 if frame_index and frame_index == frame_count - 1 else int(frame_index * step_size)
@@ -137,10 +136,10 @@ def spread(total_frames: int, frame_count: int) -> list[int]:
 
 
 def _frames(path: Path, frame_limit: int) -> list[Any]:
-    """Frames of a video, evenly spread from the first to the last; all if there are fewer.
+    """Return frames of a video, evenly spread from the first to the last; all if there are fewer.
 
     Raises:
-        UserError: The file has no frames, or breaks off before the last ones.
+        UserError: The file has no frames, or ends before the last ones.
     """
     import cv2
     from PIL import Image
@@ -152,12 +151,11 @@ def _frames(path: Path, frame_limit: int) -> list[Any]:
         for frame_index in spread(total_frames, min(frame_limit, total_frames)):
             capture.set(cv2.CAP_PROP_POS_FRAMES, frame_index)
             was_read, frame = capture.read()
-            # Some files count a few frames more than they have: no reason to refuse them.
+            # Some files count a few frames more than they have, which is acceptable.
             if not was_read and frames and total_frames - frame_index > 2 + total_frames // 100:
                 raise UserError(
-                    f"the video {path} breaks off: it has {total_frames} frames, and frame "
-                    f"{frame_index} cannot "
-                    "be read; download it again"
+                    f"the video {path} breaks off: it has {total_frames} frames, and "
+                    f"frame {frame_index} cannot be read; download it again"
                 )
             if not was_read:
                 break

@@ -1,8 +1,8 @@
 """Records of fetched tables: the commit, the number of rows and the hash of their content.
 
-A record is the first line of `hub/<table>.jsonl` in the cache folder. Fetched rows stay in the
-caches of `huggingface_hub` and `datasets`. Rows that `keep` puts in place follow the record in the
-same file, and so do the rows that earlier versions of kvbench copied there.
+A record is the first line of `hub/<table>.jsonl` in the cache folder. Fetched rows stay in the caches of
+`huggingface_hub` and `datasets`. Rows stored by `keep`, or by earlier versions of kvbench, follow the record in the
+same file.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Row = dict[str, Any]
 
 
 class NotFetched(NeedsHub):
-    """A table is in no cache, and the hub does not provide it. The message says why."""
+    """Error if a table is in no cache and the hub does not provide it. The message says why."""
 
 
 class Damaged(UserError):
-    """The rows of a table do not match their recorded hash."""
+    """Error if the rows of a table do not match their recorded hash."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What is known about a table without reading its rows.
+    """Summary of a table, known without reading its rows.
 
     Attributes:
         sha256: SHA-256 of the rows as lines of JSON; see `lines`.
@@ -51,7 +51,7 @@ class Record:
 
 
 def path(source: Source, cache_dir: Path) -> Path:
-    """The file of a table's record."""
+    """Return the file of a table's record."""
     source_label = f"{source.dataset.replace('/', '--')}-{source.table.replace(' ', '-')}"
     safe_label = "".join(character if character.isalnum() or character in "-_." else "_" for character in source_label)[
         :120
@@ -96,12 +96,10 @@ def write(source: Source, record: Record, cache_dir: Path, encoded_rows: Iterabl
 
 
 def keep(source: Source, rows: Iterable[Row], cache_dir: Path, *, revision: str = "") -> Path:
-    """Put the rows of a table in place, such as those of a test, so that it is not fetched.
+    """Store the rows of a table, such as test data, so that it is not fetched.
 
     Args:
-        source: The table.
         rows: Its raw rows; only the columns of the source are kept.
-        cache_dir: The cache folder.
         revision: Commit of the hub that the rows are from.
 
     Returns:
@@ -123,7 +121,7 @@ def kept_lines(source: Source, cache_dir: Path) -> Iterator[bytes]:
 
 
 def lines(source: Source, rows: Iterable[Row]) -> Iterator[bytes]:
-    """Turn the rows of a table into lines of JSON that hold the columns of the source.
+    """Convert the rows of a table to lines of JSON with the columns of the source.
 
     Raises:
         UserError: There are no rows, they lack a column, or a value is not a JSON value.
@@ -143,7 +141,7 @@ def lines(source: Source, rows: Iterable[Row]) -> Iterator[bytes]:
 
 
 def _plain(value: object) -> str:
-    """Write what JSON lacks and a task can need: dates, and the bytes of images, in base64."""
+    """Encode values that JSON lacks: dates, and the bytes of images as base64."""
     if isinstance(value, date):
         return value.isoformat()
     if isinstance(value, bytes):
@@ -152,7 +150,7 @@ def _plain(value: object) -> str:
 
 
 def measure(encoded_lines: Iterable[bytes], on_line: Callable[[bytes], object], **record_fields: Any) -> Record:
-    """Count and hash lines, and pass each of them on; `known` completes the record."""
+    """Count and hash lines, passing each of them to `on_line`; `record_fields` complete the record."""
     content_hash, row_count, byte_count = hashlib.sha256(), 0, 0
     for encoded_line in encoded_lines:
         content_hash.update(encoded_line)

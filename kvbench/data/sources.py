@@ -1,4 +1,4 @@
-"""For authors of tasks: name tables of the Hugging Face hub, read them, put test data in place."""
+"""For task authors: names tables of the Hugging Face hub, reads them, and stores test data."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ def rows(
     first: int | None = None,
     where: Callable[[Row], bool] = lambda row: True,
 ) -> list[Row]:
-    """Read the raw rows of a table; a table that has not been fetched is fetched first.
+    """Read the raw rows of a table, fetching it first if necessary.
 
     Images stay encoded: `{"bytes": base64, "path": name or null}`; see `kvbench.data.media`.
 
     Args:
-        source: The table.
         cache_dir: The cache folder, which holds the record of the table.
-        first: How many rows to return; None returns all.
-        where: Whether to return a row; the others do not count.
+        first: Number of rows to return; None returns all.
+        where: Row filter; rejected rows do not count towards `first`.
 
     Raises:
         NotFetched: No cache holds the table, and the hub does not provide it.
         UserError: The table lacks a column, or this machine cannot store it.
     """
-    # Importing `datasets` takes over a second; `kvbench list tasks` imports this module as well.
+    # Importing `datasets` takes over a second, and `kvbench list tasks` imports this module too.
     from kvbench.data import fetching
 
     return fetching.rows(source, cache_dir, first, where)
@@ -40,7 +39,7 @@ def rows(
 
 @contextlib.contextmanager
 def hinting(task_name: str) -> Iterator[None]:
-    """Add to a `NotFetched` which command fetches the tables of a leaf."""
+    """Add to a `NotFetched` error the command that fetches the tables of a task."""
     try:
         yield
     except NotFetched as error:

@@ -1,4 +1,4 @@
-"""Sequences that can be larger than the memory: they lie on the disk and are read item by item."""
+"""Sequences larger than memory: stored on disk and read item by item."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from typing import TypeVar, overload
 from kvbench.errors import UserError
 
 _HELD = 1 << 18
-"""Bytes of a sequence that stay in memory: most tasks never need the disk."""
+"""Bytes of a sequence that stay in memory; most tasks never need the disk."""
 
 T = TypeVar("T")
 
 
 class Spool(Sequence[T]):
-    """A sequence that grows at its end; every access makes its item anew.
+    """An append-only sequence on disk; every access creates its item anew.
 
-    All of them share one file without a name in the folder for temporary files (`$TMPDIR`). It goes
-    with the last of them, however the process ends.
+    All sequences share one unnamed file in the temporary folder (`$TMPDIR`). It disappears with the last of them,
+    however the process ends.
 
     Args:
-        items: What it begins with; anything that can be pickled.
+        items: Initial items; anything that can be pickled.
     """
 
     def __init__(self, items: Iterable[T] = ()) -> None:
-        self._starts, self._sizes = array("Q"), array("Q")  # of what is in the file
+        self._starts, self._sizes = array("Q"), array("Q")  # offsets and sizes in the file
         self._waiting: list[bytes] = []
         self._waiting_bytes = 0
         self._file: _File | None = None
@@ -93,17 +93,17 @@ class Spool(Sequence[T]):
 
 
 class _File:
-    """A file without a name, which many sequences append to."""
+    """An unnamed file that many sequences append to."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._size = 0
         with _telling():
-            # Its sequences close it: it goes with the last of them.
+            # The sequences close it: it disappears with the last of them.
             self._file = tempfile.TemporaryFile(prefix="kvbench-", buffering=0)  # noqa: SIM115
 
     def append(self, payload: bytes) -> int:
-        """Write at the end; return where that was."""
+        """Write at the end; return the offset."""
         with self._lock, _telling():
             start_offset, remaining = self._size, memoryview(payload)
             while remaining:
@@ -117,13 +117,13 @@ class _File:
 
 @contextlib.contextmanager
 def _telling() -> Iterator[None]:
-    """Say what to do if the disk fails."""
+    """Turn disk errors into a message that says what to do."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"cannot keep prompts in {tempfile.gettempdir()}: {error.strerror or error}; set "
-            "TMPDIR to a folder with more room"
+            f"cannot keep prompts in {tempfile.gettempdir()}: {error.strerror or error}; "
+            "set TMPDIR to a folder with more room"
         ) from None
 
 
@@ -131,7 +131,7 @@ _lately: weakref.ref[_File] | None = None
 
 
 def _shared_file() -> _File:
-    """The file of the sequences that there are, or a new one."""
+    """Return the file shared by the existing sequences, or a new one."""
     global _lately
     shared_file = _lately() if _lately is not None else None
     if shared_file is None:

@@ -1,8 +1,7 @@
 """Attention over a ragged cache, registered with transformers together with its mask.
 
-No model's forward is copied. A hook on the decoder opens a forward on the cache, a hook on every
-attention module passes its cache layer and hidden states, and the attention function receives q, k
-and v after RoPE.
+No model's forward is copied. A hook on the decoder opens a forward on the cache, a hook on every attention module
+passes its cache layer and hidden states, and the attention function receives q, k and v after RoPE.
 """
 
 from __future__ import annotations
@@ -36,20 +35,19 @@ class Forward:
     """One forward of the model on one ragged cache.
 
     Attributes:
-        cache: The cache.
         first_column: Logical column of the first new token.
-        new_columns: New columns.
+        new_columns: Number of new columns.
         valid: New columns that are tokens, bool `[B, n]`; None: all.
         token_ranks: Index of each column among its row's new tokens, int64 `[B, n]`.
         token_counts: Number of new tokens in each row, on the CPU.
-        on_layer: Called after the attention of a layer. It must not hold the forward: a reference
-            cycle would keep the cache alive after its use.
+        on_layer: Callback after the attention of a layer. It must not reference the forward: the cycle would keep the
+            cache alive.
         powers: Powers of the attention weights whose sums packed layers return.
-        mask: The attention mask of dense layers; the first of them makes it.
-        blind_mask: The same without pruned columns.
+        mask: Attention mask of dense layers, built by the first of them.
+        blind_mask: The same mask without pruned columns.
         ids: New token ids `[B, n]`; None if embeddings were given.
         hidden: Final hidden states of the new tokens, set when the forward ends.
-        pruner: What the layer before the pruning saw, until visual tokens are pruned.
+        pruner: Attention step of the layer before the pruning, until visual tokens are pruned.
     """
 
     cache: RaggedCache
@@ -69,10 +67,10 @@ class Forward:
 
 @dataclass
 class Step:
-    """What the attention of one layer saw in one forward.
+    """Inputs and outputs of one layer's attention in one forward.
 
-    `key` and `value` are those of the new tokens, `[B, H, n, d]`; `attention_sums` and `read` are
-    as `attend` and `attend_few` return them.
+    `key` and `value` are those of the new tokens, `[B, H, n, d]`; `attention_sums` and `read` come from `attend` and
+    `attend_few`.
     """
 
     index: int
@@ -87,7 +85,7 @@ class Step:
 
 @dataclass
 class _AttentionContext:
-    """What the hook on an attention module passes to the attention function."""
+    """State passed from the hook on an attention module to the attention function."""
 
     forward: Forward
     layer: RaggedLayer
@@ -97,13 +95,12 @@ class _AttentionContext:
 
 @dataclass
 class Attachment:
-    """A model with our attention.
+    """State of a model that runs kvbench's attention.
 
     Attributes:
-        active: The forward that is running.
-        tokens: Token ids of the call that is running: a decoder that sees images is given
-            embeddings instead.
-        handles: The hooks to remove.
+        active: The forward in progress.
+        tokens: Token ids of the call in progress; the decoder of a vision model receives embeddings instead.
+        handles: Hooks to remove.
     """
 
     active: Forward | None = None
@@ -142,7 +139,7 @@ def _open_forward(
             if bool((attended[:, :-1] & ~attended[:, 1:]).any()):
                 raise ValueError("pad on the left: set padding_side='left'")
             if cache.valid is None and min(token_counts) == 0:
-                raise ValueError(f"row {token_counts.index(0)} of the batch has only padding")
+                raise ValueError(f"row {token_counts.index(0)} of the batch has only padding; leave it out")
             token_mask = attended
     full_token_mask = torch.ones(batch_size, n, dtype=torch.bool, device=device) if token_mask is None else token_mask
     if cache.valid is None:
@@ -162,7 +159,7 @@ def _open_forward(
 
 
 def kvbench_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask of transformers for sliding-window layers and forwards without a ragged cache."""
+    """Return transformers' mask for sliding-window layers and for forwards without a ragged cache."""
     if _ACTIVE and kwargs.get("local_size") is None:
         check_mask(kwargs.get("config"), kwargs.get("mask_function"))
         return None
@@ -180,10 +177,10 @@ def kvbench_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function: `query` `[B, H_q, n, d]` after RoPE, output `[B, n, H_q, d]`.
+    """Compute attention of `query` `[B, H_q, n, d]` after RoPE; the output is `[B, n, H_q, d]`.
 
     Raises:
-        UserError: The attention of this family does what kvbench does not implement.
+        UserError: kvbench does not implement the attention of this model family.
     """
     context: _AttentionContext | None = module.__dict__.get("_kvbench")
     if context is None:
@@ -239,7 +236,7 @@ def kvbench_attention(
 
 
 def _prune_before(forward: Forward, model_inputs: dict[str, Any]) -> dict[str, Any]:
-    """Prune visual tokens before the first layer, if that is where they are pruned."""
+    """Prune visual tokens before the first layer, if the method prunes there."""
     cache = forward.cache
     embeddings = model_inputs.get("inputs_embeds")
     if cache.pruning is None or cache.pruning.layer or forward.first_column or embeddings is None:
@@ -254,29 +251,29 @@ def _prune_before(forward: Forward, model_inputs: dict[str, Any]) -> dict[str, A
 
 
 def _prune_between(forward: Forward, output: Tensor) -> None:
-    """Prune visual tokens before a layer, from what the layer before it saw and put out."""
+    """Prune visual tokens between two layers, from the attention and output of the earlier one."""
     cache, step = forward.cache, forward.pruner
     forward.pruner = None
     if step is None or cache.pruning is None or cache.pruned is not None or forward.first_column:
         return
     if cache.visual is not None:
         assert cache.valid is not None
-        where = step.query.device
-        seen = (cache.visual.to(where), cache.valid.to(where))
+        device = step.query.device
+        masks = (cache.visual.to(device), cache.valid.to(device))
         cache.pruned = prune_inside(
-            cache.pruning, step.query, step.key, step.hidden, output.to(where), step.scale, *seen
+            cache.pruning, step.query, step.key, step.hidden, output.to(device), step.scale, *masks
         )
 
 
 def _dense_attention(query: Tensor, layer: RaggedLayer, forward: Forward, scale: float, layer_index: int) -> Tensor:
-    """Causal attention of new queries over all columns of an uncompressed layer."""
+    """Compute causal attention of new queries over all columns of an uncompressed layer."""
     cache = forward.cache
     hides_pruned = cache.pruned is not None and cache.pruning is not None and layer_index >= cache.pruning.layer
     key, value = layer.extend()
     group_size = query.shape[1] // key.shape[1]
     new_columns, column_count = query.shape[2], key.shape[2]
     needs_no_mask = not cache.padded and new_columns in (1, column_count) and not hides_pruned
-    # Without a mask a GPU kernel shares K and V within a group; otherwise they are repeated.
+    # Without a mask a GPU kernel shares K and V within a group; otherwise K and V must be repeated.
     shares_kv = needs_no_mask and query.device.type == "cuda"
     if group_size > 1 and not shares_kv:
         key, value = key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1)
@@ -289,7 +286,7 @@ def _dense_attention(query: Tensor, layer: RaggedLayer, forward: Forward, scale:
         causal_mask = (column_indices <= self_columns)[None, None]
         if forward.cache.padded:
             assert forward.cache.valid is not None
-            # A padding query sees itself: without any key its softmax would be NaN.
+            # A padding query attends to itself: without any key its softmax would be NaN.
             valid_columns = forward.cache.valid.to(query.device)
             causal_mask = (causal_mask & valid_columns[:, None, None]) | (column_indices == self_columns)
         forward.mask = causal_mask
@@ -315,7 +312,7 @@ def attached(
     before_forward: Callable[[RaggedCache, Forward], None],
     after_forward: Callable[[RaggedCache, Forward], None],
 ) -> Iterator[None]:
-    """Put our attention into the model's text decoder; restore everything on exit.
+    """Install kvbench's attention in the model's text decoder; restore everything on exit.
 
     Args:
         model: A causal language model of a supported family.
@@ -323,7 +320,7 @@ def attached(
         after_forward: Called after it.
 
     Raises:
-        ValueError: The model is attached already.
+        ValueError: The model is already attached.
     """
     decoder = decoder_of(model)
     if id(decoder) in _ATTACHED:
@@ -337,7 +334,7 @@ def attached(
         attachment.tokens = keywords.get("input_ids", arguments[0] if arguments else None)
 
     def open_forward(called_module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> Any:
-        # Clean up after a forward that ended in Ctrl-C, when torch runs no hooks.
+        # A forward interrupted by Ctrl-C leaves this state behind, because torch then runs no hooks.
         attachment.active = None
         del _ACTIVE[outer_depth:]
         cache = keywords.get("past_key_values")
@@ -373,12 +370,12 @@ def attached(
         before_forward(cache, forward)
         keywords = _prune_before(forward, keywords)
         if cache.padded and keywords.get("position_ids") is None:
-            # By default the model would count padding columns, and a later `generate` would not.
+            # The model would count padding columns by default, unlike a later `generate`.
             assert cache.valid is not None
             position_ids = (cache.valid.long().cumsum(-1) - 1).clamp(min=0)[:, forward.first_column :]
             keywords = {**keywords, "position_ids": position_ids}
         if cache.padded and keywords.get("attention_mask") is None:
-            # transformers' sliding-window layers do not know about earlier padding.
+            # Sliding-window layers of transformers do not know about earlier padding.
             assert cache.valid is not None
             keywords = {**keywords, "attention_mask": cache.valid.long()}
         return arguments, keywords
@@ -412,7 +409,7 @@ def attached(
             check_consumed(called_module, context.layer.pending)
 
     def make_contiguous(called_module: nn.Module, arguments: Any) -> Any:
-        # A slice of several rows is not contiguous: its product would copy the head once per row.
+        # A slice of several rows is not contiguous, and its product would copy the head once per row.
         return (arguments[0].contiguous(), *arguments[1:]) if arguments else None
 
     _ATTACHED.add(id(decoder))

@@ -12,9 +12,9 @@ from kvbench.engine.kernels.launch import by_triton
 from kvbench.engine.layer import RaggedLayer
 
 _WIDEST = 256
-"""Largest head dimension that the kernel has a tile for."""
+"""Largest head dimension supported by the kernel's tiles."""
 _BLOCK = 1 << 23
-"""Most float32 attention weights held at once per sequence, if weights are materialised."""
+"""Maximum number of float32 attention weights held at once per sequence, if weights are materialised."""
 
 
 def attend(
@@ -25,22 +25,22 @@ def attend(
     powers: Sequence[int] = (),
     valid_queries: Tensor | None = None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Attention of new queries over a packed layer that already holds their own entries.
+    """Compute attention of new queries over a packed layer that already holds their entries.
 
-    Logical columns decide causality among new tokens. An NVIDIA GPU runs a kernel that reads the
-    segments where they lie, unless a gradient is wanted or triton is not installed.
+    Logical columns decide causality among new tokens. On an NVIDIA GPU a Triton kernel reads the segments in place,
+    unless a gradient is required or triton is not installed.
 
     Args:
         query: `[B, H_q, n, d]`.
         layer: A packed layer.
         first_column: Logical column of the first new query.
-        scale: Factor of the logits.
+        scale: Scaling factor of the logits.
         powers: Also sum these powers of the attention weights over the queries.
-        valid_queries: New queries that are tokens, bool `[B, n]`; None: all. Padding adds no mass.
+        valid_queries: New queries that are tokens, bool `[B, n]`; None: all. Padding is not accumulated.
 
     Returns:
-        Output `[B, H_q, n, d]`, and by power the mass that every entry received from each query
-        head, float32 `[entries, G]` in the order of `layer.rows()`.
+        Output `[B, H_q, n, d]`, and by power the accumulated attention of every entry from each query head, float32
+        `[entries, G]` in the order of `layer.rows()`.
     """
     needs_gradient = torch.is_grad_enabled() and query.requires_grad
     if by_triton(query) and query.shape[-1] <= _WIDEST and not needs_gradient:
@@ -60,7 +60,7 @@ def _attend_kernel(
     powers: Sequence[int],
     valid_queries: Tensor | None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """The Triton kernel. The result of a sequence does not depend on the rest of the batch."""
+    """Run the Triton kernel. A sequence's result does not depend on the rest of the batch."""
     from kvbench.engine.kernels.ragged_attention.triton import ragged_attention
 
     assert layer.key is not None and layer.value is not None
@@ -79,10 +79,10 @@ def _attend_kernel(
 
 
 def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale: float) -> Tensor:
-    """One SDPA call per segment without copying K or V, which is fastest on a CPU.
+    """Call SDPA once per segment without copying K or V, which is fastest on a CPU.
 
-    The heads of a sequence share a call if they hold equally many entries. The result of a sequence
-    does not depend on the rest of the batch.
+    The heads of a sequence share a call if they hold the same number of entries. A sequence's result does not depend on
+    the rest of the batch.
     """
     batch_size, query_heads, query_count, head_dim = query.shape
     kv_heads, group_size = layer.heads, query_heads // layer.heads
@@ -92,15 +92,11 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale
     query_columns = torch.arange(first_column, first_column + query_count, dtype=torch.int32).repeat(group_size)[
         :, None
     ]
-    storage_offsets = [tensor.storage_offset() for tensor in (key, value, columns)]  # a layer can be a part of another
+    storage_offsets = [tensor.storage_offset() for tensor in (key, value, columns)]  # a layer can be a slice of another
     output = []
     for sequence_index, sequence_query in enumerate(grouped_query.split(1)):
         segments = slice(sequence_index * kv_heads, (sequence_index + 1) * kv_heads)
-        first_rows, lengths, capacities = (
-            layer.start[segments],
-            layer.length[segments],
-            layer.room[segments],
-        )
+        first_rows, lengths, capacities = layer.start[segments], layer.length[segments], layer.room[segments]
         if lengths.count(lengths[0]) == capacities.count(capacities[0]) == kv_heads:
             sdpa_calls = [(sequence_query, first_rows[0], lengths[0], capacities[0])]
         else:
@@ -110,11 +106,8 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale
                 output.append(torch.zeros_like(head_query[0]))
                 continue
             query_rows, mask = head_query.shape[1], None
-            # Slices would be several operations, which add up to half the time of a decode step.
-            shape, stride = (
-                (1, query_rows, entry_count, head_dim),
-                (0, capacity * head_dim, head_dim, 1),
-            )
+            # Slicing takes several operations, which add up to half the time of a decode step.
+            shape, stride = (1, query_rows, entry_count, head_dim), (0, capacity * head_dim, head_dim, 1)
             segment_key = key.as_strided(shape, stride, storage_offsets[0] + first_row * head_dim)
             segment_value = value.as_strided(shape, stride, storage_offsets[1] + first_row * head_dim)
             if query_count > 1:
@@ -135,7 +128,7 @@ def _attend_segments_mass(
     powers: Sequence[int],
     valid_queries: Tensor | None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Segment by segment with materialised weights; also independent of the batch."""
+    """Process segments one by one with materialised weights; also independent of the batch."""
     batch_size, query_heads, query_count, head_dim = query.shape
     group_size = query_heads // layer.heads
     assert layer.key is not None and layer.value is not None
@@ -175,16 +168,12 @@ def _attend_padded(
     powers: Sequence[int],
     valid_queries: Tensor | None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Gather the segments into a rectangle (on a GPU without the kernel); weights by blocks."""
+    """Gather the segments into a padded tensor (on a GPU without the kernel); weights by blocks."""
     batch_size, query_heads, query_count, head_dim = query.shape
     group_size = query_heads // layer.heads
     assert layer.key is not None and layer.value is not None
     row_indices, live_mask = layer.padded_rows()
-    key, value, entry_columns = (
-        layer.key[row_indices],
-        layer.value[row_indices],
-        layer.col[row_indices],
-    )
+    key, value, entry_columns = layer.key[row_indices], layer.value[row_indices], layer.col[row_indices]
     query_columns = torch.arange(first_column, first_column + query_count, dtype=torch.int32, device=query.device)[
         :, None
     ]

@@ -1,9 +1,8 @@
-"""How the numbers of a block become codes, a scale and a zero: KIVI's rounding, hqq or quanto.
+"""Block quantizers, which turn a block into codes, a scale and a zero: KIVI's rounding, hqq or quanto.
 
-`kvbench.engine.codes` decides what a block is: numbers of one channel of neighbouring keys, or
-neighbouring channels of one value. A quantizer gets blocks as rows, so that the axes are the same
-for all, and gives back what it would store itself. hqq and optimum-quanto are optional, and are
-imported when a policy with `quantizer=` first quantises.
+`kvbench.engine.codes` defines the blocks: numbers of one channel of neighbouring keys, or neighbouring channels of one
+value. A quantizer gets blocks as rows, so all use the same axes, and returns what it would store itself. hqq and
+optimum-quanto are optional and are imported when a policy with `quantizer=` first quantises.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvbench.plugin import Policy
 
 
 class Codes(NamedTuple):
-    """Blocks as codes.
+    """Encoded blocks.
 
     Attributes:
         code: uint8 `[n, m]`, below `2 ** bits`.
@@ -36,8 +35,8 @@ class BlockQuantizer(ABC):
     """Encodes and decodes blocks.
 
     Attributes:
-        package: What must be installed, as pip names it; "" for nothing.
-        module: What is imported of it.
+        package: Required package, as pip names it; "" for none.
+        module: Module to import from it.
         joint: Whether the codes of a block depend on the other blocks of the same call.
     """
 
@@ -51,20 +50,17 @@ class BlockQuantizer(ABC):
 
     @abstractmethod
     def decode(self, codes: Codes) -> Tensor:
-        """The numbers of blocks, `[n, m]`, in the dtype of the cache."""
+        """Decode blocks to numbers `[n, m]` in the dtype of the cache."""
 
 
 class Kivi(BlockQuantizer):
-    """Round to even steps from the smallest to the largest number: `zero + code * scale`."""
+    """Rounding to even steps between the minimum and maximum: `zero + code * scale`."""
 
     def encode(self, blocks: Tensor, bits: int) -> Codes:
         numbers = blocks.float()
         minimum, maximum = numbers.amin(1), numbers.amax(1)
         largest_code = (1 << bits) - 1
-        scale, zero_point = (
-            ((maximum - minimum) / largest_code).to(blocks.dtype),
-            minimum.to(blocks.dtype),
-        )
+        scale, zero_point = ((maximum - minimum) / largest_code).to(blocks.dtype), minimum.to(blocks.dtype)
         step_size = scale.float()[:, None]
         code_values = (numbers - zero_point.float()[:, None]) / torch.where(step_size > 0, step_size, 1.0)
         return Codes(code_values.round().clamp(0, largest_code).to(torch.uint8), scale, zero_point)
@@ -77,7 +73,7 @@ class Kivi(BlockQuantizer):
 class Hqq(BlockQuantizer):
     """Half-quadratic quantisation (Badri, Shaji, 2023): `(code - zero) * scale`.
 
-    Its solver moves the zeros until the mean error of all blocks of a call stops falling.
+    Its solver moves the zeros until the mean error over all blocks of a call stops decreasing.
     """
 
     package = "hqq"
@@ -111,7 +107,7 @@ class Hqq(BlockQuantizer):
 class Quanto(BlockQuantizer):
     """optimum-quanto with its `MaxOptimizer`, as in transformers: `code * scale - zero`.
 
-    `dequantize` of its packed tensors would compile an extension, so the formula is written here.
+    `dequantize` of its packed tensors would compile an extension, so the formula is implemented here.
     """
 
     package = "optimum-quanto"
@@ -125,7 +121,7 @@ class Quanto(BlockQuantizer):
         code_values = torch.ops.quanto.quantize_affine(
             blocks, bits=bits, axis=0, group_size=None, scale=scale, shift=zero_shift
         )
-        # Equal numbers have a scale of 0, and what their codes are then is left to the device.
+        # Equal numbers have a scale of 0, for which the codes depend on the device.
         code_values = code_values.clamp(max=(1 << bits) - 1)
         return Codes(code_values, scale.flatten(), zero_shift.flatten())
 
@@ -134,7 +130,7 @@ class Quanto(BlockQuantizer):
 
 
 QUANTIZERS: dict[str, BlockQuantizer] = {"kivi": Kivi(), "hqq": Hqq(), "quanto": Quanto()}
-"""By the name that `quantizer=` takes."""
+"""Quantizers by the name used in `quantizer=`."""
 
 
 def _is_installed(module_name: str) -> bool:
@@ -145,20 +141,20 @@ def _is_installed(module_name: str) -> bool:
 
 
 def check_quantizer(policy: Policy) -> None:
-    """Check that the package that quantises the caches of a policy is installed.
+    """Check that the quantizer package of a policy is installed.
 
     Raises:
-        UserError: It is not; the message says how to install it.
+        UserError: It is missing; the message says how to install it.
     """
     quantizer = QUANTIZERS[policy.quantizer]
     if quantizer.package and not _is_installed(quantizer.module):
         raise UserError(
-            f"{policy}: quantizer={policy.quantizer} needs {quantizer.package}, which is not "
-            "installed; run pip install 'kvbench[quantizers]'"
+            f"{policy}: quantizer={policy.quantizer} needs {quantizer.package}, which is not installed; "
+            "run pip install 'kvbench[quantizers]'"
         )
 
 
 def quantizer_packages(policy: Policy) -> list[str]:
-    """Packages whose versions decide what the caches of a policy hold."""
+    """Return the packages whose versions affect the cache contents of a policy."""
     package = QUANTIZERS[policy.quantizer].package
     return [package] if package else []

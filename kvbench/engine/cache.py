@@ -1,10 +1,9 @@
-"""The ragged cache: every (sequence, KV head) of a layer holds its own number of entries.
+"""The ragged cache, in which every (sequence, KV head) of a layer holds its own number of entries.
 
-A full-attention layer is dense during the prefill (`[B, H, S, d]`) and packed once it is
-compressed: one K and one V of rows `[rows, d]`. Segment `s = b * H + h` owns the rows
-`start[s] : start[s] + length[s]`, and `col[row]` is the logical column of a row. Evicted entries
-are freed. Sliding-window layers remain those of transformers. Lengths are mirrored on the CPU, so
-that no layer waits for the device.
+A full-attention layer is dense during prefill (`[B, H, S, d]`) and packed once compressed: one K and one V of rows
+`[rows, d]`. Segment `s = b * H + h` owns the rows `start[s] : start[s] + length[s]`, and `col[row]` is the logical
+column of a row. Evicted entries are freed. Sliding-window layers stay those of transformers. Lengths are mirrored on
+the CPU, so that no layer waits for the device.
 """
 
 from __future__ import annotations
@@ -37,27 +36,26 @@ class RaggedCache(Cache):
     """A cache whose full-attention layers are ragged. Batches are padded on the left.
 
     Attributes:
-        valid: Which logical columns are tokens, bool `[B, S]`; None before the first forward.
+        valid: Mask of logical columns that are tokens, bool `[B, S]`; None before the first forward.
         padded: Whether any column is padding.
-        shift: By how much the next position of every sequence differs from its number of tokens,
-            int64 `[B]`. Images of models with M-RoPE take fewer positions than tokens.
-        visual: Which columns are tokens of images or videos, bool `[B, S]`; None for a text model,
-            or if the model was given embeddings.
-        pruning: Prunes the visual tokens of the prefill; None prunes nothing.
-        tower: What the vision tower has seen, if `pruning` reads it.
-        pruned: Which columns it has pruned, bool `[B, S]`; None: none.
-        ids: Token ids of the forwards so far; None if a forward was given embeddings.
-        observers: Observers of layers, by need.
-        token_observers: Observers of tokens, by need.
-        turns: First logical column of every turn after the first, for every sequence.
-        asked: Tokens of the question at the end of every sequence; 0 if there is none.
-        upkeep: State between cuts, if the cache can be cut again.
-        readings: What the queries of every sequence read; empty: all that is held.
-        budget_entries, held_entries: Entries that each sequence may keep over all layers and heads
-            (with a reader: that a query may read), and the number it held right after the last
-            compression (None before the first).
-        seconds: Time that the compression took.
-        broken: What failed observers have raised, by need.
+        shift: Difference between the next position and the token count of every sequence, int64 `[B]`. Images of models
+            with M-RoPE take fewer positions than tokens.
+        visual: Mask of columns that are image or video tokens, bool `[B, S]`; None for a text model or if the model
+            received embeddings.
+        pruning: Method that prunes visual tokens during prefill; None prunes nothing.
+        tower: Observations of the vision tower, if `pruning` uses them.
+        pruned: Mask of pruned columns, bool `[B, S]`; None if none is pruned.
+        ids: Token ids of the forwards so far; None if a forward received embeddings.
+        observers: Layer observers by need.
+        token_observers: Token observers by need.
+        turns: First logical column of every turn after the first, per sequence.
+        asked: Length in tokens of the question at the end of every sequence; 0 if there is none.
+        upkeep: Decode-time eviction state, if the cache can be evicted from again.
+        readings: What the queries of every sequence read; empty if they read all entries.
+        budget_entries, held_entries: Entries that each sequence may keep over all layers and heads (with a reader: that
+            a query may read), and the number held right after the last compression (None before the first).
+        seconds: Compression time.
+        broken: Exceptions raised by observers, by need.
         modified_in_place: Whether a policy has changed dense K, V or observations in place.
     """
 
@@ -71,7 +69,7 @@ class RaggedCache(Cache):
             if not isinstance(candidate, RaggedLayer) and type(candidate) is not DynamicSlidingWindowLayer
         }
         if unsupported:
-            raise UserError(f"layers of kind {', '.join(sorted(unsupported))} cannot be evicted from")
+            raise UserError(f"layers of kind {', '.join(sorted(unsupported))} do not support eviction")
         super().__init__(layers=layers)
         self.observers: dict[Need, Observer] = {}
         self.token_observers: dict[Need, SurprisalObserver] = {}
@@ -81,7 +79,7 @@ class RaggedCache(Cache):
         self.reset_sequences()
 
     def reset_sequences(self) -> None:
-        """Forget all sequences; `reset` empties the layers as well."""
+        """Reset the per-sequence state; `reset` empties the layers as well."""
         self.valid: Tensor | None = None
         self.padded = False
         self.shift: Tensor | None = None
@@ -102,41 +100,41 @@ class RaggedCache(Cache):
         super().reset()  # type: ignore[no-untyped-call]
         for layer in self.layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
-                # The reset of transformers 5.17 only zeroes the tensors.
+                # transformers 5.17 only zeroes these tensors in its own reset.
                 layer.keys = layer.values = None
                 layer.is_initialized, layer.cumulative_length = False, 0
         self.reset_sequences()
 
     def ready(self) -> None:
-        """Called before every forward. Raises ValueError if the cache cannot take one."""
+        """Prepare for a forward. Raises ValueError if the cache cannot take one."""
 
     @property
     def ragged(self) -> list[RaggedLayer]:
-        """The full-attention layers, in order."""
+        """Return the full-attention layers, in order."""
         return [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
 
     @property
     def slides(self) -> bool:
-        """Whether there are sliding-window layers, which count padding columns too."""
+        """Return whether there are sliding-window layers, which count padding columns too."""
         return any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self.layers)
 
     @property
     def batch(self) -> int:
-        """Sequences in the cache."""
+        """Return the number of sequences."""
         return 0 if self.valid is None else int(self.valid.shape[0])
 
     @property
     def packed(self) -> bool:
-        """Whether all full-attention layers are compressed."""
+        """Return whether all full-attention layers are compressed."""
         return all(layer.packed for layer in self.ragged)
 
     def lengths(self) -> Tensor:
-        """Tokens that every sequence has seen, int64 `[B]`."""
+        """Return the number of tokens each sequence has seen, int64 `[B]`."""
         assert self.valid is not None
         return self.valid.sum(-1)
 
     def positions(self, columns: Tensor, sequence_indices: Tensor | None = None) -> Tensor:
-        """Logical positions of columns `[B, H, n]`, int64; padding does not count."""
+        """Return the logical positions of columns `[B, H, n]`, int64; padding does not count."""
         assert self.valid is not None
         columns = columns.long()
         if not self.padded:
@@ -146,29 +144,29 @@ class RaggedCache(Cache):
         return token_ranks[:, None].expand(-1, columns.shape[1], -1).gather(-1, columns)
 
     def visual_tokens(self) -> list[int]:
-        """Tokens of images and videos that every sequence has seen."""
+        """Return the number of image and video tokens each sequence has seen."""
         if self.visual is None:
             return [0] * self.batch
         token_counts: list[int] = self.visual.sum(-1).tolist()
         return token_counts
 
     def visual_entries(self, sequence_index: int) -> int:
-        """Entries of images and videos that a sequence holds in the full-attention layers."""
+        """Count the image and video entries of a sequence in the full-attention layers."""
         if self.visual is None:
             return 0
         entry_counts = [layer.entries_among(self.visual[sequence_index], sequence_index) for layer in self.ragged]
         return int(torch.stack([entry_count.to(entry_counts[0].device) for entry_count in entry_counts]).sum())
 
     def live_entries(self, sequence_index: int | None = None) -> int:
-        """Entries held in the full-attention layers, by one sequence or by all."""
+        """Count the entries of one sequence or of all in the full-attention layers."""
         return sum(layer.entries(sequence_index) for layer in self.ragged)
 
     def live_bytes(self, sequence_index: int | None = None) -> int:
-        """Bytes of the live entries of the full-attention layers: K, V, extras and summaries."""
+        """Return the bytes of live entries in the full-attention layers: K, V, per-entry state and summaries."""
         return sum(layer.live_bytes(sequence_index) for layer in self.ragged) + self._summary_bytes(sequence_index)
 
     def read_bytes(self, sequence_index: int) -> int:
-        """Bytes that a decode step reads for one sequence: all that is live, without a reader."""
+        """Return the bytes read per decode step for one sequence (all live entries if there is no reader)."""
         if not self.readings:
             return self.live_bytes(sequence_index)
         live_bytes = sum(layer.live_bytes(sequence_index) for layer in self.ragged)
@@ -177,12 +175,12 @@ class RaggedCache(Cache):
         return live_bytes * read_entries // max(1, entry_count) + self._summary_bytes(sequence_index)
 
     def allocated_bytes(self, sequence_index: int | None = None) -> int:
-        """Bytes that the full-attention layers own, including free room and bookkeeping."""
+        """Return the bytes allocated by the full-attention layers, including free rows and bookkeeping."""
         owned_bytes = sum(layer.allocated_bytes(sequence_index) for layer in self.ragged)
         return owned_bytes + self._summary_bytes(sequence_index)
 
     def footprint(self, sequence_index: int) -> dict[str, Any]:
-        """Return what a sequence costs now, by column of the result tables."""
+        """Return the current memory cost of a sequence, by result column."""
         return {
             "kv_bytes_live": self.live_bytes(sequence_index),
             "kv_bytes_read": self.read_bytes(sequence_index),
@@ -193,7 +191,7 @@ class RaggedCache(Cache):
         }
 
     def _summary_bytes(self, sequence_index: int | None) -> int:
-        """Bytes that a reader keeps beside the entries of one sequence or of all."""
+        """Return the bytes of the reader's summaries for one sequence or for all."""
         return sum(
             reading.summary_bytes(layer_index, layer.length[r * layer.heads :][: layer.heads], layer.number_bytes)
             for layer_index, layer in enumerate(self.ragged)
@@ -202,7 +200,7 @@ class RaggedCache(Cache):
         )
 
     def full_bytes(self, sequence_index: int) -> int:
-        """Bytes of K and V that the full cache would hold for one sequence."""
+        """Return the bytes of K and V that the full cache would hold for one sequence."""
         assert self.valid is not None
         token_count = int(self.valid[sequence_index].sum())
         return sum(
@@ -212,7 +210,7 @@ class RaggedCache(Cache):
         )
 
     def kept(self) -> list[Tensor | None]:
-        """Which columns are held: per layer bool `[B, H, S]`, None for sliding-window layers."""
+        """Return masks of kept columns: per layer bool `[B, H, S]`, None for sliding-window layers."""
         assert self.valid is not None
         column_masks: list[Tensor | None] = []
         for layer in self.layers:
@@ -232,7 +230,7 @@ class RaggedCache(Cache):
         return column_masks
 
     def fork(self) -> Self:
-        """Return a cache that can continue on its own; dense tensors are shared."""
+        """Return an independent copy; dense tensors are shared."""
         forked = copy.copy(self)
         forked.layers = [layer.fork() if isinstance(layer, RaggedLayer) else copy.copy(layer) for layer in self.layers]
         forked.observers = {need: observer.fork() for need, observer in self.observers.items()}
@@ -247,10 +245,7 @@ class RaggedCache(Cache):
 
     @contextmanager
     def blaming(self, need: Need) -> Iterator[None]:
-        """Note what the observer of a need raises, so that only the policies that need it fail.
-
-        An observer can be foreign code.
-        """
+        """Record exceptions of a need's observer, which may be plugin code, so only the policies that need it fail."""
         try:
             yield
         except Exception as error:
@@ -260,24 +255,18 @@ class RaggedCache(Cache):
 
     @property
     def separable(self) -> bool:
-        """Whether all observers can be split into their sequences."""
+        """Return whether all observers can be split by sequence."""
         return all(isinstance(observer, Separable) for observer in self.observers.values())
 
     def sequence(self, sequence_index: int) -> Self:
-        """One sequence of a dense text cache, with its separable observers, without its padding.
+        """Return one sequence of a dense text cache without padding, with its separable observers.
 
-        Its K and V are copies, unless it is the only sequence.
+        K and V are copied unless it is the only sequence.
         """
         assert self.valid is not None
-        token_count, sequence_slice = (
-            int(self.valid[sequence_index].sum()),
-            slice(sequence_index, sequence_index + 1),
-        )
+        token_count, sequence_slice = int(self.valid[sequence_index].sum()), slice(sequence_index, sequence_index + 1)
         sequence_cache = self.fork()
-        sequence_cache.valid, sequence_cache.padded = (
-            self.valid[sequence_slice, -token_count:],
-            False,
-        )
+        sequence_cache.valid, sequence_cache.padded = self.valid[sequence_slice, -token_count:], False
         sequence_cache.shift = None if self.shift is None else self.shift[sequence_slice]
         sequence_cache.ids = None if self.ids is None else [torch.cat(self.ids, 1)[sequence_slice, -token_count:]]
         sequence_cache.visual = None if self.visual is None else self.visual[sequence_slice, -token_count:]
@@ -298,7 +287,7 @@ class RaggedCache(Cache):
         return sequence_cache
 
     def layers_of(self, sequence_index: int, token_count: int) -> list[Any]:
-        """The layers of one sequence of a dense cache, which has `token_count` tokens."""
+        """Return the layers of one sequence of a dense cache that has `token_count` tokens."""
         return [_dense_sequence(layer, slice(sequence_index, sequence_index + 1), token_count) for layer in self.layers]
 
     @staticmethod
@@ -306,8 +295,8 @@ class RaggedCache(Cache):
         """Join packed caches in one batch; shorter ones are padded on the left.
 
         Args:
-            caches: Packed caches of the same model; they are not changed. If all of them have an
-                upkeep (of one policy), the joined cache has one for all sequences.
+            caches: Packed caches of the same model, left unchanged. If all have a decode-time eviction state (of one
+                policy), the result has one for all sequences.
 
         Returns:
             A cache with the sequences of all, in order.
@@ -356,12 +345,7 @@ class RaggedCache(Cache):
                 for sequence_index in range(source_cache.batch)
             ]
         else:
-            stacked.upkeep, stacked.observers, stacked.token_observers, stacked.turns = (
-                None,
-                {},
-                {},
-                [],
-            )
+            stacked.upkeep, stacked.observers, stacked.token_observers, stacked.turns = None, {}, {}, []
         stacked.readings = [reading for source_cache in caches for reading in source_cache.readings]
         stacked.budget_entries = [item for source_cache in caches for item in (source_cache.budget_entries or [])]
         stacked.held_entries = [item for source_cache in caches for item in (source_cache.held_entries or [])]
@@ -377,14 +361,14 @@ class RaggedCache(Cache):
         return stacked
 
     def detach_state(self) -> None:
-        """Free what only further cuts would need: no further cut will come."""
+        """Free the state of later eviction steps; none will follow."""
         self.upkeep, self.observers, self.token_observers = None, {}, {}
         for layer in self.ragged:
             layer.extras, layer.state = {}, []
 
 
 def _dense_sequence(layer: Any, sequence_slice: slice, tokens: int) -> Any:
-    """One sequence of a dense or a sliding-window layer; its last `tokens` columns are tokens."""
+    """Return one sequence of a dense or sliding-window layer; its last `tokens` columns are tokens."""
     sequence_layer = copy.copy(layer)
     if isinstance(sequence_layer, RaggedLayer):
         assert sequence_layer.key is not None and sequence_layer.value is not None
@@ -396,10 +380,8 @@ def _dense_sequence(layer: Any, sequence_slice: slice, tokens: int) -> Any:
         sequence_layer.batch, sequence_layer.seen = 1, tokens
     elif sequence_layer.is_initialized:
         column_count = min(tokens, sequence_layer.keys.shape[2])
-        sequence_layer.keys, sequence_layer.values = (
-            sequence_layer.keys[sequence_slice, :, -column_count:],
-            sequence_layer.values[sequence_slice, :, -column_count:],
-        )
+        sequence_layer.keys = sequence_layer.keys[sequence_slice, :, -column_count:]
+        sequence_layer.values = sequence_layer.values[sequence_slice, :, -column_count:]
         sequence_layer.cumulative_length = tokens
     return sequence_layer
 
@@ -440,9 +422,7 @@ def _stack_sliding(layer_parts: list[Any], column_count: int) -> DynamicSlidingW
         pad_tensor = torch.nn.functional.pad
         return torch.cat([pad_tensor(tensor, (0, 0, window_width - tensor.shape[2], 0)) for tensor in tensors])
 
-    stacked.keys, stacked.values = (
-        join_padded([layer_part.keys for layer_part in layer_parts]),
-        join_padded([layer_part.values for layer_part in layer_parts]),
-    )
+    stacked.keys = join_padded([layer_part.keys for layer_part in layer_parts])
+    stacked.values = join_padded([layer_part.values for layer_part in layer_parts])
     stacked.cumulative_length = column_count
     return stacked

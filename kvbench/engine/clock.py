@@ -1,4 +1,4 @@
-"""The time, once a device has finished its work."""
+"""Device-synchronised time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def now(device: torch.device) -> float:
-    """Return the time in seconds, once the device has finished its work."""
+    """Return the time in seconds after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,10 +1,10 @@
 """Quantised and pruned keys and values of packed layers: codes with scales, and fewer channels.
 
-The layout is that of KIVI (Liu, Yuan, Jin, Zhong, Xu, Braverman, Chen, Hu, arXiv 2402.02750): keys
-are quantised per channel in groups of neighbouring entries, values per entry in groups of channels,
-and a head's newest entries stay as they are. Keys can have fewer channels besides, or instead (see
-`kvbench.engine.channels`). A tensor of `Coded` stands for the keys or values of a layer. It holds
-codes, or the kept channels, only; what reads it gets decoded rows, with zeros in pruned channels.
+The layout is that of KIVI (Liu, Yuan, Jin, Zhong, Xu, Braverman, Chen, Hu, arXiv 2402.02750): keys are quantised per
+channel in groups of neighbouring entries, values per entry in groups of channels, and a head's newest entries stay
+unquantised. Keys can also, or instead, have fewer channels (see `kvbench.engine.channels`). A `Coded` tensor represents
+the keys or values of a layer. It stores only codes or the kept channels; readers get decoded rows, with zeros in pruned
+channels.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:  # a layer calls this module
 
 @dataclass(frozen=True)
 class Coding:
-    """How the keys and values of a packed layer are stored.
+    """Storage format of the keys and values of a packed layer.
 
     Attributes:
-        bits: Bits of a code; None: nothing is quantised.
-        group_size: Entries, and channels, that share a scale and a zero.
-        residual: Newest entries of a head that stay as they are.
-        key_channels: The share of a key's channels that is stored.
-        quantizer: What makes codes of blocks, by its name in `QUANTIZERS`.
+        bits: Bits per code; None: not quantised.
+        group_size: Number of entries, and of channels, that share a scale and a zero.
+        residual: Number of newest entries of a head that stay unquantised.
+        key_channels: Fraction of a key's channels that is stored.
+        quantizer: Block quantizer by its name in `QUANTIZERS`.
     """
 
     bits: int | None
@@ -51,7 +51,7 @@ class Coding:
 
     @classmethod
     def of(cls, policy: Policy) -> Self | None:
-        """The coding of a policy's caches; None if entries are stored as they are."""
+        """Return the coding of a policy's caches; None if entries are stored unchanged."""
         if not policy.recodes:
             return None
         settings = (policy.bits, policy.group_size, policy.residual, policy.key_channels)
@@ -59,19 +59,19 @@ class Coding:
 
     @property
     def entries(self) -> int:
-        """Entries that are coded together."""
+        """Return the number of entries encoded together."""
         return 1 if self.bits is None else self.group_size
 
     def coded(self, entry_count: int) -> int:
-        """How many of a head's entries are coded, the oldest: as many whole groups as fit."""
+        """Return how many of a head's oldest entries are encoded: as many whole groups as fit."""
         return max(0, entry_count - self.residual) // self.entries * self.entries
 
     def width(self, head_dim: int) -> int:
-        """Channels of a key that are stored, rounded up."""
+        """Return the number of stored channels of a key, rounded up."""
         return ceil(Fraction(str(self.key_channels)) * head_dim)
 
     def channels(self, head_dim: int) -> int:
-        """Channels of a value that share a scale: a group, or all if groups do not fit."""
+        """Return the number of value channels that share a scale: a group, or all if groups do not fit."""
         return self.group_size if head_dim % self.group_size == 0 else head_dim
 
     def live_bytes(
@@ -81,13 +81,13 @@ class Coding:
         head_dim: int,
         number_bytes: int,
     ) -> int:
-        """Bytes of the keys and values of some heads.
+        """Return the bytes of the keys and values of some heads.
 
         Args:
             entry_counts: Live entries of every head.
-            coded_counts: How many of them are coded.
-            head_dim: Head dim.
-            number_bytes: Bytes of a number that is not quantised, and of a scale or zero.
+            coded_counts: Encoded entries among them.
+            head_dim: Channels per head.
+            number_bytes: Bytes of an unquantised number, a scale or a zero.
         """
         coded_total, key_width = sum(coded_counts), self.width(head_dim)
         order_bytes = len(entry_counts) * head_dim * order_dtype(head_dim).itemsize if key_width < head_dim else 0
@@ -99,7 +99,7 @@ class Coding:
         return exact_bytes + code_bytes + 2 * number_bytes * block_count
 
     def pack(self, layer: RaggedLayer) -> None:
-        """Encode the keys and values of a layer that was packed just now."""
+        """Encode the keys and values of a newly packed layer."""
         assert layer.key is not None and layer.value is not None
         layer.coded = [self.coded(entry_count) for entry_count in layer.length]
         coded_rows = runs(layer.start, layer.coded, layer.key.device)
@@ -112,7 +112,7 @@ class Coding:
             layer.value = _encoded(code_layout, layer.value, live_rows, coded_rows)
 
     def decoded(self, layer: RaggedLayer) -> RaggedLayer:
-        """A layer to attend to, with all rows as numbers; it must not be written to."""
+        """Return a read-only layer to attend to, with all rows decoded."""
         assert isinstance(layer.key, Coded)
         decoded_layer = copy.copy(layer)
         decoded_layer.key = layer.key.decode()
@@ -123,16 +123,13 @@ class Coding:
     def age(self, layer: RaggedLayer) -> None:
         """Quantise the groups that have left the residual with the last append.
 
-        Called after the attention of a forward, whose own tokens see one another as they are. Keys
-        that are pruned but not quantised stay whole until the next cut, as in ThinK.
+        Called after the attention of a forward, whose own tokens see one another unquantised. Keys that are pruned but
+        not quantised keep all channels until the next eviction step, as in ThinK.
         """
         if self.bits is None:
             return
         assert isinstance(layer.key, Coded) and isinstance(layer.value, Coded)
-        previous_counts, layer.coded = (
-            layer.coded,
-            [self.coded(entry_count) for entry_count in layer.length],
-        )
+        previous_counts, layer.coded = layer.coded, [self.coded(entry_count) for entry_count in layer.length]
         if previous_counts != layer.coded:
             first_rows = [
                 first_row + entry_count for first_row, entry_count in zip(layer.start, previous_counts, strict=True)
@@ -152,20 +149,20 @@ class Coding:
         source_rows: Tensor,
         target_rows: Tensor,
     ) -> None:
-        """Copy codes of rows that a cut has moved but not changed, int64 `[m]` each."""
+        """Copy the codes of rows that eviction moved but did not change, int64 `[m]` each."""
         assert layer.key is not None and layer.value is not None
         layer.key[target_rows], layer.value[target_rows] = key[source_rows], value[source_rows]
 
 
 class CodeLayout(NamedTuple):
-    """What the coded rows of a tensor look like.
+    """Layout of the coded rows of a tensor.
 
     Attributes:
-        bits: Bits of a code; None: numbers are not quantised.
+        bits: Bits per code; None: not quantised.
         entries, channels: Rows and channels of a block, which shares a scale and a zero.
-        width: First channels of a row that are stored; the others are zero.
-        together: Rows of one head that become codes at the same time.
-        quantizer: What makes codes of blocks, by its name in `QUANTIZERS`.
+        width: Number of leading channels of a row that are stored; the others are zero.
+        together: Rows of one head that are encoded at the same time.
+        quantizer: Block quantizer by its name in `QUANTIZERS`.
     """
 
     bits: int | None
@@ -177,7 +174,7 @@ class CodeLayout(NamedTuple):
 
 
 def _code_bytes(channel_count: int, bits: int) -> int:
-    """Bytes of the codes of one row."""
+    """Return the bytes of the codes of one row."""
     return -(-channel_count * bits // 8)
 
 
@@ -190,7 +187,7 @@ def _encoded(code_layout: CodeLayout, numbers: Tensor, live_rows: Tensor, coded_
 
 
 def _writing(method: Callable[..., None]) -> Callable[..., None]:
-    """Let a method make tensors that forwards in any mode can write to."""
+    """Make the tensors created by a method writable for forwards in any mode."""
 
     @functools.wraps(method)
     def run_writable(*args: Any) -> None:
@@ -201,11 +198,10 @@ def _writing(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Coded(Tensor):
-    """Keys or values `[rows, d]` as codes; to everything that reads it, a tensor of decoded rows.
+    """Keys or values `[rows, d]` as codes; every reader sees a tensor of decoded rows.
 
-    A row is empty (it decodes to zeros), exact, or part of a group of rows whose blocks share a
-    scale and a zero; what they mean is up to the quantizer. Without bits a group is one row, and
-    its numbers are the zeros of blocks of one number each.
+    A row is empty (it decodes to zeros), exact, or part of a group of rows whose blocks share a scale and a zero, as
+    interpreted by the quantizer. Without bits a group is one row, and its numbers are the zeros of one-number blocks.
 
     Attributes:
         kind: Bits, blocks and width of the rows that are not exact.
@@ -234,7 +230,7 @@ class Coded(Tensor):
 
     @classmethod
     def empty(cls, row_count: int, reference: Tensor, code_layout: CodeLayout) -> Coded:
-        """Rows that hold nothing, with the channels, dtype and device of a tensor."""
+        """Return empty rows with the channels, dtype and device of a tensor."""
         code_bytes = 0 if code_layout.bits is None else _code_bytes(code_layout.width, code_layout.bits)
         block_count = code_layout.width // code_layout.channels
         scale_count = 0 if code_layout.bits is None else block_count
@@ -255,7 +251,7 @@ class Coded(Tensor):
 
     # -- reading ----------------------------------------------------------------------------------
     def decode(self) -> Tensor:
-        """All rows as numbers, `[rows, d]`."""
+        """Decode all rows, `[rows, d]`."""
         bits, block_channels, width = self.kind.bits, self.kind.channels, self.kind.width
         group_indices = self.place.clamp(min=0).long()
         numbers = self.zero[group_indices]
@@ -271,7 +267,7 @@ class Coded(Tensor):
         return numbers
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Rows: still coded for a slice or a list of rows, decoded for any other index."""
+        """Return rows: still coded for a slice or a list of rows, decoded for any other index."""
         if isinstance(index, slice) or index.dim() == 1:
             return self._with(code=self.code[index], place=self.place[index])
         code_rows, row_places = self.code[index], self.place[index]
@@ -285,7 +281,7 @@ class Coded(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Decode whatever an operation reads; only joining keeps codes."""
+        """Decode the inputs of an operation; only concatenation keeps codes."""
         if func is torch.ops.aten.cat.default and not (len(args) > 1 and args[1]):
             return _join_coded(args[0])
         if func._schema.is_mutable:
@@ -331,9 +327,9 @@ class Coded(Tensor):
         _, entries, channels, width, rows_per_call, quantizer_name = self.kind
         quantizer, blocks_per_row = QUANTIZERS[quantizer_name], width // channels
         blocks = numbers.reshape(-1, entries, blocks_per_row, channels).transpose(1, 2)
-        # Contiguous whatever their number is: a sum over other strides can have other bits.
+        # Contiguous for every block count, because a sum over other strides can have other bits.
         blocks = blocks.reshape(-1, entries * channels).contiguous()
-        # What a head holds must not depend on what else is cached.
+        # A head's codes must not depend on what else is cached.
         block_calls = blocks.split(rows_per_call // entries * blocks_per_row) if quantizer.joint else [blocks]
         encoded_calls = [quantizer.encode(call_blocks, bits) for call_blocks in block_calls]
         code_values, scales, zero_points = (
@@ -349,7 +345,7 @@ class Coded(Tensor):
         self.zero = torch.cat([self.zero, zero_points.view(-1, blocks_per_row)])
 
     def _tidy(self) -> None:
-        """Forget groups and exact rows that no row refers to any more."""
+        """Discard groups and exact rows that no row refers to any more."""
         row_places = self.place.long()
         exact_places, self.exact = _drop_unused(-row_places, self.exact, 1)
         group_places, self.scale = _drop_unused(row_places, self.scale, 0)
@@ -358,26 +354,26 @@ class Coded(Tensor):
 
     # -- memory -----------------------------------------------------------------------------------
     def clone(self, **_: Any) -> Coded:
-        """An independent copy."""
+        """Return an independent copy."""
         field_names = ("code", "place", "scale", "zero", "exact")
         return self._with(**{field_name: getattr(self, field_name).clone() for field_name in field_names})
 
     def new_zeros(self, rows: int, *_: int, **__: Any) -> Coded:  # type: ignore[override]
-        """Empty rows of the same kind."""
+        """Return empty rows of the same kind."""
         return self.empty(rows, self.exact, self.kind)
 
     @property
     def owned_bytes(self) -> int:
-        """Bytes that are allocated for codes, scales, zeros, exact rows and their places."""
+        """Return the bytes allocated for codes, scales, zeros, exact rows and their places."""
         tensors = (self.code, self.place, self.scale, self.zero, self.exact)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _drop_unused(places: Tensor, stored_rows: Tensor, row_offset: int) -> tuple[Tensor, Tensor]:
-    """Keep the rows of a table that positive places refer to (place `p` to row `p - row_offset`).
+    """Keep the table rows that positive places refer to (place `p` to row `p - row_offset`).
 
     Returns:
-        The new places, and the table; its unused row 0, where `row_offset` is 0, stays.
+        The new places and the table; its unused row 0, where `row_offset` is 0, stays.
     """
     is_used = torch.zeros(len(stored_rows) + row_offset, dtype=torch.bool, device=places.device)
     is_used[places.clamp(min=0)] = True
@@ -387,7 +383,7 @@ def _drop_unused(places: Tensor, stored_rows: Tensor, row_offset: int) -> tuple[
 
 
 def _join_coded(coded_parts: Sequence[Any]) -> Coded:
-    """Rows of several coded tensors of one kind, one after the other."""
+    """Concatenate the rows of several coded tensors of one kind."""
     first_part = coded_parts[0]
     joined_places, group_count, exact_count = [], 0, 0
     for coded_part in coded_parts:

@@ -1,9 +1,8 @@
-"""The contract with a model's attention: what kvbench computes itself, and what it refuses.
+"""The contract with a model's attention: what kvbench computes itself and what it refuses.
 
-transformers hands every attention function what a family's attention adds to the plain softmax
-(sinks, soft caps, biases) as keywords, and an attention function that ignores one of them is
-silently wrong. So whatever is not listed here is refused. To support more, compute it in
-`kvbench.engine.attachment` and `kvbench.engine.attend`, then add its keyword to `IMPLEMENTED`.
+transformers passes whatever a family adds to plain softmax attention (sinks, soft caps, biases) as keywords, and an
+attention function that ignores one of them is silently wrong. Unlisted keywords are therefore refused. To support more,
+compute it in `kvbench.engine.attachment` and `kvbench.engine.attend`, then add its keyword to `IMPLEMENTED`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from transformers.masking_utils import causal_mask_function
 from kvbench.errors import UserError
 
 IMPLEMENTED = frozenset({"sliding_window"})
-"""Keywords that change attention and that kvbench implements, by the mask of sliding layers."""
+"""Keywords that change attention and that kvbench implements (through the mask of sliding layers)."""
 
 HARMLESS = frozenset(
     {
@@ -34,7 +33,7 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""Keywords of a model's forward that reach attention functions, but change no attention weight."""
+"""Keywords of a model's forward that reach attention functions but change no attention weight."""
 
 _MEANINGS = {
     "s_aux": "attention sinks",
@@ -47,20 +46,19 @@ _MEANINGS = {
 
 
 def family_of(module: nn.Module) -> str:
-    """Return the name of a module's family in messages."""
+    """Return the model family's name for messages."""
     return str(getattr(getattr(module, "config", None), "model_type", type(module).__name__))
 
 
 def check_keywords(module: nn.Module, keywords: Mapping[str, Any]) -> None:
-    """Refuse attention that is given a keyword which kvbench does not implement.
+    """Refuse attention that receives a keyword kvbench does not implement.
 
     Args:
-        module: The attention module.
-        keywords: What the attention function received besides queries, keys, values, mask, scale
-            and dropout. A keyword that is None or False changes nothing.
+        keywords: Arguments of the attention function other than queries, keys, values, mask, scale and dropout. A
+            keyword that is None or False changes nothing.
 
     Raises:
-        UserError: A keyword is not known; the message names it.
+        UserError: A keyword is unknown; the message names it.
     """
     for keyword, argument in keywords.items():
         if argument is None or argument is False or keyword in HARMLESS or keyword in IMPLEMENTED:
@@ -81,18 +79,15 @@ def check_attention(
     keywords: Mapping[str, Any],
     cached: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Refuse attention of a full layer over a ragged cache that is not the plain softmax.
+    """Refuse attention of a full layer over a ragged cache that is not plain softmax attention.
 
     Args:
-        module: The attention module.
-        key: What the module passes as keys.
-        value: What it passes as values.
-        mask: What it passes as mask or bias; kvbench's own mask of full layers is None.
+        mask: Mask or bias passed by the module; kvbench's own mask of full layers is None.
         keywords: See `check_keywords`.
-        cached: Keys and values that the cache returned to the module; None if it did not ask.
+        cached: Keys and values that the cache returned to the module; None if it did not use the cache.
 
     Raises:
-        UserError: kvbench does not implement this attention; the message says what about it.
+        UserError: kvbench does not implement this attention; the message gives the reason.
     """
     check_keywords(module, keywords)
     if mask is not None:
@@ -106,10 +101,10 @@ def check_attention(
 
 
 def check_mask(config: Any, mask_function: Callable[..., Any] | None) -> None:
-    """Refuse full attention whose mask is not the causal one, such as one that opens up images.
+    """Refuse full attention whose mask is not causal, such as one that is bidirectional within images.
 
     Raises:
-        UserError: It is another mask.
+        UserError: The mask is not causal.
     """
     if mask_function is not None and mask_function is not causal_mask_function:
         family = getattr(config, "model_type", "this model's")
@@ -117,14 +112,14 @@ def check_mask(config: Any, mask_function: Callable[..., Any] | None) -> None:
 
 
 def check_consumed(module: nn.Module, pending: object) -> None:
-    """Refuse attention that does not call the attention function that it is configured with.
+    """Refuse attention that bypasses the configured attention function.
 
     Args:
-        module: The attention module, whose forward has ended.
-        pending: New keys and values that no attention function has taken.
+        module: The attention module, after its forward.
+        pending: New keys and values that no attention function has consumed.
 
     Raises:
-        UserError: There are any.
+        UserError: Pending keys and values are left.
     """
     if pending is not None:
         raise _refusal(module, "does not use transformers' attention interface")

@@ -1,4 +1,4 @@
-"""The decision of one compression: score, allocate, select and merge, exact to the entry."""
+"""The decision of one eviction step: score, allocate, select and merge, with an exact entry count."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvbench.view.scores import checked_scores
 
 
 class Decision(NamedTuple):
-    """What one layer keeps: bool `[B, H, n]`, per-entry extras, and K and V if they changed."""
+    """Entries kept in one layer, bool `[B, H, n]`, their per-entry state, and K and V if they changed."""
 
     keep: Tensor
     extras: dict[str | Need, Tensor]
@@ -37,10 +37,10 @@ class Decision(NamedTuple):
 
 @dataclass
 class EvictionStep(ViewBuilder):
-    """One compression of one cache for one policy; several budgets have one row each.
+    """One eviction step of one cache for one policy, with one row per budget.
 
     Attributes:
-        states: State of the merger in every layer, for the sequences of this cut.
+        states: Merger state of every layer, for the sequences of this step.
     """
 
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -53,22 +53,22 @@ class EvictionStep(ViewBuilder):
 
     @property
     def at_once(self) -> bool:
-        """Whether a layer can be decided as soon as its own forward has ended."""
+        """Return whether a layer can be decided as soon as its own forward has ended."""
         waits_for_end = any(need.of_tokens or need.at_end for need in self.policy.needs)
         return self.by_layer and not waits_for_end
 
     @cached_property
     def shares(self) -> Tensor:
-        """Entries of every layer, int64 `[B, L]` (scopes `head` and `layer`).
+        """Return the budget of every layer in entries, int64 `[B, L]` (scopes `head` and `layer`).
 
-        At a later cut a layer can hold less than its share; the others get the rest.
+        At a later step a layer may hold less than its budget; the other layers get the rest.
 
         Raises:
-            BudgetError: The allocator's shares do not sum to the budget.
+            BudgetError: The layers' budgets do not sum to the total.
         """
         layer_budgets = self.policy.allocate.shares(self.info, self.length, self.mean).to(torch.int64)
         if layer_budgets.sum(1).tolist() != self.total:
-            raise BudgetError(f"{self.policy}: the layers' shares do not sum to the budget")
+            raise BudgetError(f"{self.policy}: the layers' budgets do not sum to the total budget")
         layer_entries = []
         for layer in self.cache.ragged:
             if layer.packed:
@@ -85,11 +85,11 @@ class EvictionStep(ViewBuilder):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether everything is kept."""
+        """Return whether everything is kept."""
         return not self.policy.evicts or self.budget == self.length.tolist()
 
     def _extras(self, view: View) -> dict[str | Need, Tensor]:
-        """Per-entry state to store with the entries, if another cut can come."""
+        """Return the per-entry state to store if another eviction step can follow."""
         if not goes_on(self.policy, self.moment):
             return {}
         extras: dict[str | Need, Tensor] = {}
@@ -124,23 +124,22 @@ class EvictionStep(ViewBuilder):
         return decisions
 
     def keep_everything(self, view: View) -> Decision:
-        """Keep everything in one layer; the policy still initialises its extras."""
+        """Keep everything in one layer; the policy still initialises its per-entry state."""
         if self.policy.score is not None and self.policy.score.extras:
             self._score(view)
         self.untouched()
         return Decision(view.valid.expand(len(self.budget), -1, -1), self._extras(view))
 
     def check(self, entry_counts: list[int]) -> None:
-        """Compare the held entries with the budget, and read the flags that were collected.
+        """Compare the held entries with the budget and read the collected error flags.
 
-        The flags are read once per cut, because reading one makes a GPU wait.
+        The flags are read once per step, because reading one makes a GPU wait.
 
         Args:
-            entry_counts: Entries of every sequence of this cut over all layers and heads.
+            entry_counts: Entries of every sequence of this step over all layers and heads.
 
         Raises:
-            BudgetError: The number differs, a score was not finite, or a selector did not keep
-                exactly its share.
+            BudgetError: The counts differ, a score is not finite, or a selector did not keep exactly its budget.
         """
         if self._flags:
             device = self.length.device
@@ -156,7 +155,7 @@ class EvictionStep(ViewBuilder):
                 )
 
     def _prepared(self, view: View) -> Scored:
-        """Score one layer; with several budgets, view and scores get a row for each."""
+        """Score one layer; with several budgets, repeat view and scores once per budget."""
         scores = self._score(view)
         if self.spread:
             budgets = self.mean.to(view.col.device)
@@ -194,14 +193,14 @@ class EvictionStep(ViewBuilder):
         if self.shared is not None and not view.read_budget:
             seconds = now(view.col.device) - started
             self.shared_seconds += seconds
-            # Copies: a selector may write to its scores, whichever way.
+            # A selector may write to its scores, so give it copies.
             extras = {extra_name: extra.clone() for extra_name, extra in view.extras.items()}
             cached_scores = CachedScores(_copied(scores), extras, seconds, flag)
             self.shared.scores[view.layer, score] = cached_scores
         return self._shown_scores(scores)
 
     def _shown_scores(self, scores: Scores) -> Scores:
-        """Note scores that the other parts of the policy are given."""
+        """Record the scores passed to the other parts of the policy."""
         self._changes.show("scores", scores.value)
         self._changes.show("protect", scores.protect)
         return scores
@@ -209,7 +208,7 @@ class EvictionStep(ViewBuilder):
     def _select(self, view: View, scores: Scores, head_budgets: Tensor) -> Decision:
         entry_mask = self.policy.select.select(view, scores, head_budgets)
         is_wrong = (entry_mask & ~view.valid).any() | (entry_mask.sum(-1) != head_budgets).any()
-        message = f"in layer {view.layer} the selector did not keep exactly each head's share"
+        message = f"in layer {view.layer} the selector did not keep exactly each head's budget"
         self._flags.append((message, is_wrong))
         if self.policy.merge is None:
             return Decision(entry_mask, self._extras(view))
@@ -229,7 +228,7 @@ class EvictionStep(ViewBuilder):
         return Decision(entry_mask, self._extras(view), key, value)
 
     def state_of(self, layer_index: int) -> list[dict[str, Tensor]]:
-        """The merger's state in a layer, separately for every sequence of this cut."""
+        """Return the merger state of a layer, one item per sequence of this step."""
         state = self.states.get(layer_index, {})
         sequence_indices = range(len(self.budget))
         return [
@@ -243,7 +242,7 @@ def _copied(scores: Scores) -> Scores:
 
 
 def _gathered(scored: list[Scored], device: torch.device) -> list[Scored]:
-    """Move scores and views of all layers, without keys and values, to one device."""
+    """Move the scores and views of all layers, without keys and values, to one device."""
     if all(scored_layer.view.col.device == device for scored_layer in scored):
         return scored
     gathered = []

@@ -1,4 +1,4 @@
-"""Decoding: when a response ends, greedy decoding on a prefix, and batches of compressed caches."""
+"""Decoding: stop conditions, greedy decoding on a prefix, and batches of compressed caches."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvbench.errors import UserError
 NOT_FINITE = (
     "logits are not finite: NaN or infinity; use --dtype float32 or bfloat16, or check the model's configuration"
 )
-"""Why a response fails whose logits cannot be decoded."""
+"""Error of a response whose logits cannot be decoded."""
 
 BLOCK = 32
-"""Given tokens that are fed at once if nothing is cut between them."""
+"""Number of given tokens fed per forward if no eviction step lies between them."""
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
-    """Token ids that end a response: those of the generation configuration and the tokenizer."""
+    """Return the end-of-response token ids of the generation configuration and the tokenizer."""
     generation_config: Any = getattr(model, "generation_config", None)
     configured = getattr(generation_config, "eos_token_id", None)
     candidates = configured if isinstance(configured, list) else [configured]
@@ -38,14 +38,14 @@ def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
 class Stop:
     """Decides when a response ends: at an end token, or at a stop string in the decoded text.
 
-    Stop strings are not looked for in thinking, open or closed, or in the white space after it.
+    Thinking, open or closed, and the whitespace after it are not searched for stop strings.
 
     Args:
         tokenizer: Decodes tokens.
-        eos: Token ids that end a response.
-        until: Strings that end it; the text is cut before the first one.
+        end_token_ids: Token ids that end a response.
+        stop_strings: Strings that end it; the text is truncated before the first one.
         thinking: The tokens around thinking, if the tokenizer has them.
-        open: Whether the prompt has opened thinking.
+        thinking_open: Whether the prompt has opened thinking.
     """
 
     def __init__(
@@ -64,11 +64,10 @@ class Stop:
         self.open = thinking_open
 
     def start(self, search_start: int, token_id: int, token_count: int) -> int:
-        """Index of the first token to search for stop strings; -1 while thinking is open.
+        """Return the index of the first token to search for stop strings; -1 while thinking is open.
 
         Args:
             search_start: The result for the tokens before this one.
-            token_id: The new token.
             token_count: Number of tokens, including this one.
         """
         if self.thinking is None:
@@ -78,19 +77,19 @@ class Stop:
         return -1 if token_id == self.thinking.open else search_start
 
     def reason(self, tokens: list[int], search_start: int = 0) -> str:
-        """Why the response ends here: `eos`, `stop`, or an empty string if it does not."""
+        """Return why the response ends here (`eos` or `stop`), or "" if it continues."""
         if tokens and tokens[-1] in self.eos:
             return "eos"
         if self.until and search_start >= 0:
             tail_text = self._text(tokens[max(search_start, len(tokens) - self.tail) :])
-            if search_start:  # white space after thinking does not belong to the answer
+            if search_start:  # whitespace after thinking does not belong to the answer
                 tail_text = tail_text.lstrip()
             if any(stop_string in tail_text for stop_string in self.until):
                 return "stop"
         return ""
 
     def text(self, tokens: list[int]) -> str:
-        """The decoded response, cut before the first stop string after the thinking."""
+        """Return the decoded response, truncated before the first stop string after the thinking."""
         search_start = -1 if self.open else 0
         for token_count, token_id in enumerate(tokens, 1):
             search_start = self.start(search_start, token_id, token_count)
@@ -114,17 +113,17 @@ class Stop:
 
 @dataclass
 class DecodeRow:
-    """A response that is being generated.
+    """A response in progress.
 
     Attributes:
-        limit: Most new tokens.
+        limit: Maximum number of new tokens.
         stop: Decides when it ends.
         tokens: Tokens generated so far.
         reason: Why it has ended; empty while it continues.
-        draw: How its tokens are drawn; None: greedily.
-        given: Tokens that are measured instead of generated.
+        draw: Sampling of its tokens; None: greedy.
+        given: Tokens to measure instead of generating.
         nll: Negative log-likelihood of the given tokens so far, in nats.
-        error: Why the response has failed, or an empty string.
+        error: Why the response has failed, or "".
     """
 
     limit: int
@@ -157,8 +156,7 @@ class DecodeRow:
         """Measure the next given tokens.
 
         Args:
-            logits: Logits before each of them, `[n, vocabulary]`; only as many are used as given
-                tokens are left.
+            logits: Logits before each of them, `[n, vocabulary]`; rows beyond the remaining given tokens are ignored.
         """
         measured_tokens = self.given[len(self.tokens) : len(self.tokens) + len(logits)]
         if measured_tokens:
@@ -175,7 +173,7 @@ class DecodeRow:
         self.reason, self.error = "error", NOT_FINITE
 
     def text(self) -> str:
-        """The response as it is stored."""
+        """Return the response text as stored."""
         if self.given:
             return json.dumps({"nll": self.nll, "tokens": len(self.tokens)})
         return self.stop.text(self.tokens)
@@ -185,11 +183,11 @@ def greedy(prefix: Prefix, logits: Tensor, max_tokens: int, stop: Stop, *, feed_
     """Decode greedily on a full cache of one sequence.
 
     Args:
-        prefix: The prompt, prefilled; it is extended.
+        prefix: The prefilled prompt; it is extended.
         logits: Logits after the prompt, `[1, vocabulary]`.
-        max_tokens: Most new tokens.
+        max_tokens: Maximum number of new tokens.
         stop: Decides when the response ends.
-        feed_last: Whether the last token is fed as well, so that the prefix holds it.
+        feed_last: Whether to feed the last token too, so that the prefix holds it.
 
     Yields:
         Each token before it is fed.
@@ -213,16 +211,15 @@ def greedy(prefix: Prefix, logits: Tensor, max_tokens: int, stop: Stop, *, feed_
 
 
 class Batch:
-    """A batch of compressed caches, each with a response of its own.
+    """A batch of compressed caches, each with its own response.
 
-    The batch always has `slots` rows (the last one is repeated if there are fewer). With a constant
-    number the shapes of all matrix products, and so the bits of a row, do not depend on the other
-    rows.
+    The batch always has `slot_count` rows (the last one is repeated if there are fewer). A constant row count keeps the
+    shapes of all matrix products, so the bits of a row do not depend on the other rows.
 
     Args:
         model: The model, inside `engine`.
-        caches: At most `slots` packed caches of one sequence each.
-        slots: Rows of the batch.
+        caches: At most `slot_count` packed caches of one sequence each.
+        slot_count: Rows of the batch.
     """
 
     def __init__(self, model: nn.Module, caches: Sequence[RaggedCache], slot_count: int) -> None:
@@ -242,9 +239,9 @@ class Batch:
         """Append tokens to every row.
 
         Args:
-            row_tokens: At most `width` tokens for each row; a row without tokens waits.
+            row_tokens: At most `width` tokens per row; a row without tokens waits.
             width: Columns of the forward; shorter rows are padded on the left.
-            pixels: The media among the tokens, in a batch of one slot.
+            pixels: The media among the tokens, in a batch of one row.
 
         Returns:
             Logits after the last token of every row, `[rows, vocabulary]`.
@@ -259,7 +256,7 @@ class Batch:
         pixels: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Append tokens; return the last logits, `[rows, logit_count, vocabulary]`."""
-        # If rows are cut as they grow, or read one by one, a repeated row gets no token.
+        # A repeated row gets no token if rows have eviction state or are read one by one.
         separate_rows = self.cache.upkeep is not None or bool(self.cache.readings)
         filler_tokens = () if separate_rows else row_tokens[-1]
         slot_tokens = [*row_tokens, *[filler_tokens] * (self.slots - self.rows)]
@@ -272,10 +269,10 @@ class Batch:
         """Generate until every row has ended.
 
         Args:
-            responses: One response for each row of the batch.
-            logits: Logits after the last prompt token of each, `[rows, vocabulary]`.
-            pause_ended: Whether a row that has ended gets no more tokens, because its cache is used
-                afterwards or counts in statistics.
+            responses: One response per row of the batch.
+            logits: Logits after each row's last prompt token, `[rows, vocabulary]`.
+            pause_ended: Whether an ended row gets no more tokens, because its cache is used afterwards or its
+                statistics count.
         """
         while True:
             step_counts = [len(response.tokens) for response in responses]
@@ -284,20 +281,20 @@ class Batch:
                 response.push(token_id)
             if all(response.reason for response in responses):
                 return
-            # A row that failed at its first token has none; any keeps the batch as it is.
+            # A row that failed at its first token has none; an arbitrary token keeps the batch shape.
             next_inputs = [
                 () if pause_ended and response.reason else response.tokens[-1:] or (0,) for response in responses
             ]
             logits = self.feed(next_inputs, 1)
 
     def measure(self, responses: Sequence[DecodeRow], logits: Tensor) -> None:
-        """Feed every row its given tokens and sum up their negative log-likelihood.
+        """Feed every row its given tokens and sum their negative log-likelihood.
 
-        If the cache is cut while it grows, or has sliding windows, the tokens are fed one by one.
+        Tokens are fed one by one if the cache is evicted from as it grows, or has sliding windows.
 
         Args:
-            rows: One response for each row of the batch.
-            logits: Logits after the last prompt token of each, `[rows, vocabulary]`.
+            responses: One response per row of the batch.
+            logits: Logits after each row's last prompt token, `[rows, vocabulary]`.
         """
         width = 1 if self.cache.upkeep is not None or self.cache.slides else BLOCK
         for response, row_logits in zip(responses, logits, strict=True):

@@ -1,11 +1,10 @@
-"""Draws tokens with temperature, top-k and top-p, and seeds the noise of draws and policies.
+"""Sampling with temperature, top-k and top-p, and noise seeds of sampling and policies.
 
-The drawn token is the largest `logit + Gumbel noise`, which is a draw from the softmax of the
-logits (the Gumbel-max trick). The noise is an integer hash of the response's key, step and token.
-There is no generator with a state, so a response depends neither on its batch nor on resuming nor
-on other cells. The key contains neither policy nor budget: all cells of a comparison draw with the
-same noise, and two caches that agree on the logits give the same answer, which makes paired
-differences less noisy.
+The sampled token is the largest `logit + Gumbel noise`, a sample from the softmax of the logits (the Gumbel-max trick).
+The noise is an integer hash of the response's key, step and token. There is no generator state, so a response depends
+neither on its batch, nor on resuming, nor on other cells. The key contains neither policy nor budget: all cells of a
+comparison use the same noise, and two caches with equal logits give the same answer, which makes paired differences
+less noisy.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _WORD = 1 << 64
 
 @dataclass(frozen=True)
 class Draw:
-    """How the tokens of one response are drawn.
+    """Sampling of the tokens of one response.
 
     Attributes:
         sampling: Temperature, top-k and top-p.
@@ -36,24 +35,24 @@ class Draw:
     key: tuple[int | str, ...]
 
     def state(self, step: int) -> int:
-        """The state that the noise of a step starts from, a signed 64-bit integer."""
+        """Return the initial noise state of a step, a signed 64-bit integer."""
         key_bytes = repr((*self.key, step)).encode()
         digest = hashlib.blake2b(key_bytes, digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
 
 def warped(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits `[N, V]` at the temperature, with -inf for tokens that top-k and then top-p drop.
+    """Return logits `[N, V]` at the temperature, with -inf for tokens removed by top-k and then top-p.
 
-    The same as transformers' `TemperatureLogitsWarper`, `TopKLogitsWarper` and `TopPLogitsWarper`
-    in this order: all logits equal to the k-th largest stay, and at least one token stays.
+    Equivalent to transformers' `TemperatureLogitsWarper`, `TopKLogitsWarper` and `TopPLogitsWarper` in this order: all
+    logits equal to the k-th largest stay, and at least one token stays.
     """
     logits = logits.float() / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest_logit = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_logit, -torch.inf)
     if sampling.top_p < 1:
-        # Ascending: drop tokens while their total is at most 1 - top_p, but never the last one.
+        # Ascending: remove tokens while their total is at most 1 - top_p, but never the last one.
         sorted_logits, sort_order = logits.sort(dim=-1, stable=True)
         is_dropped = sorted_logits.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         is_dropped[:, -1] = False
@@ -62,7 +61,7 @@ def warped(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def gumbel(states: Sequence[int], vocabulary_size: int, device: torch.device) -> Tensor:
-    """Standard Gumbel noise `[N, tokens]`, float64, from one 64-bit state per row.
+    """Return standard Gumbel noise `[N, tokens]`, float64, from one 64-bit state per row.
 
     Token v of a row is output v of SplitMix64 from the row's state.
     """
@@ -77,14 +76,14 @@ def gumbel(states: Sequence[int], vocabulary_size: int, device: torch.device) ->
 
 
 def choose(logits: Tensor, draws: Sequence[Draw | None], steps: Sequence[int]) -> list[int]:
-    """The next token of every row; -1 where the logits are NaN or infinite.
+    """Choose the next token of every row; -1 where the logits are NaN or infinite.
 
-    Logits of -inf are allowed, unless all are: some models mask tokens with them.
+    Logits of -inf are allowed unless all are: some models mask tokens with them.
 
     Args:
         logits: `[N, V]`.
-        draws: How each row is drawn; None: greedily.
-        steps: Number of tokens that each row has.
+        draws: Sampling of each row; None: greedy.
+        steps: Number of tokens generated so far in each row.
     """
     best_tokens = logits.argmax(-1)  # NaN is larger than any number
     is_finite = logits.gather(-1, best_tokens[:, None])[:, 0].isfinite()
@@ -103,7 +102,7 @@ def choose(logits: Tensor, draws: Sequence[Draw | None], steps: Sequence[int]) -
 
 
 def row_seeds(cache: RaggedCache, seed: int) -> Tensor:
-    """Noise seeds of the sequences, int64 `[B]`, from the run's seed and the sequence's tokens.
+    """Return noise seeds of the sequences, int64 `[B]`, from the run's seed and the sequence's tokens.
 
     Padding does not count, so that a sequence has the same noise in every batch.
     """

@@ -1,7 +1,6 @@
-"""The driver: what happens around every forward on a ragged cache.
+"""The driver of observation and eviction around every forward on a ragged cache.
 
-It observes, decides and evicts for everyone: `kvbench.attach`, prefixes and their cells, head
-profiles and analyses.
+It serves `kvbench.attach`, prefixes and their cells, head profiles and analyses.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from kvbench.errors import UserError
 from kvbench.view import AttentionMass, ModelInfo, Need, PerToken
 
 Watch = Callable[[Forward, RaggedLayer, Step], None]
-"""Called with every layer of a forward, after the driver is done with the layer."""
+"""Called with every layer of a forward, after the driver has processed it."""
 
 
 def start_observers(cache: RaggedCache, needs: frozenset[Need], info: ModelInfo) -> None:
-    """Give a cache the observers of some needs."""
+    """Give a cache the observers of the required observations."""
     cache.observers = {need: observer_for(need, info) for need in needs if not need.of_tokens}
     cache.token_observers = {need: SurprisalObserver() for need in needs if need.of_tokens}
 
@@ -38,7 +37,7 @@ class Driver:
 
     Args:
         model: A causal language model of a supported family.
-        watch: Looks at every layer of every forward.
+        watch: Called with every layer of every forward.
     """
 
     def __init__(self, model: nn.Module, watch: Watch | None = None) -> None:
@@ -48,7 +47,7 @@ class Driver:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Put kvbench's attention into the model for as long as the block lasts."""
+        """Use kvbench's attention in the model within the block."""
         with attached(self.model, self.before, self.after):
             yield
 
@@ -60,14 +59,14 @@ class Driver:
         forward.on_layer = self._on_layer
 
     def after(self, cache: RaggedCache, forward: Forward) -> None:
-        """Finish a forward: observe its tokens, and cut what is due."""
+        """Finish a forward: observe its tokens and run the eviction steps that are due."""
         if cache.token_observers:
             _observe_tokens(cache, forward, self._head)
         if cache.upkeep is not None:
             after_forward(cache, forward.new_columns)
 
     def dense_layer(self, cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
-        """Called when a dense layer was observed. A subclass can compress it at once."""
+        """Handle a dense layer after its observation. Subclasses can compress it at once."""
 
     def _on_layer(self, forward: Forward, layer: RaggedLayer, step: Step) -> None:
         cache = forward.cache
@@ -83,11 +82,11 @@ class Driver:
 
 @contextmanager
 def engine(model: nn.Module, watch: Watch | None = None) -> Iterator[None]:
-    """Put kvbench's attention into a model for as long as prefixes and their caches are used.
+    """Use kvbench's attention in a model while its prefixes and caches are in use.
 
     Args:
         model: A causal language model of a supported family.
-        watch: Looks at every layer of every forward.
+        watch: Called with every layer of every forward.
     """
     with Driver(model, watch).running():
         yield
@@ -95,9 +94,9 @@ def engine(model: nn.Module, watch: Watch | None = None) -> Iterator[None]:
 
 @torch.no_grad()
 def check_supported(model: nn.Module) -> None:
-    """Refuse a model whose attention kvbench does not implement, by a forward of four tokens.
+    """Refuse a model whose attention kvbench does not implement, after a trial forward of four tokens.
 
-    For those who run a model with another attention function: kvbench's own refuses by itself.
+    Needed only to run a model with another attention function; kvbench's own checks itself.
 
     Args:
         model: A causal language model, outside `engine`.
@@ -111,11 +110,11 @@ def check_supported(model: nn.Module) -> None:
 
 
 def left_padded(token_rows: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
-    """Token ids of several rows and which of them are tokens, `[B, width]` each, on the CPU.
+    """Return the token ids of several rows, padded on the left, and their token mask, `[B, width]` each, on the CPU.
 
     Args:
-        token_rows: The tokens of every row, at most `width`.
-        width: Columns.
+        token_rows: Tokens of every row, at most `width`.
+        width: Number of columns.
     """
     padded_rows = [[0] * (width - len(row_tokens)) + [*row_tokens] for row_tokens in token_rows]
     token_ids = torch.tensor(padded_rows, dtype=torch.long)
@@ -135,15 +134,14 @@ def forward(
 
     Args:
         model: The model, inside `engine`.
-        cache: The cache that the tokens are appended to.
+        cache: The cache to append the tokens to.
         token_ids: New tokens `[B, n]`, padded on the left.
         token_mask: New columns that are tokens, `[B, n]`; None: all.
-        logit_count: Return the logits after this many last columns.
+        logit_count: Number of last columns to return logits for.
         pixels: The media among the tokens; see `kvbench.engine.vision`.
 
     Returns:
-        Logits after the last token, `[B, vocabulary]`; with `logit_count`,
-        `[B, logit_count, vocabulary]`.
+        Logits after the last token, `[B, vocabulary]`; with `logit_count`, `[B, logit_count, vocabulary]`.
     """
     model_inputs: dict[str, Tensor] = dict(pixels or {})
     position_shift: Tensor | None = None
@@ -151,7 +149,7 @@ def forward(
         model_inputs["position_ids"], position_shift = _positions(model, cache, token_ids, token_mask, model_inputs)
     if token_mask is not None and cache.valid is not None:
         token_mask = torch.cat([cache.valid, token_mask.bool()], 1)
-    # The attachment supplies positions and the mask of columns that are already in the cache.
+    # The attachment supplies positions and the mask of cached columns.
     logits: Tensor = model(
         input_ids=token_ids,
         attention_mask=None if token_mask is None else token_mask.long(),
@@ -172,9 +170,9 @@ def _positions(
     token_mask: Tensor | None,
     pixels: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor | None]:
-    """Positions of new tokens in a model with M-RoPE, and the shift of the cache after them.
+    """Return the M-RoPE positions of new tokens and the position shift of the cache after them.
 
-    The model itself would use the shift of its last prefill, whatever the cache holds.
+    The model itself would reuse the shift of its last prefill, regardless of the cache.
     """
     start_positions = torch.zeros(len(token_ids), dtype=torch.int64, device=token_ids.device)
     previous_shift = start_positions
@@ -192,9 +190,9 @@ def _positions(
 
 
 def _observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
-    """Show one layer's forward to the cache's observers (per-entry needs: dense layers only).
+    """Pass one layer's forward to the cache's observers (per-entry needs: dense layers only).
 
-    An observer can be foreign code. If it raises, the policies that need it fail, and no others.
+    An observer may be plugin code: if it raises, only the policies that need it fail.
     """
     layer.scale = step.scale
     assert cache.valid is not None
@@ -206,7 +204,7 @@ def _observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
         key, value = (step.key, step.value) if layer.packed else (layer.key, layer.value)
         query, hidden = step.query, step.hidden
         if not is_built_in(need) and not isinstance(need, PerToken):
-            # The model goes on with these tensors: a plugin gets copies.
+            # The model keeps using these tensors, so a plugin gets copies.
             query, key, value, hidden = (tensor.clone() for tensor in (query, key, value, hidden))
             token_mask = token_mask.clone()
         with cache.blaming(need):
@@ -214,20 +212,20 @@ def _observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
 
 
 def _observe_tokens(cache: RaggedCache, finished: Forward, output_head: Callable[[Tensor], Tensor]) -> None:
-    """Show a finished forward to the observers of tokens."""
+    """Pass a finished forward to the token observers."""
     assert cache.valid is not None
     for need, observer in cache.token_observers.items():
         if need in cache.broken:
             continue
         with cache.blaming(need):
             if finished.ids is None or finished.hidden is None:
-                raise UserError("surprisal needs token ids; the forward was given embeddings")
+                raise UserError("surprisal needs token ids, but the forward was given embeddings")
             device = finished.hidden.device
             observer.update(finished.ids.to(device), finished.hidden, output_head, cache.valid.to(device))
 
 
 def _update_entry_state(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
-    """Update what is stored with the entries of a packed layer that can be cut again."""
+    """Update the per-entry state of a packed layer that can be evicted from again."""
     eviction_state = cache.upkeep
     assert eviction_state is not None
     for need in eviction_state.policy.needs:

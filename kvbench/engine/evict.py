@@ -1,4 +1,4 @@
-"""Carries compressions out: packs a prefill, cuts packed caches back, and keeps their state."""
+"""Eviction: packs a prefill, evicts from packed caches, and maintains their eviction state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def compress_cache(eviction_step: EvictionStep, target_cache: RaggedCache, reser
     """Compress all layers of `eviction_step.cache` into `target_cache`, possibly the same cache.
 
     Args:
-        eviction_step: What to do.
         target_cache: Receives the packed layers and the counts.
         reserve: Free rows behind every segment.
 
@@ -42,13 +41,13 @@ def compress_together(
     """Compress one cache in several ways, with one packing per layer for all of them.
 
     Args:
-        steps: What to do: compressions of the same cache that store entries as they are, without
-            per-entry state. Their budgets become the sequences of `target_cache`, in this order.
+        steps: Eviction steps on the same cache that store entries unchanged, without per-entry state. Their budgets
+            become the sequences of `target_cache`, in this order.
         target_cache: Receives the packed layers and the counts.
         reserve: Free rows behind every segment.
 
     Returns:
-        The seconds that every cut took to decide.
+        Decision time of each step in seconds.
 
     Raises:
         BudgetError: A policy did not keep exactly its budget.
@@ -68,7 +67,7 @@ def compress_together(
 
 
 def _decisions(eviction_step: EvictionStep) -> Iterator[Decision]:
-    """Decide for every layer, one after the other where the policy's shares allow it."""
+    """Decide for every layer, one at a time where the allocator permits it."""
     layers = list(enumerate(eviction_step.cache.ragged))
     if eviction_step.keeps_all:
         yield from (
@@ -81,15 +80,11 @@ def _decisions(eviction_step: EvictionStep) -> Iterator[Decision]:
 
 
 def _pack(source_layer: RaggedLayer, target_layer: RaggedLayer, decision: Decision, reserve: int | None) -> None:
-    """Pack what is kept of a dense layer; a decision without K and V takes the layer's."""
+    """Pack the kept entries of a dense layer; without K and V in the decision, use the layer's."""
     assert source_layer.key is not None and source_layer.value is not None
     key = source_layer.key if decision.key is None else decision.key
     value = source_layer.value if decision.value is None else decision.value
-    target_layer.seen, target_layer.dim, target_layer.scale = (
-        source_layer.seen,
-        source_layer.dim,
-        source_layer.scale,
-    )
+    target_layer.seen, target_layer.dim, target_layer.scale = source_layer.seen, source_layer.dim, source_layer.scale
     target_layer.dtype, target_layer.device = source_layer.dtype, source_layer.device
     target_layer.is_initialized = True
     columns = torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
@@ -104,14 +99,14 @@ def pack_layer(
     decision: Decision,
     reserve: int | None = None,
 ) -> None:
-    """Pack the entries of one dense layer that a decision keeps.
+    """Pack the kept entries of one dense layer.
 
     Args:
-        eviction_step: The compression that the decision belongs to.
+        eviction_step: The eviction step of the decision.
         layer_index: Index of the layer among the full-attention layers.
         source_layer: The dense layer.
         target_layer: Receives the entries; can be the same layer.
-        decision: What to keep.
+        decision: Entries to keep.
         reserve: Free rows behind every segment.
     """
     target_layer.state = eviction_step.state_of(layer_index)
@@ -128,11 +123,11 @@ def pack_layer(
 
 
 def record_counts(eviction_steps: Sequence[EvictionStep], target_cache: RaggedCache) -> None:
-    """Record how many entries are held after compressions, and check the numbers.
+    """Record and check the number of entries held after compression.
 
     Args:
-        eviction_steps: The compressions; the sequences of `target_cache` are theirs in this order.
-        target_cache: What they have made.
+        eviction_steps: The eviction steps, in the order of the sequences of `target_cache`.
+        target_cache: The compressed cache.
 
     Raises:
         BudgetError: A policy did not keep exactly its budget.
@@ -149,20 +144,19 @@ def record_counts(eviction_steps: Sequence[EvictionStep], target_cache: RaggedCa
         target_cache.held_entries += entry_counts
 
 
-# --- between cuts ---------------------------------------------------------------------------------
+# --- later eviction steps ------------------------------------------------------------------------
 
 
 def start_eviction_state(eviction_step: EvictionStep, cache: RaggedCache, budget: list[int]) -> None:
-    """Set up what a newly packed cache needs between cuts; free what only the prefill needed.
+    """Set up the eviction state of a newly packed cache; free what only the prefill needed.
 
     Args:
-        eviction_step: The first compression.
-        cache: The packed cache.
-        budget: Mean entries per (layer, head) that later cuts leave, for every sequence; with a
-            reader, the entries that a query reads.
+        eviction_step: The first eviction step.
+        budget: Mean entries per (layer, head) after later steps, per sequence; with a reader, the entries a query
+            reads.
     """
     policy = eviction_step.policy
-    if eviction_step.moment != "turns":  # the first turn reads everything, as nothing is cut before it
+    if eviction_step.moment != "turns":  # nothing is evicted before the first turn, which reads everything
         read_few(cache, policy, eviction_step.info, budget)
     if not goes_on(policy, eviction_step.moment):
         cache.observers, cache.token_observers = {}, {}
@@ -185,13 +179,10 @@ def start_eviction_state(eviction_step: EvictionStep, cache: RaggedCache, budget
 
 
 def read_few(cache: RaggedCache, policy: Policy, info: ModelInfo, budget: Sequence[int]) -> None:
-    """Let the queries of a packed cache read only their budget, if the policy has a reader.
+    """Limit what queries of a packed cache read to their budget, if the policy has a reader.
 
     Args:
-        cache: The packed cache.
-        policy: Its policy.
-        info: The model.
-        budget: Entries that a query reads of each (layer, KV head), for every sequence.
+        budget: Entries a query reads per (layer, KV head), for every sequence.
     """
     cache.readings = readings(policy, info, budget)
     if cache.readings:
@@ -204,11 +195,11 @@ def read_few(cache: RaggedCache, policy: Policy, info: ModelInfo, budget: Sequen
 
 
 def after_forward(cache: RaggedCache, column_count: int) -> None:
-    """Note what a cache holds after a forward, and cut the sequences that are due.
+    """Record what a cache holds after a forward, and evict from the sequences that are due.
 
     Args:
-        cache: A cache with an upkeep.
-        column_count: Columns of the forward. A chunk of a prefill has more than one.
+        cache: A cache with decode-time eviction state.
+        column_count: Columns of the forward. A prefill chunk has more than one.
     """
     eviction_state = cache.upkeep
     assert eviction_state is not None
@@ -234,7 +225,7 @@ def after_forward(cache: RaggedCache, column_count: int) -> None:
 
 
 def restore(cache: RaggedCache, sequence_indices: Iterable[int]) -> None:
-    """Cut back the given sequences that hold more than their budget."""
+    """Evict from the given sequences that exceed their budget."""
     eviction_state = cache.upkeep
     if eviction_state is None:
         return
@@ -248,7 +239,7 @@ def restore(cache: RaggedCache, sequence_indices: Iterable[int]) -> None:
 
 
 def evict_sequences(cache: RaggedCache, sequence_indices: Sequence[int]) -> None:
-    """Cut sequences of a packed cache back to their budgets; the others keep all entries.
+    """Evict from sequences of a packed cache down to their budgets; the others keep all entries.
 
     Raises:
         BudgetError: The policy did not keep exactly its budget.
@@ -256,7 +247,7 @@ def evict_sequences(cache: RaggedCache, sequence_indices: Sequence[int]) -> None
     eviction_state = cache.upkeep
     assert eviction_state is not None
     started = now(eviction_state.seeds.device)
-    # On a CPU every sequence is cut alone, so that its bits do not depend on its batch.
+    # On a CPU, process every sequence alone, so that results do not depend on the batch bit by bit.
     evicts_singly = cache.valid is not None and cache.valid.device.type == "cpu"
     sequence_groups = (
         [[sequence_index] for sequence_index in sequence_indices]
@@ -284,7 +275,7 @@ def evict_sequences(cache: RaggedCache, sequence_indices: Sequence[int]) -> None
 
 
 def _by_merger_state(cache: RaggedCache, sequence_indices: Sequence[int]) -> list[list[int]]:
-    """Group sequences by whether they were cut before: only then does a merger have state."""
+    """Group sequences by whether they had an eviction step before: only then does a merger have state."""
     merger_states = cache.ragged[0].state
     started_rows = [
         sequence_number for sequence_number in sequence_indices if merger_states and merger_states[sequence_number]
@@ -298,7 +289,7 @@ def _by_merger_state(cache: RaggedCache, sequence_indices: Sequence[int]) -> lis
 
 
 def _evict_groups(eviction_steps: Sequence[EvictionStep], cache: RaggedCache) -> None:
-    """Carry out cuts of disjoint groups of sequences in one packing per layer."""
+    """Run the eviction steps of disjoint groups of sequences in one packing per layer."""
     step_decisions: list[list[Decision]] = []
     for eviction_step in eviction_steps:
         views = [eviction_step.view(layer, layer_index) for layer_index, layer in enumerate(cache.ragged)]
@@ -317,7 +308,7 @@ def _evict_groups(eviction_steps: Sequence[EvictionStep], cache: RaggedCache) ->
             row_indices, _ = layer.padded_rows(eviction_step.rows)
             kept_rows = row_indices[decision.keep]
             for extra_name, extra in decision.extras.items():
-                if isinstance(extra_name, str):  # ongoing observations are in the layer already
+                if isinstance(extra_name, str):  # the layer already holds ongoing observations
                     layer.extras[extra_name][kept_rows] = extra[decision.keep]
             if decision.key is not None and decision.value is not None:
                 entry_mask = decision.keep
@@ -335,7 +326,4 @@ def _evict_groups(eviction_steps: Sequence[EvictionStep], cache: RaggedCache) ->
         for sequence_index, entry_budget, entry_count in zip(
             eviction_step.rows or (), eviction_step.total, entry_counts, strict=True
         ):
-            cache.budget_entries[sequence_index], cache.held_entries[sequence_index] = (
-                entry_budget,
-                entry_count,
-            )
+            cache.budget_entries[sequence_index], cache.held_entries[sequence_index] = entry_budget, entry_count

@@ -1,7 +1,7 @@
-"""Converts GGUF files into folders that transformers can load: dequantised, once, into the cache.
+"""Conversion of GGUF files into folders that transformers can load: dequantised once, into the cache.
 
-A folder that is named after the file's digest holds two kinds of copies: a description
-(configuration and tokenizer), which is all that planning needs, and a whole model for each dtype.
+A folder named after the file's digest holds two kinds of copies: a description (configuration and tokenizer), which is
+all that planning needs, and a whole model per dtype.
 """
 
 from __future__ import annotations
@@ -32,31 +32,29 @@ PACKAGES = ("gguf", "accelerate")
 """Packages that transformers needs to read a GGUF file."""
 
 OLDEST_TRANSFORMERS = "5.23"
-"""5.17 gets BOS, EOS and leading spaces of byte-level tokenizers wrong. Versions between the two
-were not tested."""
+"""5.17 gets BOS, EOS and leading spaces of byte-level tokenizers wrong. Versions in between are untested."""
 
 _CONVERSION = 1
-"""Version of the conversion; copies that another version made are not used."""
+"""Version of the conversion; copies from other versions are ignored."""
 
 _MAGIC = b"GGUF"
 
 _MOST_ITEMS = 1 << 22
-"""Most items of an array of metadata; the longest are vocabularies, which have fewer."""
+"""Maximum number of items in a metadata array; the longest are vocabularies, which have fewer."""
 
 _SPARE = 50_000_000
-"""Bytes that a copy may take in addition to its weights, mostly for the tokenizer."""
+"""Allowance in bytes for a copy beyond its weights, mostly for the tokenizer."""
 
 _DIGIT_SPLITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 """Values of `tokenizer.ggml.pre` that separate all digits before GPT-2's pattern is applied.
 
-See `llm_tokenizer_bpe` in llama.cpp (src/llama-vocab.cpp). transformers does not know them and
-applies GPT-2's pattern alone.
+See `llm_tokenizer_bpe` in llama.cpp (src/llama-vocab.cpp). transformers ignores them and applies GPT-2's pattern alone.
 """
 
 
 @dataclass(frozen=True)
 class _Header:
-    """What is read from a file before it is converted.
+    """Metadata read from a file before its conversion.
 
     Attributes:
         architecture: Its `general.architecture`.
@@ -70,16 +68,15 @@ class _Header:
 
 
 def gguf_packages(model: str) -> tuple[str, ...]:
-    """Packages whose versions can change what a model's GGUF file is converted into."""
+    """Return the packages whose versions can change the result of a model's GGUF conversion."""
     return ("gguf",) if is_gguf(resolve_model(model)) else ()
 
 
 def described(model: str, gguf_path: Path) -> Path:
-    """The folder with the configuration and the tokenizer of a GGUF file, without weights.
+    """Return the folder with the configuration and tokenizer of a GGUF file, without weights.
 
     Args:
         model: The model as the user named it, for messages.
-        gguf_path: The GGUF file.
 
     Raises:
         UserError: A package is missing, or the file cannot be read or converted.
@@ -105,16 +102,14 @@ def described(model: str, gguf_path: Path) -> Path:
 
 
 def converted(model_name: str, gguf_path: Path, dtype: torch.dtype) -> Path:
-    """The folder with the whole model of a GGUF file, with dequantised weights.
+    """Return the folder with the whole model of a GGUF file, with dequantised weights.
 
     Args:
         model_name: The model as the user named it, for messages.
-        gguf_path: The GGUF file.
-        dtype: The dtype of the converted weights. They are dequantised in float32 and rounded once.
+        dtype: Dtype of the converted weights. They are dequantised in float32 and rounded once.
 
     Raises:
-        UserError: A package is missing, the disk is full, or the file cannot be read or
-            converted.
+        UserError: A package is missing, the disk is full, or the file cannot be read or converted.
     """
     target_folder = _copies(model_name, gguf_path) / str(dtype).removeprefix("torch.")
     if not target_folder.is_dir():
@@ -122,7 +117,7 @@ def converted(model_name: str, gguf_path: Path, dtype: torch.dtype) -> Path:
         header = _read_header(model_name, gguf_path)
         _check_disk(model_name, target_folder, header.numbers * dtype.itemsize)
         with _conversion(model_name, header):
-            loader: Any = AutoModelForCausalLM  # its stubs do not know output_loading_info
+            loader: Any = AutoModelForCausalLM  # its stubs lack output_loading_info
             model, report = loader.from_pretrained(
                 gguf_path.parent, gguf_file=gguf_path.name, dtype=dtype, output_loading_info=True
             )
@@ -136,7 +131,7 @@ def converted(model_name: str, gguf_path: Path, dtype: torch.dtype) -> Path:
 
 
 def _copies(model: str, gguf_path: Path) -> Path:
-    """The folder of the copies of a file that the installed versions of the software make."""
+    """Return the folder of a file's copies for the installed package versions."""
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
         raise UserError(f"model {model}: a GGUF file needs {' and '.join(missing)}; run pip install 'kvbench[gguf]'")
@@ -187,8 +182,8 @@ def _read_header(model: str, path: Path) -> _Header:
     scaling = typed_value(f"{architecture}.rope.scaling.type", "none")
     if scaling != "none" or any(tensor.startswith("rope_") for tensor in tensors):
         raise UserError(
-            f"model {model}: {path.name} scales its rotary embeddings, which transformers does not "
-            "read from GGUF files; use the model in safetensors format"
+            f"model {model}: {path.name} scales its rotary embeddings, which transformers does not read from "
+            "GGUF files; use the model in safetensors format"
         )
     return _Header(
         architecture=architecture,
@@ -198,10 +193,9 @@ def _read_header(model: str, path: Path) -> _Header:
 
 
 def _bounded_reader(gguf_path: Path) -> Any:
-    """The reader of `gguf`, which stops where it is told to read what the file does not have.
+    """Return `gguf`'s reader with bounds checks.
 
-    By itself it takes what lies beyond the end of the file as empty, and a damaged count of items
-    keeps it busy for years.
+    The original takes data beyond the end of the file as empty, and a damaged item count keeps it busy for years.
     """
     from gguf import GGUFReader, GGUFValueType  # an optional package
 
@@ -223,34 +217,33 @@ def _bounded_reader(gguf_path: Path) -> Any:
 
 
 def _check_disk(model: str, target_folder: Path, required: int) -> None:
-    """Refuse to write `required` bytes if the disk of the cache has no room for them.
+    """Refuse to write `required` bytes if the cache's disk is too full.
 
     Raises:
-        UserError: There is not enough room.
+        UserError: There is not enough space.
     """
     existing_folder = next(folder for folder in target_folder.parents if folder.is_dir())
     free = shutil.disk_usage(existing_folder).free
     if free < required + _SPARE:
         raise UserError(
-            f"model {model}: the converted copy needs {(required + _SPARE) / 1e9:.2f} GB in "
-            f"{cache_dir()}, which has {free / 1e9:.2f} GB free; make room, or set KVBENCH_CACHE "
-            "to another folder"
+            f"model {model}: the converted copy needs {(required + _SPARE) / 1e9:.2f} GB in {cache_dir()}, "
+            f"which has {free / 1e9:.2f} GB free; free some space, or set KVBENCH_CACHE to another folder"
         )
 
 
 @contextlib.contextmanager
 def _conversion(model: str, header: _Header) -> Iterator[None]:
-    """Keep transformers quiet, and turn what it raises into one line.
+    """Silence transformers and turn its exceptions into one-line errors.
 
     Raises:
         UserError: transformers cannot read the file.
     """
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # progress bars that have no switch
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars that cannot be disabled
             yield
     except UserError:
         raise
-    except Exception as error:  # whatever the reader of the architecture raises
+    except Exception as error:  # the reader of the architecture can raise anything
         if out_of_memory(error):
             raise
         raise UserError(
@@ -260,14 +253,14 @@ def _conversion(model: str, header: _Header) -> Iterator[None]:
 
 
 def _unquantised(config: Any) -> Any:
-    """Remove the note that weights are GGUF blocks: transformers does not save such a model."""
+    """Remove the GGUF quantisation entry from a configuration: transformers does not save such a model."""
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
 
 
 def _plain_model(model: nn.Module) -> Any:
-    """A model with the same weights that transformers does not regard as quantised."""
+    """Return a model with the same weights that transformers does not regard as quantised."""
     config = _unquantised(model.config)
     with torch.device("meta"):
         plain_model: Any = type(model)(config)

@@ -1,7 +1,6 @@
-"""Detects that a shared tensor has changed, whichever way it was written to.
+"""Detection of changes to shared tensors by checksum.
 
-Version counters of tensors miss writes through `.data` and `.numpy()`. Checksums of the contents
-miss none.
+The version counters of tensors miss writes through `.data` and `.numpy()`; checksums of the contents catch all.
 """
 
 from __future__ import annotations
@@ -15,18 +14,17 @@ from torch import Tensor, nn
 from kvbench.errors import UserError
 
 _WIDTH = 509
-"""Columns of a checksum. The number is prime, so that parts that change places are noticed."""
+"""Columns of a checksum. The number is prime, so that swapped parts are detected."""
 
 
 class _Watched(NamedTuple):
     """A tensor and its first checksum.
 
     Attributes:
-        name: What it is called.
-        tensor: The tensor.
-        start: Where its memory began.
-        table: See `_table`; None if the tensor is not contiguous and has to be copied for it.
-        first_sums: The checksum.
+        name: Name for messages.
+        start: Its original memory address.
+        table: See `_table`; None if the tensor is not contiguous and must be copied for it.
+        first_sums: The first checksum.
     """
 
     name: str
@@ -36,20 +34,20 @@ class _Watched(NamedTuple):
     first_sums: list[Tensor]
 
     def now(self) -> list[Tensor]:
-        """The checksum as it is now."""
+        """Return the current checksum."""
         return _sums(*(_table(self.tensor) if self.table is None else self.table))
 
 
 def checksum(tensor: Tensor) -> Tensor:
     """Return sums over the bits of a tensor, int64.
 
-    Sums of integers are exact in any order: an unchanged tensor always has the same checksum.
+    Integer sums are exact in any order, so an unchanged tensor always has the same checksum.
     """
     return torch.cat(_sums(*_table(tensor)))
 
 
 def _table(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of a tensor as rows of 509 numbers and a rest; the same memory if contiguous."""
+    """Return the bits of a tensor as rows of 509 integers and a remainder; memory is shared if contiguous."""
     tensor = tensor.detach()
     if not tensor.is_contiguous():
         for axis, stride in enumerate(tensor.stride()):
@@ -68,7 +66,7 @@ def _sums(table: Tensor, remainder: Tensor) -> list[Tensor]:
 
 
 class Ledger:
-    """Tensors that several cells use, with the checksums that they had at first."""
+    """Tensors used by several cells, with their original checksums."""
 
     def __init__(self) -> None:
         self._watched: dict[torch.device, list[_Watched]] = {}
@@ -89,14 +87,14 @@ class Ledger:
         self._watched.setdefault(tensor.device, []).append(watched)
 
     def once(self, key: Hashable, tensor_name: str, make_tensor: Callable[[], Tensor]) -> Tensor:
-        """Return the tensor of a key; it is made and watched the first time."""
+        """Return the tensor of a key, creating and watching it on first use."""
         if key not in self._known:
             self._known[key] = make_tensor()
             self.add(tensor_name, self._known[key])
         return self._known[key]
 
     def changed(self) -> str:
-        """Return the name of a tensor that has changed, or an empty string; a GPU waits once."""
+        """Return the name of a changed tensor, or ""; a GPU synchronises once."""
         for watched in self._watched.values():
             moved_names = (entry.name for entry in watched if entry.tensor.data_ptr() != entry.start)
             if moved_name := next(moved_names, ""):
@@ -114,10 +112,9 @@ class Ledger:
 
 
 class Weights:
-    """The parameters and buffers of a model, as they were before any policy ran.
+    """The parameters and buffers of a model before any policy ran.
 
     Args:
-        model: The model.
         reload: Loads the same model again; None if that is not possible.
     """
 
@@ -132,20 +129,17 @@ class Weights:
         self._tensors = [module_tensors[tensor_key] for _, module_tensors, tensor_key in self._held]
 
     def changed(self) -> str:
-        """Return the name of a parameter that was changed or replaced, or an empty string."""
+        """Return the name of a changed or replaced parameter, or ""."""
         for (tensor_name, module_tensors, tensor_key), tensor in zip(self._held, self._tensors, strict=True):
             if module_tensors.get(tensor_key) is not tensor:
                 return tensor_name
         return self._ledger.changed()
 
     def restore(self, parameter_name: str) -> None:
-        """Load the model's parameters again, after a policy has changed some.
-
-        Args:
-            parameter_name: The parameter that was changed.
+        """Reload the model's parameters after a policy has changed some.
 
         Raises:
-            UserError: They cannot be loaded again here.
+            UserError: They cannot be reloaded here.
         """
         if self._reload is None:
             raise UserError(f"a policy changed the model's parameter {parameter_name}; run without it")
@@ -160,7 +154,7 @@ class Weights:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Parameters and buffers, each with the dictionary of its module and its key in there.
+    """Yield parameters and buffers: name, dictionary of the module, and key in it.
 
     Buffers that a forward itself updates are left out.
     """

@@ -1,4 +1,4 @@
-"""One full-attention layer of the ragged cache: dense during the prefill, then packed."""
+"""One full-attention layer of the ragged cache: dense during prefill, then packed."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ _UNSUPPORTED = "a kvbench cache does not support beam search or assisted decodin
 
 
 class RaggedLayer(CacheLayerMixin):
-    """K and V of one full-attention layer, dense while the context is prefilled, then packed.
+    """K and V of one full-attention layer: dense during prefill, then packed.
 
     Attributes:
         seen: Logical length: all columns so far, including padding and evicted ones.
-        start, length, room: First row, live rows and owned rows of every segment (on the CPU).
+        start, length, room: First row, live rows and allocated rows of every segment (on the CPU).
         coded: Oldest rows of every segment that are quantised or pruned; empty without `coding`.
         key, value: `[B, H, S, d]` while dense, `[rows, d]` once packed.
         col: Logical column of every row, int32 `[rows]` (packed).
-        extras: Per-entry state (packed): the policy's by name, `[rows]`, and ongoing observations
-            by need, `[rows, G]`.
-        state: State of a merger between cuts: for every sequence, tensors `[1, ...]` by name; empty
-            before the first cut.
-        scale: Factor of the attention logits.
-        coding: How keys and values are stored once packed; None: as they are.
-        order: The order in which packed keys have their channels, `[B, H, d]`; None: the model's.
+        extras: Per-entry state (packed): the policy's by name, `[rows]`, and ongoing observations by need, `[rows, G]`.
+        state: Merger state between eviction steps: per sequence, tensors `[1, ...]` by name; empty before the first
+            step.
+        scale: Scaling factor of the attention logits.
+        coding: Storage format of packed keys and values; None stores them unchanged.
+        order: Channel order of packed keys, `[B, H, d]`; None is the model's order.
     """
 
     is_sliding = False
@@ -43,7 +42,7 @@ class RaggedLayer(CacheLayerMixin):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Reset the layer to its initial state."""
         self.seen = 0
         self.packed = False
         self.batch = self.heads = self.dim = 0
@@ -73,7 +72,7 @@ class RaggedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hold the new K and V `[B, H, n, d]` until the attention function stores them."""
+        """Buffer the new K and V `[B, H, n, d]` until the attention function stores them."""
         if self.closed or self.pending is not None:
             raise ValueError("use this cache only inside its kvbench.attach(...) block")
         if not self.is_initialized:
@@ -83,23 +82,23 @@ class RaggedLayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Logical length: positions and chunked prefill depend on it."""
+        """Return the logical length, on which positions and chunked prefill depend."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of columns and offset of a full mask."""
+        """Return the number of columns and the offset of a full mask."""
         return self.seen + query_length, 0
 
     def get_max_length(self) -> int:
-        """Return -1: there is no limit."""
+        """Return -1: the length is unlimited."""
         return -1
 
     def crop(self, tokens_to_remove: Any) -> None:
-        """Refuse: evicted entries cannot be restored."""
+        """Raise ValueError: evicted entries cannot be restored."""
         raise ValueError(_UNSUPPORTED)
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Refuse: sequences hold different entries, so that beams cannot be reordered."""
+        """Raise ValueError: sequences hold different entries, so beams cannot be reordered."""
         raise ValueError(_UNSUPPORTED)
 
     batch_repeat_interleave = reorder_cache
@@ -109,14 +108,14 @@ class RaggedLayer(CacheLayerMixin):
     def extend(self) -> tuple[Tensor, Tensor]:
         """Append the pending K and V to a dense layer; return all of them, `[B, H, S, d]`."""
         key, value = self.take_pending()
-        # Contiguous: every cell picks its entries from them.
+        # Every cell gathers its entries from these tensors, so keep them contiguous.
         self.key = key.contiguous() if self.key is None else torch.cat([self.key, key], dim=-2)
         previous_value = self.value
         self.value = value.contiguous() if previous_value is None else torch.cat([previous_value, value], dim=-2)
         return self.key, self.value
 
     def take_pending(self) -> tuple[Tensor, Tensor]:
-        """Return the new K and V of this forward, once."""
+        """Return the new K and V of this forward and clear them."""
         assert self.pending is not None
         pending, self.pending = self.pending, None
         return pending
@@ -133,19 +132,19 @@ class RaggedLayer(CacheLayerMixin):
         """Keep only the chosen entries and free everything else.
 
         Args:
-            key, value: `[B, H, n, d]`, or `[1, H, n, d]` if all sequences choose from the same;
-                keys have their channels in `order`.
+            key, value: `[B, H, n, d]`, or `[1, H, n, d]` if all sequences choose from the same entries; the key
+                channels are in `order`.
             entry_mask: Entries to keep, bool `[B, H, n]`.
             columns: Logical columns, `[B, H, n]` or `[1, H, n]`, ascending along the last axis.
             extras: Per-entry state, `[B, H, n, ...]` each.
-            reserve: Free rows behind every segment; None derives a number from what is kept.
+            reserve: Free rows behind every segment; None derives it from the number of kept entries.
         """
         self.batch, self.heads, column_count = entry_mask.shape
         flat_mask = entry_mask.reshape(-1, column_count)
         self.length = flat_mask.sum(-1).tolist()
         kept_indices = flat_mask.reshape(-1).nonzero().squeeze(-1)
         target_rows = self._layout(reserve)
-        # One gather fills the free rows too, with any entry: that is faster than to leave them out.
+        # The gather fills the free rows with arbitrary entries, which is faster than skipping them.
         source_indices = torch.zeros(sum(self.room), dtype=torch.int64, device=key.device)
         source_indices[target_rows] = kept_indices
         shared_indices = source_indices % (self.heads * column_count) if len(key) < self.batch else source_indices
@@ -168,7 +167,7 @@ class RaggedLayer(CacheLayerMixin):
         Args:
             token_ranks: Index of every column among the new tokens of its sequence, int64 `[B, n]`.
             token_mask: New columns that are tokens, bool `[B, n]`; None: all.
-            token_counts: Number of new tokens of every sequence (on the CPU).
+            token_counts: Number of new tokens per sequence (on the CPU).
             first_column: Logical column of the first new token.
         """
         key, value = (tensor.detach() for tensor in self.take_pending())
@@ -201,11 +200,11 @@ class RaggedLayer(CacheLayerMixin):
         )
 
     def evict(self, entry_mask: Tensor, sequence_indices: Sequence[int] | None = None) -> None:
-        """Free entries of a packed layer.
+        """Evict entries of a packed layer.
 
         Args:
             entry_mask: Entries to keep, bool `[B, H, n]`, in the layout of `padded_rows`.
-            sequence_indices: Sequences to cut; None: all.
+            sequence_indices: Sequences to evict from; None: all.
         """
         assert self.key is not None and self.value is not None
         row_indices, live_mask = self.padded_rows()
@@ -217,7 +216,7 @@ class RaggedLayer(CacheLayerMixin):
         extras = {extra_name: extra[row_indices] for extra_name, extra in self.extras.items()}
         key, value, coded_counts = self.key, self.value, self.coded
         self.pack(key[row_indices], value[row_indices], entry_mask, self.col[row_indices], extras)
-        if self.coding is not None and sequence_indices is not None:  # only what was cut is encoded anew
+        if self.coding is not None and sequence_indices is not None:  # re-encode only the evicted sequences
             other_sequences = [
                 sequence_index for sequence_index in range(self.batch) if sequence_index not in sequence_indices
             ]
@@ -225,29 +224,27 @@ class RaggedLayer(CacheLayerMixin):
                 segments = slice(sequence_index * self.heads, (sequence_index + 1) * self.heads)
                 self.coded[segments] = coded_counts[segments]
             moved_rows, moved_live = self.padded_rows()
-            source_rows, target_rows = (
-                row_indices[other_sequences][live_mask[other_sequences]],
-                moved_rows[other_sequences][moved_live[other_sequences]],
-            )
+            source_rows = row_indices[other_sequences][live_mask[other_sequences]]
+            target_rows = moved_rows[other_sequences][moved_live[other_sequences]]
             self.coding.carry(self, key, value, source_rows, target_rows)
 
     def overwrite(self, row_indices: Tensor, key: Tensor, value: Tensor) -> None:
-        """Replace K and V `[m, d]` of some rows, int64 `[m]` (for mergers); K is in `order`."""
+        """Replace K and V `[m, d]` of some rows, int64 `[m]` (for mergers); key channels are in `order`."""
         assert self.key is not None and self.value is not None
         self.key[row_indices], self.value[row_indices] = key.detach(), value.detach()
 
     def read(self, row_indices: Tensor, sequence_indices: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """K and V of a packed layer as the model knows them, `[B, H, n, d]` each.
+        """Return K and V of a packed layer in the model's channel order, `[B, H, n, d]` each.
 
         Args:
             row_indices: Rows, int64 `[B, H, n]`.
-            sequence_indices: The sequences they belong to; None: all.
+            sequence_indices: Sequences of the rows; None: all.
         """
         assert self.key is not None and self.value is not None
         return restored(self.key[row_indices], self.order_of(sequence_indices)), self.value[row_indices]
 
     def order_of(self, sequence_indices: Sequence[int] | None) -> Tensor | None:
-        """The order of the channels of some sequences; None as `sequence_indices`: all."""
+        """Return the channel order of some sequences, or of all if `sequence_indices` is None."""
         return self.order if self.order is None or sequence_indices is None else self.order[list(sequence_indices)]
 
     def store_extras(self, extras: Mapping[str, Tensor]) -> None:
@@ -259,9 +256,9 @@ class RaggedLayer(CacheLayerMixin):
             self.extras[extra_name][target_rows] = extra.detach().flatten(0, 2)[source_indices]
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Start and length of every segment on the layer's device, int64 `[B, H, 1]` each.
+        """Return the start and length of every segment on the layer's device, int64 `[B, H, 1]` each.
 
-        They are kept from step to step, so that a decode step copies nothing from the CPU.
+        They stay on the device between steps, so a decode step copies nothing from the CPU.
         """
         if self._bounds is None:
             bounds_shape = (self.batch, self.heads, 1)
@@ -271,32 +268,32 @@ class RaggedLayer(CacheLayerMixin):
         return self._bounds
 
     def accumulate(self, need: Need, received_attention: Tensor) -> None:
-        """Add the attention that live entries received, `[entries, G]` in the order of `rows()`."""
+        """Add the attention received by live entries, `[entries, G]` in the order of `rows()`."""
         self.extras[need][self.rows()] += received_attention
 
     def write_new(self, need: Need, values: Tensor) -> None:
-        """Store a number with every entry of the last append, `[B, H, n]`."""
+        """Store one value per entry of the last append, `[B, H, n]`."""
         target_rows, is_token = self._appended
         flat_values = values.detach().reshape(-1)
         self.extras[need][target_rows] = flat_values if is_token is None else flat_values[is_token]
 
     def forget_bounds(self) -> None:
-        """Discard the device copy of start and length after they changed on the CPU."""
+        """Discard the device copy of start and length after a change on the CPU."""
         self._bounds = None
 
     def rows(self) -> Tensor:
-        """Rows of all live entries, segment by segment, int64 `[entries]`."""
+        """Return the rows of all live entries, segment by segment, int64 `[entries]`."""
         return runs(self.start, self.length, self.col.device)
 
     def padded_rows(self, sequence_indices: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Rows of the live entries as a rectangle.
+        """Return the rows of the live entries as a padded tensor.
 
         Args:
             sequence_indices: Sequences to return; None: all.
 
         Returns:
-            Row indices int64 `[B, H, n]` (any valid row in place of a missing entry) and a mask of
-            the live ones, bool `[B, H, n]`; `n` is the longest segment of these sequences.
+            Row indices int64 `[B, H, n]` (padded with valid rows) and the mask of live entries, bool `[B, H, n]`; `n`
+            is the longest segment of these sequences.
         """
         segment_starts, segment_lengths = self.bounds()
         longest = max(self.length)
@@ -313,7 +310,7 @@ class RaggedLayer(CacheLayerMixin):
         return row_indices.clamp(max=max(len(self.col) - 1, 0)), live_mask
 
     def _layout(self, reserved_rows: int | list[int] | None) -> Tensor:
-        """Place the segments for the current lengths; return the row of every entry."""
+        """Lay out the segments for the current lengths; return the row of every entry."""
         if reserved_rows is None:
             mean_length = sum(self.length) // max(1, len(self.length))
             reserved_rows = min(64, max(8, mean_length // 8))
@@ -325,7 +322,7 @@ class RaggedLayer(CacheLayerMixin):
         return runs(self.start, self.length, self.device)
 
     def make_room(self, new_counts: Sequence[int]) -> None:
-        """Move everything if any segment has no room for its number of new entries."""
+        """Reallocate all rows if any segment is too small for its new entries."""
         if any(
             length + new_count > capacity
             for length, new_count, capacity in zip(self.length, new_counts, self.room, strict=True)
@@ -344,16 +341,12 @@ class RaggedLayer(CacheLayerMixin):
             return moved_tensor
 
         assert self.key is not None and self.value is not None
-        self.key, self.value, self.col = (
-            move_rows(self.key),
-            move_rows(self.value),
-            move_rows(self.col),
-        )
+        self.key, self.value, self.col = move_rows(self.key), move_rows(self.value), move_rows(self.col)
         self.extras = {extra_name: move_rows(extra) for extra_name, extra in self.extras.items()}
 
     # -- copies and sizes -------------------------------------------------------------------------
     def fork(self) -> RaggedLayer:
-        """Return an independent layer; dense tensors are shared, packed ones copied."""
+        """Return an independent copy; dense tensors are shared, packed ones are copied."""
         forked = copy.copy(self)
         forked.start, forked.length, forked.room = [*self.start], [*self.length], [*self.room]
         forked.state = [dict(merger_state) for merger_state in self.state]
@@ -366,33 +359,24 @@ class RaggedLayer(CacheLayerMixin):
         return forked
 
     def sequence(self, sequence_index: int) -> RaggedLayer:
-        """One sequence of a packed layer without per-entry state; it shares the memory."""
+        """Return one sequence of a packed layer, without per-entry state; memory is shared."""
         assert self.key is not None and self.value is not None
         sequence_layer = copy.copy(self)
         segments = slice(sequence_index * self.heads, (sequence_index + 1) * self.heads)
         first_row = self.start[segments.start]
-        sequence_layer.batch, sequence_layer.length, sequence_layer.room = (
-            1,
-            self.length[segments],
-            self.room[segments],
-        )
+        sequence_layer.batch, sequence_layer.length, sequence_layer.room = 1, self.length[segments], self.room[segments]
         sequence_layer.start = [segment_start - first_row for segment_start in self.start[segments]]
-        sequence_layer.coded, sequence_layer.order = (
-            self.coded[segments],
-            self.order_of([sequence_index]),
-        )
+        sequence_layer.coded, sequence_layer.order = self.coded[segments], self.order_of([sequence_index])
         row_slice = slice(first_row, first_row + sum(sequence_layer.room))
-        sequence_layer.key, sequence_layer.value, sequence_layer.col = (
-            self.key[row_slice],
-            self.value[row_slice],
-            self.col[row_slice],
-        )
+        sequence_layer.key = self.key[row_slice]
+        sequence_layer.value = self.value[row_slice]
+        sequence_layer.col = self.col[row_slice]
         sequence_layer.extras, sequence_layer.state = {}, []
         sequence_layer.forget_bounds()
         return sequence_layer
 
     def among(self, sequence_indices: Sequence[int]) -> RaggedLayer:
-        """Some sequences of a packed layer without per-entry state; they share the memory."""
+        """Return some sequences of a packed layer, without per-entry state; memory is shared."""
         selection = copy.copy(self)
         segments = [
             sequence_index * self.heads + head_index
@@ -407,7 +391,7 @@ class RaggedLayer(CacheLayerMixin):
         return selection
 
     def entries(self, sequence_index: int | None = None) -> int:
-        """Live entries of one sequence or of all; a dense layer counts its columns."""
+        """Count the live entries of one sequence or of all; a dense layer counts its columns."""
         if not self.packed:
             dense_entries = 0 if self.key is None else self.heads * self.key.shape[-2]
             return dense_entries * (self.batch if sequence_index is None else 1)
@@ -416,7 +400,7 @@ class RaggedLayer(CacheLayerMixin):
         return sum(self.length[sequence_index * self.heads : (sequence_index + 1) * self.heads])
 
     def entries_among(self, marked_columns: Tensor, sequence_index: int) -> Tensor:
-        """Live entries of one sequence whose column is marked in `marked_columns`, bool `[S]`."""
+        """Count one sequence's live entries whose column is marked in `marked_columns`, bool `[S]`."""
         if not self.packed:
             return self.heads * marked_columns.sum()
         segments = range(sequence_index * self.heads, (sequence_index + 1) * self.heads)
@@ -427,16 +411,16 @@ class RaggedLayer(CacheLayerMixin):
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of one number of K and V, as the model computes them."""
+        """Return the bytes of one element of K or V in the model's dtype."""
         return 0 if self.key is None else self.key.element_size()
 
     def entry_bytes(self) -> int:
-        """Bytes of one entry: K, V and extras."""
+        """Return the bytes of one entry: K, V and per-entry state."""
         extra_bytes = sum(extra.element_size() * extra[0].numel() for extra in self.extras.values() if len(extra))
         return 2 * self.dim * self.number_bytes + extra_bytes
 
     def live_bytes(self, sequence_index: int | None = None) -> int:
-        """Bytes of the live entries of one sequence or of all: K, V and extras."""
+        """Return the bytes of the live entries of one sequence or of all: K, V and per-entry state."""
         if self.coding is None or not self.packed or self.key is None:
             return self.entries(sequence_index) * self.entry_bytes()
         number_bytes = self.number_bytes
@@ -450,7 +434,7 @@ class RaggedLayer(CacheLayerMixin):
         return extra_bytes + self.coding.live_bytes(*entry_counts, self.dim, number_bytes)
 
     def allocated_bytes(self, sequence_index: int | None = None) -> int:
-        """Bytes that the layer owns for one sequence or for all, free room and columns included."""
+        """Return the bytes allocated for one sequence or for all, including free rows and columns."""
         if sequence_index is not None and self.packed:
             owned_rows = sum(self.room[sequence_index * self.heads : (sequence_index + 1) * self.heads])
             if self.coding is not None:

@@ -1,4 +1,4 @@
-"""Finds and loads models and tokenizers. Never runs remote code, never reads pickles."""
+"""Loading of models and tokenizers. Never runs remote code, never reads pickles."""
 
 from __future__ import annotations
 
@@ -30,12 +30,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def pick_device(device: str, device_map: object = None) -> torch.device:
-    """Choose the device: `auto` is a GPU if there is one, else the CPU.
-
-    For a device map it is the map's first device.
+    """Choose the device: `auto` is a GPU if there is one, else the CPU; for a device map, its first device.
 
     Raises:
-        UserError: The device cannot be used here.
+        UserError: The device is not usable on this machine.
     """
     if isinstance(device_map, Mapping):
         first_device = next(iter(device_map.values()))
@@ -79,12 +77,12 @@ def load_tokenizer(model_name: str, revision: str | None = None) -> Any:
     tokenizer = read_model(AutoTokenizer, model_name, revision, padding_side="left")
     try:
         token_ids = tokenizer("The quick brown fox", add_special_tokens=False)["input_ids"]
-    except Exception as error:  # damaged settings, which are read at the first use only
+    except Exception as error:  # damaged settings are only read at first use
         raise UserError(f"model {model_name} cannot be loaded: its tokenizer: {_reason(error)}") from error
     if not token_ids:
         raise UserError(
-            f"model {model_name} has no usable tokenizer: it turns text into no tokens; copy the "
-            "tokenizer's files (tokenizer.json) into the model's folder"
+            f"model {model_name} has no usable tokenizer: it turns text into no tokens; "
+            "copy the tokenizer's files (tokenizer.json) into the model's folder"
         )
     return tokenizer
 
@@ -103,11 +101,10 @@ def load_model(
     Args:
         model_name: A named model, a folder, a GGUF file or a hub id.
         revision: Revision of a hub model.
-        device: The device to load it to, unless a device map is given.
+        device: Target device, unless a device map is given.
         dtype: Dtype of everything that is not quantised, and of the cache.
-        device_map: As transformers takes it: `auto`, or module names to devices.
-        quantization: One of `kvbench.engine.weight_schemes.PACKAGES`, for weights that are not
-            quantised on disk.
+        device_map: As in transformers: `auto`, or module names to devices.
+        quantization: One of `kvbench.engine.weight_schemes.PACKAGES`, for weights that are not quantised on disk.
 
     Raises:
         UserError: The model cannot be loaded, or its checkpoint is incomplete or damaged.
@@ -138,13 +135,13 @@ def load_model(
         model = model.to(device)
     _check_memory(model_name, model)
     if is_gguf(source := resolve_model(model_name)) or is_vision(config):
-        decoder_of(model).config._name_or_path = source  # gates and profiles are found by it
+        decoder_of(model).config._name_or_path = source  # the key of its gates and profiles
     loaded_model: nn.Module = model.eval().requires_grad_(False)
     return loaded_model
 
 
 def read_model(auto_class: Any, model_name: str, revision: str | None, **options: Any) -> Any:
-    """Call `from_pretrained` of a class of transformers on a model.
+    """Call `from_pretrained` of a transformers class.
 
     Raises:
         UserError: It fails; the message is one line.
@@ -152,7 +149,7 @@ def read_model(auto_class: Any, model_name: str, revision: str | None, **options
     source = _source(model_name, options.get("dtype"))
     try:
         return auto_class.from_pretrained(source, revision=revision, **options)
-    except Exception as error:  # damaged files raise whatever their reader raises
+    except Exception as error:  # damaged files can raise anything
         if out_of_memory(error):
             raise
         reason = _reason(error)
@@ -162,7 +159,7 @@ def read_model(auto_class: Any, model_name: str, revision: str | None, **options
 
 
 def _reason(error: Exception) -> str:
-    """Why transformers cannot load a model, in fewer than 160 letters."""
+    """Return why transformers cannot load a model, in fewer than 160 characters."""
     reason = first_lines(error)
     if "does not support an attention implementation" in reason:
         family = reason.partition(" ")[0]
@@ -174,11 +171,11 @@ def _reason(error: Exception) -> str:
 
 
 def _source(model_name: str, dtype: torch.dtype | None) -> str:
-    """Where transformers finds a model: a folder or a hub id.
+    """Return the folder or hub id from which transformers loads a model.
 
     Args:
         model_name: The model as the user named it.
-        dtype: The dtype of its weights; None if only configuration and tokenizer are needed.
+        dtype: Dtype of its weights; None if only configuration and tokenizer are needed.
     """
     source = resolve_model(model_name)
     if not is_gguf(source):
@@ -188,7 +185,7 @@ def _source(model_name: str, dtype: torch.dtype | None) -> str:
 
 
 def _check_memory(name: str, model: nn.Module) -> None:
-    """Refuse a model if a part of it would be fetched from CPU memory or disk at every step.
+    """Refuse a model if part of it would be fetched from CPU memory or disk at every step.
 
     Raises:
         UserError: The model does not fit into the devices.
@@ -198,7 +195,7 @@ def _check_memory(name: str, model: nn.Module) -> None:
     }
     if "disk" in offloaded or any(device.type == "meta" for device in devices_of(model)):
         raise UserError(
-            f"model {name} does not fit into the memory of the devices; a part of it would be "
-            f"fetched from {' and '.join(sorted(offloaded)) or 'disk'} at every step; use "
-            "--quantization bnb-4bit, a smaller model or more GPUs"
+            f"model {name} does not fit into the memory of the devices; a part of it would be fetched from "
+            f"{' and '.join(sorted(offloaded)) or 'disk'} at every step; "
+            "use --quantization bnb-4bit, a smaller model or more GPUs"
         )

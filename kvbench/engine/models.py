@@ -1,4 +1,4 @@
-"""What the engine needs to know about a model: decoder, attention modules and shapes."""
+"""Facts about a model that the engine needs: decoder, attention modules and shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvbench.view import ModelInfo
 
 
 def decoder_of(model: nn.Module) -> Any:
-    """The text decoder: the module that holds the layers, without vision towers."""
+    """Return the text decoder: the module that holds the layers, without vision towers."""
     decoder = model.model if hasattr(model, "model") else model
     decoder = decoder.language_model if hasattr(decoder, "language_model") else decoder
     if not hasattr(decoder, "layers"):
@@ -25,16 +25,16 @@ def decoder_of(model: nn.Module) -> Any:
 
 
 def full_layer_ids(model: nn.Module) -> list[int]:
-    """`layer_idx` of the full-attention layers, from which entries are evicted."""
+    """Return the `layer_idx` of the full-attention layers, from which entries are evicted."""
     layers = DynamicCache(config=decoder_of(model).config).layers
     return [layer_id for layer_id, layer in enumerate(layers) if type(layer) is DynamicLayer]
 
 
 def attention_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
-    """Attention modules of the full-attention layers, each with its index among these layers.
+    """Return the attention modules of the full-attention layers, each with its index among them.
 
     Raises:
-        UserError: A layer has none where kvbench looks for it.
+        UserError: A layer has no attention module where kvbench looks for it.
     """
     decoder, modules = decoder_of(model), []
     for layer_index, layer in enumerate(full_layer_ids(model)):
@@ -48,7 +48,7 @@ def attention_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
 
 
 def model_info(model: nn.Module) -> ModelInfo:
-    """Shapes and output projections of a model.
+    """Return the shapes and projections of a model.
 
     Raises:
         UserError: The model has no full-attention layer, so there is nothing to evict.
@@ -72,7 +72,7 @@ def model_info(model: nn.Module) -> ModelInfo:
     def output_weight(layer: int) -> Tensor:
         attention_module: Any = modules[layer]
         weight = plain_weight(attention_module.o_proj, query_heads * int(head_dim), dtype)
-        # A copy: a policy that writes to it must not change the model.
+        # A copy, because a policy that writes to it must not change the model.
         return weight.clone().view(weight.shape[0], query_heads, int(head_dim)).permute(1, 2, 0)
 
     def project(layer: int, hidden: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def model_info(model: nn.Module) -> ModelInfo:
 
 
 def _size(model: nn.Module, field: str, default: int | None = None) -> int:
-    """Read a size that all layers of a model share from its configuration.
+    """Read a size shared by all layers from a model's configuration.
 
     Raises:
         UserError: The configuration has no such size, or one for each kind of layer.
@@ -123,7 +123,7 @@ def _size(model: nn.Module, field: str, default: int | None = None) -> int:
     config: Any = decoder_of(model).config
     try:
         size = getattr(config, field, None) or default
-    except Exception:  # transformers raises an error of its own where layers differ
+    except Exception:  # transformers raises its own error where layers differ
         size = None
     if not isinstance(size, int) or size < 1:
         raise UserError(f"{type(model).__name__} has no {field} that holds for all its layers, which kvbench needs")
@@ -135,7 +135,7 @@ def _has(modules: list[nn.Module], *names: str) -> bool:
 
 
 def _without(model: nn.Module, names: str) -> Callable[..., Any]:
-    """A function of `ModelInfo` for a model without the projections that it reads."""
+    """Return a `ModelInfo` function that refuses a model without the named projections."""
 
     def refuse(*_: Any) -> Any:
         raise UserError(f"the attention of {type(model).__name__} has no {names}, which the policy reads")
@@ -144,7 +144,7 @@ def _without(model: nn.Module, names: str) -> Callable[..., Any]:
 
 
 def head_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return the function that turns final hidden states into logits."""
+    """Return the function that maps final hidden states to logits."""
     get_head = getattr(model, "get_output_embeddings", None)
     output_head = get_head() if get_head is not None else None
     soft_cap = getattr(decoder_of(model).config, "final_logit_softcapping", None)
@@ -159,12 +159,12 @@ def head_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def is_vision(config: Any) -> bool:
-    """Whether the configuration is that of a model that takes images."""
+    """Return whether the configuration is that of a model that takes images."""
     return getattr(config, "vision_config", None) is not None
 
 
 def visual_ids(model: nn.Module) -> tuple[int, ...]:
-    """Ids of the tokens that images and videos take; empty for a text model."""
+    """Return the ids of image and video tokens; empty for a text model."""
     config: Any = model.config
     if not is_vision(config):
         return ()
@@ -175,18 +175,18 @@ def visual_ids(model: nn.Module) -> tuple[int, ...]:
 
 
 def rotary_model(model: nn.Module) -> Any:
-    """The module that gives images positions on several axes (M-RoPE); None if there is none."""
+    """Return the module that assigns M-RoPE positions to images; None if there is none."""
     inner: Any = getattr(model, "model", model)
     return inner if hasattr(inner, "get_rope_index") else None
 
 
 def devices_of(model: nn.Module) -> list[torch.device]:
-    """The devices that hold a model, in the order of its layers."""
+    """Return the devices that hold a model, in layer order."""
     return list(dict.fromkeys(tensor.device for tensor in (*model.parameters(), *model.buffers())))
 
 
 def check_single(model: nn.Module, what: str) -> None:
-    """Refuse a model that is spread over several devices.
+    """Refuse a model that spans several devices.
 
     Raises:
         UserError: The model is on more than one device.

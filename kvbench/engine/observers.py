@@ -1,7 +1,6 @@
-"""Observers: the last queries, the attention that entries receive, the surprisal of tokens.
+"""Observers of the last queries, the attention received by entries, and the surprisal of tokens.
 
-An observer holds one state per layer. It replaces a state and never writes into it, so that a fork
-can share all states.
+An observer holds one state per layer. It replaces a state and never writes into it, so forks can share all states.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from kvbench.plugin import Replay
 from kvbench.view import AttentionMass, ModelInfo, Need, Observer, PerToken, Queries
 
 _BLOCK = 1 << 22
-"""Most float32 attention weights that are held at once per sequence while columns are summed."""
+"""Maximum number of float32 attention weights held at once per sequence while columns are summed."""
 
 _CPU_BLOCK = 1 << 18
-"""The same on a CPU, where a block should fit into the cache of a core."""
+"""The same limit on a CPU, where a block should fit into a core's cache."""
 
 
 def observer_for(need: Need, info: ModelInfo) -> Observer:
-    """Make the observer for a need; a need of a plugin brings its own."""
+    """Return the observer for a need; a plugin's need brings its own."""
     if isinstance(need, Queries):
         return QueryObserver(need.window)
     if isinstance(need, AttentionMass):
@@ -37,18 +36,16 @@ def observer_for(need: Need, info: ModelInfo) -> Observer:
 
 
 def is_built_in(need: Need) -> bool:
-    """Whether kvbench itself observes a need, and no code of a plugin."""
+    """Return whether kvbench itself observes a need, not plugin code."""
     return isinstance(need, Queries | AttentionMass | Replay) or need.of_tokens
 
 
 def measured(need: PerToken, layer: int, *observed: Tensor, model: ModelInfo) -> Tensor:
-    """Let a need measure new tokens on copies: other cells see the same tensors.
+    """Measure new tokens on copies, because other cells use the same tensors.
 
     Args:
-        need: What is measured.
         layer: Index among the full-attention layers.
-        shown: Hidden states, keys and values; see `PerToken.measure`.
-        model: The model.
+        observed: Hidden states, keys and values; see `PerToken.measure`.
     """
     hidden, key, value = (tensor.clone() for tensor in observed)
     return need.measure(layer, hidden, key, value, model)
@@ -58,8 +55,8 @@ class _Last(NamedTuple):
     """The last queries of a layer.
 
     Attributes:
-        query: `[B, H_q, w, d]`, with zeros in front if a sequence has fewer.
-        seen: Which of them exist, bool `[B, w]`.
+        query: `[B, H_q, w, d]`, zero-padded at the front if a sequence has fewer.
+        seen: Mask of existing queries, bool `[B, w]`.
     """
 
     query: Tensor
@@ -67,12 +64,12 @@ class _Last(NamedTuple):
 
 
 class LayerObserver:
-    """Base of observers: forks share the states `_held` of the layers."""
+    """Base of observers; forks share the layer states in `_held`."""
 
     _held: dict[int, Any]
 
     def fork(self) -> Self:
-        """Return an observer that can continue without changing this one."""
+        """Return an independent copy."""
         forked = copy.copy(self)
         forked._held = dict(self._held)
         return forked
@@ -82,7 +79,7 @@ class QueryObserver(LayerObserver):
     """Keeps the last `window` queries of every layer.
 
     Args:
-        window: How many queries of each sequence to keep; padding never counts.
+        window: Number of queries to keep per sequence; padding never counts.
     """
 
     def __init__(self, window: int) -> None:
@@ -106,8 +103,8 @@ class QueryObserver(LayerObserver):
         if last_queries is None:
             no_queries = q.new_zeros(batch, heads, self.window, head_dim)
             last_queries = _Last(no_queries, valid.new_zeros(batch, self.window))
-        # There may be padding between old and new queries. A stable sort by existence moves the
-        # queries that exist to the end and keeps their order.
+        # Padding may lie between old and new queries. A stable sort by existence moves the existing queries to the end
+        # and keeps their order.
         is_query = torch.cat([last_queries.seen, valid[:, valid.shape[1] - new_tokens :]], 1)
         query_order = is_query.long().argsort(dim=-1, stable=True)[:, -self.window :]
         is_query = is_query.gather(1, query_order)
@@ -122,7 +119,7 @@ class QueryObserver(LayerObserver):
         return self._held[layer].query
 
     def sequence(self, row: int, tokens: int) -> Self:
-        """The observer of one sequence; see `kvbench.plugin.Separable`."""
+        """Return the observer of one sequence; see `kvbench.plugin.Separable`."""
         separated, sequence_slice = copy.copy(self), slice(row, row + 1)
         separated._held = {
             layer_index: _Last(layer_state.query[sequence_slice], layer_state.seen[sequence_slice])
@@ -144,13 +141,13 @@ class QueryObserver(LayerObserver):
 
 
 class _BesideEntries(LayerObserver):
-    """Base of per-entry observers: the cache itself keeps and stacks their values once packed.
+    """Base of per-entry observers, whose values the cache keeps and stacks once packed.
 
     The state of a layer is a tensor `[B, ..., S]`.
     """
 
     def sequence(self, row: int, tokens: int) -> Self:
-        """The observer of one sequence; see `kvbench.plugin.Separable`."""
+        """Return the observer of one sequence; see `kvbench.plugin.Separable`."""
         separated = copy.copy(self)
         layer_states = {
             layer_index: layer_state[row : row + 1, ..., -tokens:] for layer_index, layer_state in self._held.items()
@@ -160,7 +157,7 @@ class _BesideEntries(LayerObserver):
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
-        """Refuse: there is nothing to join."""
+        """Raise NotImplementedError: the cache stacks per-entry state itself."""
         raise NotImplementedError("the cache stacks what it stores with its entries")
 
 
@@ -168,8 +165,7 @@ class MassObserver(_BesideEntries):
     """Sums the attention that every entry receives from each query head.
 
     Args:
-        observe: Count exactly this many last queries, regardless of the chunks they came in;
-            None: all.
+        observe: Count exactly the last N queries, regardless of chunking; None counts all.
         power: Power of the attention weights, 1 or 2.
     """
 
@@ -192,9 +188,8 @@ class MassObserver(_BesideEntries):
         """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
         key_positions = (valid.long().cumsum(-1) - 1).masked_fill(~valid, -1)
         if self._queries is not None:
-            # The window has moved, and the contribution of the queries that left it is not known
-            # separately. So the sum over the window is recomputed: `observe` rows, which is less
-            # than the chunk's own attention costs.
+            # The window has moved, and the share of the queries that left it is not known separately. Recompute the
+            # sum: `observe` rows, which costs less than the chunk's own attention.
             self._queries.update(layer, q, k, v, hidden, valid, scale)
             last_queries = self._queries._held[layer]
             distances = torch.arange(last_queries.seen.shape[1] - 1, -1, -1, device=q.device)
@@ -209,31 +204,26 @@ class MassObserver(_BesideEntries):
         self._held[layer] = attention_sums
 
     def fork(self) -> Self:
-        """Return an observer that can continue without changing this one."""
+        """Return an independent copy."""
         forked = super().fork()
         if self._queries is not None:
             forked._queries = self._queries.fork()
         return forked
 
     def sequence(self, row: int, tokens: int) -> Self:
-        """The observer of one sequence; see `kvbench.plugin.Separable`."""
+        """Return the observer of one sequence; see `kvbench.plugin.Separable`."""
         separated = super().sequence(row, tokens)
         if self._queries is not None:
             separated._queries = self._queries.sequence(row, tokens)
         return separated
 
     def read(self, layer: int) -> Tensor:
-        """Return the attention that every column received, float32 `[B, H_q, S]`."""
+        """Return the attention received by every column, float32 `[B, H_q, S]`."""
         return self._held[layer]
 
 
 class TokenObserver(_BesideEntries):
-    """Keeps the number that a `PerToken` need gives every token, layer by layer.
-
-    Args:
-        need: Measures the tokens.
-        model: The model.
-    """
+    """Stores a `PerToken` need's value for every token, per layer."""
 
     def __init__(self, need: PerToken, model: ModelInfo) -> None:
         self.need, self.model = need, model
@@ -258,19 +248,19 @@ class TokenObserver(_BesideEntries):
         self._held[layer] = new_values if old_values is None else torch.cat([old_values, new_values], -1)
 
     def read(self, layer: int) -> Tensor:
-        """Return the numbers of all tokens, float32 `[B, H, S]`."""
+        """Return the values of all tokens, float32 `[B, H, S]`."""
         return self._held[layer]
 
 
 class ReplayObserver(_BesideEntries):
-    """Holds what `kvbench.engine.replay` has observed, until more tokens come."""
+    """Holds the observations of `kvbench.engine.replay` until more tokens arrive."""
 
     def __init__(self) -> None:
         self._held: dict[int, Tensor] = {}
 
     @property
     def stale(self) -> bool:
-        """Whether the context has to be replayed before a cut."""
+        """Return whether the context must be replayed before an eviction step."""
         return not self._held
 
     def update(
@@ -283,20 +273,20 @@ class ReplayObserver(_BesideEntries):
         valid: Tensor,
         scale: float,
     ) -> None:
-        """Forget an earlier replay: it was of a shorter context."""
+        """Discard an earlier replay, which covers a shorter context."""
         self._held = {}
 
     def record(self, layer_states: dict[int, Tensor]) -> None:
-        """Keep the result of a replay, by layer, float32 `[B, H, S]`."""
+        """Store the result of a replay, by layer, float32 `[B, H, S]`."""
         self._held = layer_states
 
     def read(self, layer: int) -> Tensor:
-        """Return what every entry received, float32 `[B, H, S]`."""
+        """Return the replayed value of every entry, float32 `[B, H, S]`."""
         return self._held[layer]
 
 
 class SurprisalObserver:
-    """`-log p` of every token under the model, from the hidden states of its last layer."""
+    """Computes `-log p` of every token under the model, from its final hidden states."""
 
     def __init__(self) -> None:
         self._surprisal: Tensor | None = None
@@ -313,15 +303,15 @@ class SurprisalObserver:
         """Observe one forward.
 
         Args:
-            ids: New tokens, int64 `[B, n]`.
+            token_ids: New tokens, int64 `[B, n]`.
             hidden: Final hidden states of the new tokens, `[B, n, d_model]`.
-            head: Turns hidden states into logits.
-            valid: Which columns so far are tokens, bool `[B, S]`.
+            output_head: Maps hidden states to logits.
+            valid: Mask of columns so far that are tokens, bool `[B, S]`.
         """
         batch, new_tokens = token_ids.shape
         is_token = valid[:, valid.shape[1] - new_tokens :]
-        # A token is predicted by the hidden state of the last token before it, and padding may lie
-        # between the two. Index 0 is the last token of all earlier forwards.
+        # A token is predicted by the hidden state of the token before it, and padding may lie between the two. Index 0
+        # is the last token of all earlier forwards.
         earlier_state = hidden.new_zeros(batch, 1, hidden.shape[-1]) if self._last is None else self._last
         all_states = torch.cat([earlier_state, hidden], 1)
         state_index = torch.where(is_token, torch.arange(1, new_tokens + 1, device=token_ids.device), 0)
@@ -340,7 +330,7 @@ class SurprisalObserver:
         if self._last is None:  # a sequence's first token has no prediction
             surprisal = surprisal.masked_fill(previous_index == 0, float("nan"))
         else:
-            # A sequence that has had nothing but padding so far starts here.
+            # A sequence with only padding so far starts here.
             has_started = valid[:, : valid.shape[1] - new_tokens].any(-1, keepdim=True)
             surprisal = surprisal.masked_fill((previous_index == 0) & ~has_started, float("nan"))
         end_index = latest_index[:, -1:, None].expand(-1, -1, hidden.shape[-1])
@@ -349,24 +339,21 @@ class SurprisalObserver:
         self._surprisal = surprisal if earlier is None else torch.cat([earlier, surprisal], 1)
 
     def read(self, valid: Tensor) -> Tensor:
-        """Return each column's surprisal, float32 `[B, S]`; a first token gets the largest one."""
+        """Return each column's surprisal, float32 `[B, S]`; a first token gets the maximum."""
         assert self._surprisal is not None
         is_known = valid.to(self._surprisal.device) & ~self._surprisal.isnan()
         largest = self._surprisal.masked_fill(~is_known, 0.0).amax(-1, keepdim=True)
         return torch.where(is_known, self._surprisal, largest)
 
     def fork(self) -> Self:
-        """Return an observer that can continue without changing this one."""
+        """Return an independent copy."""
         return copy.copy(self)
 
     def sequence(self, row: int, tokens: int) -> Self:
-        """The observer of one sequence; see `kvbench.plugin.Separable`."""
+        """Return the observer of one sequence; see `kvbench.plugin.Separable`."""
         assert self._surprisal is not None and self._last is not None
         separated, sequence_slice = copy.copy(self), slice(row, row + 1)
-        separated._surprisal, separated._last = (
-            self._surprisal[sequence_slice, -tokens:],
-            self._last[sequence_slice],
-        )
+        separated._surprisal, separated._last = self._surprisal[sequence_slice, -tokens:], self._last[sequence_slice]
         return separated
 
     @classmethod
@@ -391,17 +378,17 @@ def column_sums(
     scale: float,
     power: int = 1,
 ) -> Tensor:
-    """Sum causal softmax attention over queries, block of queries by block of queries.
+    """Sum causal softmax attention over queries, in blocks of queries.
 
-    The sums are exact: the softmax of a query is over all its keys at once. A block holds at most
+    The sums are exact, because the softmax of a query covers all its keys at once. A block holds at most
     `B * H_q * block * S` float32 weights. Cost: `H_q n S d` flops per sequence if `n = S`.
 
     Args:
-        query: Queries `[B, H_q, n, d]`, in the order of their tokens, the newest last.
+        query: Queries `[B, H_q, n, d]` in token order, the newest last.
         key: Keys `[B, H, S, d]`.
         query_positions: Logical position of every query, int64 `[B, n]`; -1 if it does not exist.
         key_positions: Logical position of every key, int64 `[B, S]`; -1 if it does not exist.
-        scale: Factor of the logits.
+        scale: Scaling factor of the logits.
         power: Power of the weights before they are summed, 1 or 2.
 
     Returns:
@@ -413,23 +400,21 @@ def column_sums(
     column_totals = torch.zeros(batch_size, kv_heads, query_heads // kv_heads, column_count, device=query.device)
     on_cpu = query.device.type == "cpu"
     block_size = max(1, (_CPU_BLOCK if on_cpu else _BLOCK) // (query_heads * column_count))
-    # Without padding only the newest columns need a mask. A GPU would have to wait for the answer.
+    # Without padding only the newest columns need a mask. On a GPU this check would force a synchronisation.
     is_unpadded = on_cpu and bool((key_positions >= 0).all()) and bool((query_positions >= 0).all())
     for block_start in range(0, query_count, block_size):
         block_stop = min(block_start + block_size, query_count)
         visible_end = max(column_count - (query_count - block_stop), 1)  # later columns belong to later tokens
         masked_start = visible_end - (block_stop - block_start) if is_unpadded else 0
         scaled_query = query[:, :, block_start:block_stop].float() * scale
-        row_positions, column_positions = (
-            query_positions[:, None, block_start:block_stop, None],
-            key_positions[:, None, None, masked_start:visible_end],
-        )
+        row_positions = query_positions[:, None, block_start:block_stop, None]
+        column_positions = key_positions[:, None, None, masked_start:visible_end]
         is_hidden = ((column_positions > row_positions) | (column_positions < 0))[:, :, None]
         logits = scaled_query.unflatten(1, (kv_heads, -1)).flatten(2, 3) @ transposed[..., :visible_end]
         logits = logits.view(batch_size, kv_heads, -1, block_stop - block_start, visible_end)
         logits[..., masked_start:].masked_fill_(is_hidden, float("-inf"))
         weights = logits.softmax(-1)
-        if not is_unpadded:  # a query that does not exist sees no key, so its softmax is NaN
+        if not is_unpadded:  # a missing query sees no key, so its softmax is NaN
             weights = weights.masked_fill_((row_positions < 0)[:, :, None], 0.0)
         column_totals[..., :visible_end] += weights.sum(3) if power == 1 else weights.square_().sum(3)
     return column_totals.flatten(1, 2)

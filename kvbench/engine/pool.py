@@ -1,7 +1,7 @@
-"""Continuous batching: a row that has ended makes room for the next response.
+"""Continuous batching: an ended row makes room for the next response.
 
-The pool decodes one ragged batch. The caller says which numbers of rows it may have: on a CPU those
-in which a row has the same bits, so that a response does not depend on what else is decoded.
+The pool decodes one ragged batch with row counts allowed by the caller. On a CPU these are the counts that give a row
+the same bits, so a response does not depend on what else is decoded.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _Owner = TypeVar("_Owner")
 
 @dataclass
 class Pooled(Generic[_Owner]):
-    """A response that waits for a row of the pool, or has one.
+    """A response that waits for a row of the pool or occupies one.
 
     Attributes:
-        row: Its tokens and when it ends.
+        row: Its tokens and stop condition.
         cache: The compressed cache of one sequence; None once the pool has taken it over.
-        question: Tokens to feed before it is generated, if `logits` is None.
-        logits: Logits after the prompt, `[1, vocabulary]`; None if the question is still to be fed.
-        owner: What the caller knows about it.
-        seconds: Its share of the time that questions and decode steps took.
+        question: Tokens to feed before generation, if `logits` is None.
+        logits: Logits after the prompt, `[1, vocabulary]`; None if the question is pending.
+        owner: The caller's data.
+        seconds: Its fraction of the question and decode time.
     """
 
     row: DecodeRow
@@ -54,20 +54,20 @@ class Pooled(Generic[_Owner]):
 
 
 def smallest_count(row_counts: Sequence[int], required: int) -> int:
-    """The smallest of some ascending numbers of rows that is enough."""
+    """Return the smallest sufficient row count among ascending `row_counts`."""
     return next(row_count for row_count in row_counts if row_count >= required)
 
 
 class Pool(Generic[_Owner]):
-    """Decodes responses on caches that are not cut any more and have no sliding windows.
+    """Decodes responses on caches without further eviction steps and without sliding windows.
 
     Args:
         model: The model, inside `engine`.
-        counts: Numbers of rows that the batch may have, ascending.
-        asking: Numbers of rows that a forward that feeds questions may have, ascending. So many
-            responses as the last one says enter the batch together.
-        width: Columns of a forward that feeds questions: the length of the longest.
-        room: Whether this many responses, which hold these caches, may be decoded together.
+        row_counts: Allowed batch sizes, ascending.
+        question_counts: Allowed batch sizes of a forward that feeds questions, ascending. Responses enter the batch in
+            groups of the last size.
+        question_width: Columns of a forward that feeds questions: the longest question's length.
+        fits_memory: Tells whether a number of responses that hold these caches can be decoded together.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class Pool(Generic[_Owner]):
 
     @property
     def lacking(self) -> int:
-        """How many more responses have to wait before they enter the batch together."""
+        """Return how many more responses must be queued before they enter the batch together."""
         return max(1, self.asking[-1] - len(self.waiting))
 
     def add(self, response: Pooled[_Owner]) -> Iterator[Pooled[_Owner]]:
-        """Queue a response; yield those that end before the pool can take the next one."""
+        """Queue a response; yield the responses that end before the pool can take another."""
         self.waiting.append(response)
         if len(self.waiting) == self.asking[-1] or not self._allows(len(self.waiting) + 1):
             yield from self._admit()
 
     def drain(self) -> Iterator[Pooled[_Owner]]:
-        """Decode everything that is left."""
+        """Decode all remaining responses."""
         if self.waiting:
             yield from self._admit()
         while self.active:
@@ -106,7 +106,7 @@ class Pool(Generic[_Owner]):
             yield from self._step()
 
     def _admit(self) -> Iterator[Pooled[_Owner]]:
-        """Move the waiting responses into free rows; decode until there are enough."""
+        """Move waiting responses into free rows, decoding until enough rows are free."""
         while self.active and not self._allows(len(self.active) + len(self.waiting)):
             yield from self._step()
         responses, self.waiting = self.waiting, []
@@ -133,7 +133,7 @@ class Pool(Generic[_Owner]):
         return row_count <= self.counts[-1] and self.room(row_count, live_caches)
 
     def _shrink(self) -> None:
-        """Leave out vacant rows: nothing will take them."""
+        """Remove vacant rows when no response is left to fill them."""
         assert self.cache is not None
         row_count = smallest_count(self.counts, len(self.active))
         if row_count < self.cache.batch:
@@ -142,17 +142,17 @@ class Pool(Generic[_Owner]):
             self.active = {slots.index(slot): response for slot, response in self.active.items()}
 
     def _ask(self, slots: Sequence[int]) -> None:
-        """Feed the questions in one forward; on a CPU their width is always the same."""
+        """Feed the questions in one forward; on a CPU its width is constant."""
         if not slots:
             return
         assert self.cache is not None
         started = now(self.device)
         batch_rows, column_count = [*slots], self.width
-        if self.device.type == "cpu":  # rows that hold least wait beside them
+        if self.device.type == "cpu":  # the smallest rows fill the batch and wait
             other_slots = set(range(self.cache.batch)) - set(slots)
             spare_rows = smallest_count(self.asking, len(batch_rows)) - len(batch_rows)
             batch_rows += sorted(other_slots, key=lambda other_slot: other_slot in self.active)[:spare_rows]
-        else:  # a GPU promises no bits
+        else:  # a GPU does not promise equal bits
             column_count = max(len(self.active[slot].question) for slot in slots)
         questions = [self.active[slot].question for slot in slots]
         questions += [()] * (len(batch_rows) - len(slots))
@@ -166,7 +166,7 @@ class Pool(Generic[_Owner]):
             self.active[slot].seconds += seconds / len(slots)
 
     def _choose(self, slots: Sequence[int], logits: Tensor) -> Iterator[Pooled[_Owner]]:
-        """Choose the next token of rows, `logits` `[rows, vocabulary]`; yield those that end."""
+        """Choose the next token of rows, `logits` `[rows, vocabulary]`; yield the rows that end."""
         decode_rows = [self.active[slot].row for slot in slots]
         next_tokens = choose(
             logits,
@@ -181,10 +181,10 @@ class Pool(Generic[_Owner]):
                 yield self.active.pop(slot)
 
     def _step(self) -> Iterator[Pooled[_Owner]]:
-        """Feed the last token of every row, and choose the next ones."""
+        """Feed the last token of every row and choose the next ones."""
         assert self.cache is not None
         started = now(self.device)
-        slots = list(self.active)  # in the order in which they were queued
+        slots = list(self.active)  # in queue order
         token_ids = torch.zeros(self.cache.batch, 1, dtype=torch.long)
         is_active = torch.zeros(self.cache.batch, 1, dtype=torch.bool)
         for slot in slots:

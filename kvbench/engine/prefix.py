@@ -1,4 +1,4 @@
-"""One prefill that serves many cells."""
+"""A prefilled prefix that serves many cells."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from kvbench.view import ModelInfo, Need
 
 _ANY = Budget.parse("full")
 _TOGETHER = 1 << 22
-"""Most scores that are held at once when a policy decides for several budgets."""
+"""Maximum number of scores held at once when a policy decides for several budgets."""
 
 _PACKED = 1 << 24
-"""Most decisions, one a byte, that are held at once to pack what several policies keep.
+"""Maximum number of decisions (one byte each) held at once to pack the entries of several policies.
 
-Packing together saves calls, which count where contexts and models are small.
+Packing together saves calls, which matters for short contexts and small models.
 """
 
 
 @dataclass(frozen=True)
 class Compression:
-    """The compression that one cell asks for.
+    """The compression requested by one cell.
 
     Attributes:
         policy: Chooses the entries.
-        budget: How many it keeps.
+        budget: Number of entries to keep.
         moment: When the cache is compressed.
         seed: Noise seed of the run.
         prompt_length: Tokens of the whole prompt, if the prefix is only its first chunk.
-        trailing_tokens: Tokens of the prompt that come after the last cut, counted in the budget.
+        trailing_tokens: Prompt tokens after the last eviction step, counted in the budget.
     """
 
     policy: Policy
@@ -65,8 +65,8 @@ class Prefix:
 
     Args:
         model: The model, inside `engine`.
-        needs: Observations that the policies of the cells need.
-        pruning: Visual tokens to prune, for the only cell of this prefix.
+        needs: Observations required by the cells' policies.
+        pruning: Visual token pruning, for the only cell of this prefix.
 
     Attributes:
         remake: Prefills the same again. With it, a prefix that a policy has modified in place is
@@ -86,7 +86,7 @@ class Prefix:
         self._forget()
 
     def _forget(self) -> None:
-        """Forget what the cells share."""
+        """Discard the state shared by the cells."""
         self._ledger = Ledger()
         self._shared: dict[tuple[int, Moment, bool, int], PrefixCache] = {}
         self._seeds: dict[int, Tensor] = {}
@@ -94,7 +94,7 @@ class Prefix:
 
     @property
     def modified_in_place(self) -> bool:
-        """Whether a policy has changed the prefix in place."""
+        """Return whether a policy has changed the prefix in place."""
         return self.cache.modified_in_place
 
     def restore(self) -> None:
@@ -114,9 +114,9 @@ class Prefix:
 
         Args:
             token_ids: The tokens, padded on the left.
-            token_mask: Which of them are tokens, `[B, n]`; None: all.
+            token_mask: Columns that are tokens, `[B, n]`; None: all.
             pixels: The media among them; see `kvbench.engine.vision.Vision`.
-            question: Whether the tokens are the question about what is in the cache.
+            question: Whether the tokens are the question about the cached context.
         """
         self.restore()
         self.remake = None
@@ -129,39 +129,38 @@ class Prefix:
         return logits
 
     def fork(self) -> Prefix:
-        """Return a prefix that can be extended on its own; it shares the K/V so far."""
+        """Return a prefix that can be extended independently; it shares the K/V so far."""
         self.restore()
         return self._around(self.cache.fork(), self.seconds)
 
     @property
     def separable(self) -> bool:
-        """Whether the batch can be split into its sequences: all observers must be separable."""
+        """Return whether the batch can be split by sequence: all observers must be separable."""
         return self.cache.separable
 
     def sequence(self, sequence_index: int) -> Prefix:
-        """Return the prefix of one sequence of the batch, with its share of the seconds."""
+        """Return the prefix of one sequence of the batch, with its fraction of the seconds."""
         cache, token_counts = self.cache.sequence(sequence_index), self.cache.lengths()
         return self._around(cache, self.seconds * float(token_counts[sequence_index] / token_counts.sum()))
 
     def _around(self, cache: RaggedCache, seconds: float) -> Prefix:
-        """A prefix with another cache."""
+        """Return a prefix with another cache."""
         new_prefix = copy.copy(self)
         new_prefix.cache, new_prefix.seconds, new_prefix.remake = cache, seconds, None
         new_prefix._forget()
         return new_prefix
 
     def compress(self, compressions: Sequence[Compression], reserve: int | None = None) -> list[RaggedCache]:
-        """Make one packed cache per compression; `cache.seconds` is the time that it took.
+        """Return one packed cache per compression; `cache.seconds` is the compression time.
 
-        A score is computed once for all compressions, unless it reads the budget. Budgets of one
-        policy are decided together, and what all of them keep is packed in one go.
+        A score is computed once for all compressions unless it depends on the budget. Budgets of one policy are decided
+        together, and all their entries are packed at once.
 
         Args:
-            compressions: The compressions.
-            reserve: Free rows behind every segment, for tokens that will be appended.
+            reserve: Free rows behind every segment, for tokens to be appended.
 
         Raises:
-            BudgetError: A policy did not keep exactly its budget, or changed what it was shown.
+            BudgetError: A policy did not keep exactly its budget, or changed its inputs in place.
         """
         self.restore()
         packed_caches: dict[int, RaggedCache] = {}
@@ -179,14 +178,14 @@ class Prefix:
         return [packed_caches[cell_index] for cell_index in range(len(compressions))]
 
     def _check_shared(self, compressions: Sequence[Compression], error: BaseException | None = None) -> None:
-        """Check that what the cells share is as it was.
+        """Check that the state shared by the cells is unchanged.
 
         Args:
             compressions: The compressions since the last check.
-            error: What they have raised; a change is the more helpful reason.
+            error: Their exception, if any; a modification in place is the more helpful reason.
 
         Raises:
-            BudgetError: A policy changed it.
+            BudgetError: A policy modified the state in place.
         """
         if changed_name := self._ledger.changed():
             self.cache.modified_in_place = True
@@ -196,10 +195,10 @@ class Prefix:
                 raise BudgetError(message) from error
 
     def _packings(self, compressions: Sequence[Compression]) -> list[list[list[int]]]:
-        """Group compressions that are packed together; groups of them are decided together.
+        """Group compressions that are packed together; each group is split into joint decisions.
 
         Returns:
-            For every packing, for every decision, the indices of its compressions.
+            Indices of compressions, by packing and decision.
         """
         single_packings: list[list[list[int]]] = []
         decision_groups: dict[Hashable, list[int]] = {}
@@ -223,28 +222,28 @@ class Prefix:
         return [*single_packings, *packings]
 
     def _plain(self, compression: Compression) -> bool:
-        """Whether a compression leaves a choice of the entries as they are, and nothing else."""
+        """Return whether a compression only selects entries and leaves them unchanged."""
         policy = compression.policy
         changes_entries = policy.merge is not None or policy.recodes or policy.read is not None
         return self.cache.batch == 1 and not changes_entries and not goes_on(policy, compression.moment)
 
     @property
     def _entries(self) -> int:
-        """Entries of a layer."""
+        """Return the entries per layer (tokens x KV heads)."""
         return self.cache.get_seq_length() * self.info.kv_heads
 
     def _at_once(self, policy: Policy) -> int:
-        """For how many budgets a policy may decide together: each needs scores of its own."""
+        """Return how many budgets a policy may decide at once: each needs its own scores."""
         if not policy.evicts:
             return 1
         scored_layers = self.info.layers if policy.allocate.scope == "model" else 1
         return max(1, _TOGETHER // (self._entries * scored_layers))
 
     def _compress(self, groups: Sequence[Sequence[Compression]], reserve: int | None) -> list[RaggedCache]:
-        """Carry out compressions that are packed together; those of a group differ in budget."""
+        """Run compressions that are packed together; those of a group differ only in budget."""
         replays = [self._replay(group[0].policy) for group in groups]
         started = now(self.device)
-        # Read once for all cells: reading a length makes a GPU wait.
+        # Read once for all cells, because reading a length makes a GPU wait.
         token_sizes = [*zip(self.cache.lengths().tolist(), self.cache.visual_tokens(), strict=True)]
         eviction_steps = [self._cut(group, token_sizes) for group in groups]
         packed_cache = self.cache.fork()
@@ -270,10 +269,9 @@ class Prefix:
         return caches
 
     def _cut(self, group: Sequence[Compression], token_sizes: Sequence[tuple[int, int]]) -> EvictionStep:
-        """The decision about compressions that differ in their budget only.
+        """Return the eviction step of compressions that differ only in their budget.
 
         Args:
-            group: The compressions.
             token_sizes: Tokens and visual tokens of every sequence.
         """
         compression = group[0]
@@ -311,9 +309,9 @@ class Prefix:
         )
 
     def _replay(self, policy: Policy) -> float:
-        """Make the replays if a policy needs one; return the seconds that they took, at any time.
+        """Run the replays if the policy needs one; return their time in seconds, whenever they ran.
 
-        All replays that any cell needs are made together and booked with each of these cells.
+        The replays of all cells run together, and each of these cells is charged their full time.
         """
         if not any(isinstance(need, Replay) for need in policy.needs):
             return 0.0
@@ -323,7 +321,7 @@ class Prefix:
         return self._replays
 
     def _split(self, packed_cache: RaggedCache) -> list[RaggedCache]:
-        """Part a cache with a row for every budget; the parts share its memory."""
+        """Split a cache with one row per budget; the parts share its memory."""
         caches = []
         entry_counts = zip(packed_cache.budget_entries or (), packed_cache.held_entries or (), strict=True)
         for budget_index, (entry_budget, entry_count) in enumerate(entry_counts):
@@ -338,7 +336,7 @@ class Prefix:
         return caches
 
     def _row_seeds(self, seed: int) -> Tensor:
-        """Noise seeds of the sequences."""
+        """Return the noise seeds of the sequences."""
         if seed not in self._seeds:
             self._seeds[seed] = row_seeds(self.cache, seed)
             self._ledger.add("seed", self._seeds[seed])
@@ -346,10 +344,9 @@ class Prefix:
 
 
 def _later(compression: Compression, token_sizes: Sequence[tuple[int, int]]) -> list[int]:
-    """Mean entries per (layer, head) that cuts after the first one leave every sequence.
+    """Return the mean entries per (layer, head) after later eviction steps, for every sequence.
 
     Args:
-        compression: The compression.
         token_sizes: Tokens and visual tokens of every sequence.
     """
     is_fixed = compression.moment == "decode" or compression.policy.read is not None

@@ -1,9 +1,8 @@
-"""Prunes visual tokens while a prompt is prefilled, before the language model or inside it.
+"""Pruning of visual tokens during prefill, before the language model or inside it.
 
-A pruned token is hidden from all others from some layer on, and its entries are evicted when the
-cache is compressed. So every other token computes what it would compute if the pruned tokens had
-been removed in that layer, with the positions of the whole prompt. The prefill itself does not
-become cheaper.
+A pruned token is hidden from all others from some layer on, and its entries are evicted when the cache is compressed.
+Every other token thus computes what it would compute if the pruned tokens had been removed in that layer, with the
+positions of the whole prompt. The prefill itself does not become cheaper.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ Call = tuple[Tensor, Tensor, float]
 
 @dataclass(frozen=True)
 class Pruning:
-    """What a prefill has to prune.
+    """Visual token pruning of a prefill.
 
     Attributes:
         score: Chooses the tokens; its `prunes` is not None.
-        budget: The budget of the cell: visual tokens get what all text tokens leave of it.
+        budget: The budget of the cell; visual tokens get what the text tokens leave.
     """
 
     score: Score
@@ -43,24 +42,24 @@ class Pruning:
 
     @property
     def layer(self) -> int:
-        """The first layer that does not see pruned tokens."""
+        """Return the first layer that does not see pruned tokens."""
         assert self.score.prunes is not None
         return self.score.prunes
 
     def keep(self, length: int, visual_tokens: int) -> int:
-        """How many visual tokens of a prompt stay."""
+        """Return the number of visual tokens of a prompt to keep."""
         text_tokens = length - visual_tokens
         visual_budget = self.budget.per_head(length, visual_tokens) - text_tokens
         return max(1, min(visual_budget, visual_tokens))
 
 
 def prunes(policy: Policy) -> bool:
-    """Whether a policy prunes visual tokens in the prefill, which no other policy can share."""
+    """Return whether a policy prunes visual tokens in the prefill, which no other policy can share."""
     return policy.score is not None and policy.score.prunes is not None
 
 
 def pruning_of(policy: Policy, budget: Budget) -> Pruning | None:
-    """What a policy prunes in a prefill; None if it prunes nothing."""
+    """Return the pruning of a policy; None if it prunes nothing."""
     if not prunes(policy) or budget.is_full:
         return None
     assert policy.score is not None
@@ -68,12 +67,12 @@ def pruning_of(policy: Policy, budget: Budget) -> Pruning | None:
 
 
 def depth_problem(score: Score, depth: int) -> str:
-    """Why a score cannot prune inside a model of `depth` layers; empty if it can."""
+    """Return why a score cannot prune inside a model of `depth` layers; "" if it can."""
     if not score.prunes or score.prunes < depth:
         return ""
     return (
-        f"{score.name} drops visual tokens from layer {score.prunes} on, and the model has only "
-        f"{depth} layers; use layer={max(1, depth - 1)}"
+        f"{score.name} drops visual tokens from layer {score.prunes} on, but the model has only {depth} layers; "
+        f"use layer={max(1, depth - 1)}"
     )
 
 
@@ -87,14 +86,13 @@ def prune_embeddings(
     """Prune before the language model.
 
     Args:
-        pruning: What to prune.
         embeddings: Embeddings of the prompt, `[B, S, D]`.
-        visual_mask: Which columns are visual tokens, bool `[B, S]`.
-        token_mask: Which columns are tokens, bool `[B, S]`.
-        tower_facts: What the vision tower has seen; None if it was not watched.
+        visual_mask: Columns that are visual tokens, bool `[B, S]`.
+        token_mask: Columns that are tokens, bool `[B, S]`.
+        tower_facts: Observations of the vision tower; None if it was not watched.
 
     Returns:
-        The embeddings, which merging can have changed, and the pruned columns, bool `[B, S]`.
+        The embeddings, possibly changed by merging, and the pruned columns, bool `[B, S]`.
     """
     pruned = torch.zeros_like(visual_mask)
     merged_embeddings = embeddings
@@ -102,10 +100,7 @@ def prune_embeddings(
     seen = None if tower_facts is None else tower_facts.tokens(visual_total)
     first_visual = 0
     for sequence_index in range(len(visual_mask)):
-        row_visual, visual_count = (
-            visual_mask[sequence_index],
-            int(visual_mask[sequence_index].sum()),
-        )
+        row_visual, visual_count = visual_mask[sequence_index], int(visual_mask[sequence_index].sum())
         visual_slice = slice(first_visual, first_visual + visual_count)
         first_visual += visual_count
         if not visual_count:
@@ -139,17 +134,16 @@ def prune_inside(
     visual_mask: Tensor,
     token_mask: Tensor,
 ) -> Tensor:
-    """Prune inside the language model, from what the layer before has seen and put out.
+    """Prune inside the language model, from the attention and output of the layer before.
 
     Args:
-        pruning: What to prune.
         query: Queries after RoPE, `[B, H_q, S, d]`.
         key: Keys after RoPE, `[B, H, S, d]`.
         hidden: Hidden states that enter the attention, `[B, S, D]`.
-        output: What the layer puts out, after the final norm, `[B, S, D]`.
-        scale: Factor of the attention logits.
-        visual_mask: Which columns are visual tokens, bool `[B, S]`.
-        token_mask: Which columns are tokens, bool `[B, S]`.
+        output: Output of the layer after the final norm, `[B, S, D]`.
+        scale: Scaling factor of the attention logits.
+        visual_mask: Columns that are visual tokens, bool `[B, S]`.
+        token_mask: Columns that are tokens, bool `[B, S]`.
 
     Returns:
         The pruned columns, bool `[B, S]`.
@@ -161,10 +155,7 @@ def prune_inside(
     weights = logits.masked_fill(~token_mask[:, None, None], -torch.inf).softmax(-1)[:, :, 0].mean(1)
     flat_key = key.transpose(1, 2).flatten(2)
     for sequence_index in range(len(visual_mask)):
-        row_visual, row_text = (
-            visual_mask[sequence_index],
-            token_mask[sequence_index] & ~visual_mask[sequence_index],
-        )
+        row_visual, row_text = visual_mask[sequence_index], token_mask[sequence_index] & ~visual_mask[sequence_index]
         if not bool(row_visual.any()):
             continue
         visual_tokens = VisualTokens(
@@ -193,7 +184,7 @@ def _checked(pruning: Pruning, visual_tokens: VisualTokens) -> Pruned:
 
 
 def _runs(visual_mask: Tensor) -> Tensor:
-    """The number of the image of each visual token: neighbouring tokens are of one image."""
+    """Return the image index of each visual token: neighbouring tokens belong to one image."""
     starts_image = visual_mask & ~torch.nn.functional.pad(visual_mask, (1, 0))[:-1]
     return (starts_image.long().cumsum(-1) - 1)[visual_mask]
 
@@ -203,12 +194,12 @@ def _runs(visual_mask: Tensor) -> Tensor:
 
 @dataclass
 class TowerFacts:
-    """What a vision tower has seen in two layers: the last useful one, and the last of all.
+    """Observations of two vision tower layers: the last useful one and the last of all.
 
     Attributes:
-        modules: Their attentions, which can be the same.
+        modules: Their attention modules, which can be the same.
         classed: Whether the first token of an image is a class token.
-        merged: Patches that make one token of the language model.
+        merged: Patches per token of the language model.
         calls: Queries, keys and scale of every call of each layer, `[images, heads, patches, d]`.
     """
 
@@ -218,18 +209,18 @@ class TowerFacts:
     calls: tuple[list[Call], list[Call]] = field(default_factory=lambda: ([], []))
 
     def note(self, module: nn.Module, call: Call) -> None:
-        """Remember a call if it is of a watched layer."""
+        """Record a call of a watched layer."""
         for watched, calls in zip(self.modules, self.calls, strict=True):
             if watched is module:
                 calls.append(call)
 
     def tokens(self, count: int) -> dict[str, Tensor]:
-        """Facts about all visual tokens, by their names in `VisualTokens`.
+        """Return facts about all visual tokens, by their names in `VisualTokens`.
 
-        The calls are forgotten: they belong to one prefill.
+        The calls are discarded, because they belong to one prefill.
 
         Raises:
-            UserError: The tower makes another number of tokens than `count`.
+            UserError: The number of the tower's tokens differs from `count`.
         """
         (useful, last), self.calls = self.calls, ([], [])
         rows: dict[str, list[Tensor]] = {}
@@ -246,13 +237,13 @@ class TowerFacts:
         total = sum(map(len, rows.get("salience", [])))
         if total != count:
             raise UserError(
-                f"the vision tower makes {total} tokens and the prompt has {count}: a policy that "
-                "reads its attention does not know this model; use divprune, fastv or dart"
+                f"the vision tower produces {total} tokens but the prompt has {count}: a policy that reads its "
+                "attention does not support this model; use divprune, fastv or dart"
             )
         return {name: torch.cat(parts) for name, parts in rows.items()}
 
     def _asking(self, query: Tensor) -> Tensor:
-        """The queries `[..., patches, d]` whose attention counts."""
+        """Return the queries `[..., patches, d]` whose attention counts."""
         return query[..., :1, :] if self.classed else query
 
     def _add(self, rows: dict[str, list[Tensor]], **facts: Tensor) -> None:
@@ -264,7 +255,7 @@ class TowerFacts:
 
 
 def _images(calls: list[Call]) -> Iterator[Call]:
-    """Queries and keys of every image, `[heads, patches, d]`, and the scale."""
+    """Yield the queries and keys of every image, `[heads, patches, d]`, and the scale."""
     for query, key, scale in calls:
         for q, k in zip(query.float(), key.float(), strict=True):
             yield q, k, scale
@@ -276,7 +267,7 @@ _WATCHED: list[TowerFacts] = []
 def _tower_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **options: Any
 ) -> Any:
-    """Attention as `sdpa`, which shows its queries and keys to whoever watches this layer."""
+    """Compute attention as `sdpa`, passing queries and keys to a watcher of this layer."""
     mask = options.pop("attention_mask", mask)
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     for facts in _WATCHED:
@@ -289,11 +280,10 @@ AttentionInterface.register(TOWER, _tower_attention)
 
 @contextmanager
 def watching(model: nn.Module, pruning: Pruning | None) -> Iterator[TowerFacts | None]:
-    """Watch the vision tower of a model as long as the block lasts, if a pruning reads it.
+    """Watch the vision tower of a model within the block, if the pruning reads it.
 
     Raises:
-        UserError: The model lacks the layer that prunes, or the patches of its tower are not in the
-            order of the tokens that they make.
+        UserError: The model lacks the layer that prunes, or the tower's patches are not in the order of their tokens.
     """
     if pruning is not None:
         problem = depth_problem(pruning.score, len(attention_modules(model)))
@@ -307,8 +297,8 @@ def watching(model: nn.Module, pruning: Pruning | None) -> Iterator[TowerFacts |
     tower = getattr(inner_model, "visual", None)
     if config.model_type == "qwen2_5_vl":
         raise UserError(
-            "a policy that reads the attention of the vision tower does not know Qwen2.5-VL's "
-            "windows; use divprune, fastv or dart"
+            "a policy that reads the attention of the vision tower does not support Qwen2.5-VL's windows; "
+            "use divprune, fastv or dart"
         )
     merged_patches, layer_index = 1, -1
     if tower is None:

@@ -17,7 +17,7 @@ from kvbench.errors import UserError, reason_of
 
 
 def method_of(config: Any) -> str:
-    """How a model's weights are quantised on disk, such as `gptq`; "" if they are not."""
+    """Return the quantisation method of a model on disk, such as `gptq`; "" if it is not quantised."""
     for config_part in (config, config.get_text_config()):
         weight_config = getattr(config_part, "quantization_config", None)
         if weight_config:
@@ -28,16 +28,14 @@ def method_of(config: Any) -> str:
 
 
 def check_quantization(model_name: str, config: Any, scheme: str | None, device_map: object) -> str:
-    """Check, before anything is computed, that a model can be loaded with these options.
+    """Check, before any computation, that a model can be loaded with these options.
 
     Args:
-        model_name: The model.
-        config: Its configuration.
-        scheme: The scheme that quantises it while it is loaded; None: no scheme.
-        device_map: How it is spread over devices; None: it is not.
+        scheme: Scheme that quantises it at loading; None: no scheme.
+        device_map: Placement on several devices; None: a single device.
 
     Returns:
-        How its weights will be quantised; "" if they will not be.
+        Quantisation method of the loaded weights; "" if they are not quantised.
 
     Raises:
         UserError: The model is quantised already, or a package is missing.
@@ -57,16 +55,16 @@ def check_quantization(model_name: str, config: Any, scheme: str | None, device_
 
 
 def quantization_packages(scheme: str | None) -> tuple[str, ...]:
-    """Packages whose versions can change a response."""
+    """Return the packages whose versions can change a response."""
     return () if scheme is None else (PACKAGES[scheme],)
 
 
 def scheme_config(scheme: str, dtype: torch.dtype) -> Any:
-    """The quantisation configuration that transformers needs for a scheme.
+    """Return the quantisation configuration that transformers needs for a scheme.
 
     Args:
         scheme: One of `PACKAGES`.
-        dtype: The dtype of the computation.
+        dtype: Dtype of the computation.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports every cast
     if scheme == "bnb-4bit":
@@ -81,16 +79,15 @@ def scheme_config(scheme: str, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def plain_weight(module: nn.Module, input_count: int, dtype: torch.dtype) -> Tensor:
-    """The matrix that a linear layer multiplies by, in a floating dtype.
+    """Return the matrix that a linear layer multiplies by, in a floating dtype.
 
-    A plain weight is returned as it is. The weights of bitsandbytes, torchao and quanto are
-    dequantised by their libraries. Any other layer is applied to the unit vectors, which gives the
-    same matrix.
+    A plain weight is returned unchanged. Weights of bitsandbytes, torchao and quanto are dequantised by their
+    libraries. Any other layer is applied to the unit vectors, which gives the same matrix.
 
     Args:
         module: A linear layer.
         input_count: Its number of inputs.
-        dtype: The dtype that it computes in.
+        dtype: Dtype of its computation.
 
     Returns:
         `[outputs, inputs]`.
@@ -127,7 +124,7 @@ def _probed(module: nn.Module, input_count: int, dtype: torch.dtype) -> Tensor:
     except Exception as error:
         reason = reason_of(error)
         raise UserError(
-            f"the weights of {type(module).__name__} cannot be dequantised ({reason}); policies "
-            "that need the output projection cannot run on this model"
+            f"the weights of {type(module).__name__} cannot be dequantised ({reason}); "
+            "policies that need the output projection cannot run on this model"
         ) from error
     return matrix.transpose(0, 1)

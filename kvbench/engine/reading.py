@@ -1,6 +1,6 @@
-"""Attention that reads few of the entries that a cache holds: those that a reader chooses.
+"""Sparse attention over the cached entries that a reader selects.
 
-Every sequence is read alone, so that its result does not depend on its batch.
+Every sequence is processed alone, so that its result does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class Reading:
 
     Attributes:
         reader: Rates the blocks.
-        info: The model.
-        entries: Entries that a query reads of each (layer, KV head), on average over the layers.
+        entries: Entries a query reads per (layer, KV head), averaged over the layers.
     """
 
     reader: Reader
@@ -36,37 +35,36 @@ class Reading:
 
     @property
     def block(self) -> int:
-        """Entries of a block."""
+        """Return the block size in entries."""
         return self.reader.block(self.info)
 
     @property
     def total(self) -> int:
-        """Entries that a query reads over all layers and KV heads."""
+        """Return the entries that a query reads over all layers and KV heads."""
         return self.entries * self.info.layers * self.info.kv_heads
 
     def is_dense(self, layer_index: int) -> bool:
-        """Whether queries read everything in a layer, by its index among full-attention layers."""
+        """Return whether queries read everything in a layer, given its index among full-attention layers."""
         return layer_index < self.reader.dense_layers
 
     def check(self, count: int) -> None:
-        """Check that the budget is enough for a query that sees so many entries of every head.
+        """Check that the budget suffices for a query that sees `count` entries per head.
 
         Raises:
-            BudgetRefused: Dense layers leave less than an entry per head to one of the others.
+            BudgetRefused: The dense layers leave another layer less than one entry per head.
         """
         dense = min(self.reader.dense_layers, self.info.layers)
         sparse, limit = self.info.layers - dense, self.entries * self.info.layers
         required = dense * count + sparse
         if dense and count > self.entries and required > limit:
             raise BudgetRefused(
-                f"{self.reader.name}:dense_layers={self.reader.dense_layers} reads {dense * count} "
-                f"entries per KV head in its dense layers and at least {sparse} in the others, but "
-                f"the budget allows {limit}; use a budget of {-(-required // self.info.layers)} "
-                "entries per head or more"
+                f"{self.reader.name}:dense_layers={self.reader.dense_layers} reads {dense * count} entries per KV head "
+                f"in its dense layers and at least {sparse} in the others, but the budget allows {limit}; "
+                f"use a budget of {-(-required // self.info.layers)} entries per head or more"
             )
 
     def shares(self, layer_index: int, visible_counts: Tensor) -> Tensor:
-        """Entries that queries read of each KV head of a layer, int64 `[n]`.
+        """Return the entries that queries read per KV head of a layer, int64 `[n]`.
 
         Args:
             layer_index: Index of the layer among the full-attention layers.
@@ -83,12 +81,12 @@ class Reading:
         return torch.where(visible_counts > self.entries, layer_budgets, visible_counts)
 
     def summary_bytes(self, layer_index: int, lengths: Sequence[int], number_bytes: int) -> int:
-        """Bytes of the summaries of complete blocks; dense layers need none.
+        """Return the bytes of the summaries of complete blocks; dense layers need none.
 
         Args:
             layer_index: Index of the layer among the full-attention layers.
-            lengths: Entries that each head of the layer holds.
-            number_bytes: Bytes of one number.
+            lengths: Entries held by each head of the layer.
+            number_bytes: Bytes per number.
         """
         if not any(lengths) or self.is_dense(layer_index):
             return 0
@@ -96,7 +94,7 @@ class Reading:
 
 
 def readings(policy: Policy, info: ModelInfo, entry_counts: Sequence[int]) -> list[Reading]:
-    """How sequences are read that may read so many entries each; empty without a reader."""
+    """Return the readings of sequences with these numbers of readable entries; empty without a reader."""
     return [] if policy.read is None else [Reading(policy.read, info, entry_count) for entry_count in entry_counts]
 
 
@@ -109,23 +107,23 @@ def attend_few(
     row_readings: Sequence[Reading],
     token_counts: Sequence[int],
 ) -> tuple[Tensor, list[Tensor]]:
-    """Attention of new queries over the entries that they read.
+    """Compute attention of new queries over the entries that they read.
 
     Args:
         query: `[B, H_q, n, d]`.
-        layer: A packed layer whose heads hold all entries, those of the new queries included.
+        layer: A packed layer whose heads hold all entries, including those of the new queries.
         layer_index: Its index among the full-attention layers.
         first_column: Logical column of the first new query.
-        scale: Factor of the logits.
+        scale: Scaling factor of the logits.
         row_readings: What the queries of every sequence read.
-        token_counts: New tokens of every sequence; one without any reads nothing.
+        token_counts: New tokens per sequence; a sequence without any reads nothing.
 
     Returns:
-        The output `[B, H_q, n, d]`, and for every sequence which of its `m` entries are read, bool
-        `[H, n, m]` (no entry at all of a sequence without new tokens).
+        The output `[B, H_q, n, d]`, and per sequence the mask of read entries among its `m`, bool `[H, n, m]` (without
+        entries for a sequence without new tokens).
 
     Raises:
-        BudgetError: A rating has another shape than `Reader.rate` promises.
+        BudgetError: A rating's shape differs from the contract of `Reader.rate`.
     """
     output, read_masks = torch.zeros_like(query), []
     for sequence_index, reading in enumerate(row_readings):
@@ -153,10 +151,10 @@ def _attend_row(
     scale: float,
     reading: Reading,
 ) -> tuple[Tensor, Tensor]:
-    """`attend_few` for one sequence, `[H_q, n, d]`."""
+    """Apply `attend_few` to one sequence, `[H_q, n, d]`."""
     kv_heads, (_, query_count, head_dim) = layer.heads, query.shape
     segments = slice(sequence_index * kv_heads, (sequence_index + 1) * kv_heads)
-    entry_count = layer.length[segments.start]  # nothing is evicted, so that all heads hold as much
+    entry_count = layer.length[segments.start]  # nothing is evicted, so all heads hold the same number
     assert layer.key is not None and layer.value is not None
     row_indices = torch.tensor(layer.start[segments], device=layer.col.device)[:, None]
     row_indices = row_indices + torch.arange(entry_count, device=row_indices.device)
@@ -172,7 +170,7 @@ def _attend_row(
             kv_heads, -1, -1
         )
     else:
-        # Copies: attention goes on with the queries, and with the keys that the layer holds.
+        # Copies, because attention continues with the queries and with the layer's keys.
         ratings = _rated(reading, layer_index, grouped_query.clone(), layer.key[row_indices], visible_counts)
         read_mask = read_entries(
             ratings,
@@ -181,12 +179,9 @@ def _attend_row(
             reading.shares(layer_index, visible_counts),
             entry_count,
         )
-    if query_count == 1:  # every head reads equally many entries, so that they can be gathered
-        row_indices, attention_mask = (
-            row_indices.gather(1, read_mask[:, 0].nonzero()[:, 1].view(kv_heads, -1)),
-            None,
-        )
-    else:  # padding precedes every entry of an empty row; it sees everything, and is never read
+    if query_count == 1:  # every head reads the same number of entries, so they can be gathered
+        row_indices, attention_mask = row_indices.gather(1, read_mask[:, 0].nonzero()[:, 1].view(kv_heads, -1)), None
+    else:  # a padding query precedes all entries of its row; it sees everything and is never read
         sees_nothing = (visible_counts == 0)[:, None]
         attention_mask = (
             (read_mask | sees_nothing).unsqueeze(1).expand(-1, grouped_query.shape[1], -1, -1).flatten(1, 2)
@@ -214,10 +209,10 @@ def read_entries(
 
     Args:
         ratings: Ratings of the complete blocks, float32 `[H, n, K]`.
-        visible_counts: Entries that each query may read, which are the first of all, int64 `[n]`.
-        block_size: Entries of a block.
-        entry_budgets: How many of them it reads, int64 `[n]`.
-        entry_count: Entries that are held, `m`.
+        visible_counts: Entries each query may read (a prefix of all entries), int64 `[n]`.
+        block_size: Entries per block.
+        entry_budgets: Entries each query reads, int64 `[n]`.
+        entry_count: Entries held, `m`.
 
     Returns:
         Bool `[H, n, m]`.
@@ -228,7 +223,7 @@ def read_entries(
     is_newest = block_starts // block_size == ((visible_counts - 1).clamp(min=0) // block_size)[:, None]
     rank_keys = F.pad(ratings, (0, block_count - ratings.shape[-1]))
     rank_keys = rank_keys.masked_fill(is_newest, float("inf")).masked_fill(block_lengths == 0, float("-inf"))
-    # Flipped, so that a stable sort leaves the newer of two equal blocks in front.
+    # Flipped, so that a stable sort puts the newer of two equal blocks first.
     block_order = block_count - 1 - rank_keys.flip(-1).sort(dim=-1, descending=True, stable=True).indices
     sorted_lengths = block_lengths.expand_as(rank_keys).gather(-1, block_order)
     remaining = (entry_budgets[:, None] - sorted_lengths.cumsum(-1) + sorted_lengths).clamp(min=0)
@@ -240,7 +235,7 @@ def read_entries(
 
 
 def _rated(how: Reading, layer_index: int, query: Tensor, key: Tensor, visible_counts: Tensor) -> Tensor:
-    """The reader's ratings of the complete blocks."""
+    """Return the reader's ratings of the complete blocks."""
     kv_heads, entry_count, head_dim = key.shape
     block_size = how.block
     block_count = entry_count // block_size
@@ -259,7 +254,7 @@ def _rated(how: Reading, layer_index: int, query: Tensor, key: Tensor, visible_c
     versions_before = versions(*inputs)
     ratings = how.reader.rate(reader_blocks)
     if versions(*inputs) != versions_before:
-        raise BudgetError(f"reader {how.reader.name} changed what it was shown in place; change a copy instead")
+        raise BudgetError(f"reader {how.reader.name} changed its inputs in place; change a copy instead")
     check_floating(f"reader {how.reader.name}", ratings)
     if ratings.shape != shape:
         raise BudgetError(f"reader {how.reader.name} returned shape {list(ratings.shape)}; return {list(shape)}")

@@ -1,7 +1,7 @@
-"""Rows of a packed batch that come and go: sequences are placed where others have left.
+"""Replacement of sequences in a packed batch: new sequences take the rows of those that left.
 
-A row keeps its memory when its sequence leaves, and gets more only if a larger one needs it. No
-function here handles per-entry state or sliding windows: call `detach_state` on caches first.
+A row keeps its memory when its sequence leaves, and gets more only if a larger one needs it. No function here handles
+per-entry state or sliding windows: call `detach_state` on caches first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvbench.engine.segments import starts
 
 
 def vacant(reference: RaggedCache, row_count: int) -> RaggedCache:
-    """A packed cache of rows that hold nothing and own no memory, for the same model."""
+    """Return a packed cache of empty rows without memory, for the same model."""
     assert reference.valid is not None
     vacant_cache = _derived(reference, lambda layer: _vacant(layer, row_count))
     vacant_cache.valid = torch.zeros(row_count, 0, dtype=torch.bool, device=reference.valid.device)
@@ -29,38 +29,31 @@ def vacant(reference: RaggedCache, row_count: int) -> RaggedCache:
 
 
 def extended(cache: RaggedCache, row_count: int) -> RaggedCache:
-    """The same packed cache with vacant rows behind its own, which own no memory."""
+    """Return the same packed cache with empty rows without memory appended."""
     assert cache.valid is not None and cache.shift is not None
     added_rows = row_count - cache.batch
     extended_cache = _derived(cache, lambda layer: _extended(layer, added_rows))
-    extended_cache.valid, extended_cache.shift = (
-        pad(cache.valid, (0, 0, 0, added_rows)),
-        pad(cache.shift, (0, added_rows)),
-    )
+    extended_cache.valid = pad(cache.valid, (0, 0, 0, added_rows))
+    extended_cache.shift = pad(cache.shift, (0, added_rows))
     extended_cache.padded = extended_cache.padded or added_rows > 0
     return extended_cache
 
 
 def picked(cache: RaggedCache, row_indices: Sequence[int]) -> RaggedCache:
-    """Some sequences of a packed cache, in ascending order; what the others own is freed."""
+    """Return some sequences of a packed cache, in ascending order; the others' memory is freed."""
     assert cache.valid is not None and cache.shift is not None
     picked_cache = _derived(cache, lambda layer: _picked(layer, row_indices))
-    picked_cache.valid, picked_cache.shift = (
-        cache.valid[list(row_indices)],
-        cache.shift[list(row_indices)],
-    )
+    picked_cache.valid, picked_cache.shift = cache.valid[list(row_indices)], cache.shift[list(row_indices)]
     return picked_cache
 
 
 def among(cache: RaggedCache, row_indices: Sequence[int], token_counts: Sequence[int]) -> RaggedCache:
-    """Some sequences of a packed cache, which share its memory, to feed tokens to them alone.
+    """Return some sequences of a packed cache, sharing its memory, to feed tokens to them alone.
 
     Nothing else may use the cache until `absorb` has taken the tokens over.
 
     Args:
-        cache: The cache.
-        row_indices: The sequences.
-        token_counts: Tokens that each of them will be fed.
+        token_counts: Number of tokens to feed to each of them.
     """
     assert cache.valid is not None and cache.shift is not None
     new_tokens = [0] * cache.batch
@@ -69,15 +62,12 @@ def among(cache: RaggedCache, row_indices: Sequence[int], token_counts: Sequence
     for layer in cache.ragged:
         layer.make_room([token_count for token_count in new_tokens for _ in range(layer.heads)])
     selection = _derived(cache, lambda layer: layer.among(row_indices))
-    selection.valid, selection.shift = (
-        cache.valid[list(row_indices)],
-        cache.shift[list(row_indices)],
-    )
+    selection.valid, selection.shift = cache.valid[list(row_indices)], cache.shift[list(row_indices)]
     return selection
 
 
 def absorb(cache: RaggedCache, row_indices: Sequence[int], fed_cache: RaggedCache) -> None:
-    """Take over the tokens that `among` was fed; the columns of the other sequences move."""
+    """Take over the tokens fed to the result of `among`; the columns of the other sequences shift."""
     assert cache.valid is not None and fed_cache.valid is not None
     added_columns = fed_cache.get_seq_length() - cache.get_seq_length()
     cache.valid = pad(cache.valid, (added_columns, 0))
@@ -96,7 +86,7 @@ def absorb(cache: RaggedCache, row_indices: Sequence[int], fed_cache: RaggedCach
 
 
 def vacate(cache: RaggedCache, row_index: int) -> None:
-    """Forget one sequence; its memory waits for another."""
+    """Remove one sequence; its memory stays for another."""
     assert cache.valid is not None
     cache.valid[row_index] = False
     for layer in cache.ragged:
@@ -105,10 +95,10 @@ def vacate(cache: RaggedCache, row_index: int) -> None:
 
 
 def vacancies(cache: RaggedCache, free_rows: Sequence[int], caches: Sequence[RaggedCache]) -> list[int]:
-    """Choose a vacant row for each cache: one that owns enough memory, if there is one.
+    """Choose a vacant row for each cache, preferably one with enough memory.
 
     Args:
-        cache: Where the rows are.
+        cache: The cache with the rows.
         free_rows: The vacant rows, at least as many as caches.
         caches: Packed caches of one sequence each.
     """
@@ -118,7 +108,7 @@ def vacancies(cache: RaggedCache, free_rows: Sequence[int], caches: Sequence[Rag
     required = [sum(source_cache.ragged[0].room) for source_cache in caches]
     for cache_index in sorted(
         range(len(caches)), key=lambda cache_index: -required[cache_index]
-    ):  # the largest cache first
+    ):  # largest cache first
         fitting_rows = [row_index for row_index in remaining if capacities[row_index] >= required[cache_index]]
         if fitting_rows:
             selected_rows[cache_index] = min(fitting_rows, key=lambda row_index: (capacities[row_index], row_index))
@@ -129,11 +119,11 @@ def vacancies(cache: RaggedCache, free_rows: Sequence[int], caches: Sequence[Rag
 
 
 def fill_rows(cache: RaggedCache, row_indices: Sequence[int], caches: Sequence[RaggedCache]) -> None:
-    """Copy sequences into vacant rows; the columns of all move so that they end together.
+    """Copy sequences into vacant rows; all columns shift so that the sequences end together.
 
     Args:
-        cache: Receives them.
-        row_indices: The rows; `vacate` or `vacant` made them free.
+        cache: Receives the sequences.
+        row_indices: Rows freed by `vacate` or created by `vacant`.
         caches: Packed caches of one sequence each.
     """
     token_mask, new_masks = _live(cache), [_live(source_cache) for source_cache in caches]
@@ -156,23 +146,21 @@ def fill_rows(cache: RaggedCache, row_indices: Sequence[int], caches: Sequence[R
 
 
 def _derived(cache: RaggedCache, change_layer: Callable[[RaggedLayer], RaggedLayer]) -> RaggedCache:
-    """A cache of the same model with other layers."""
+    """Return a cache of the same model with other layers."""
     derived_cache = copy.copy(cache)
     derived_cache.layers = [change_layer(layer) for layer in cache.ragged]
     assert len(derived_cache.layers) == len(cache.layers)
     derived_cache.visual = None
-    (
-        derived_cache.ids,
-        derived_cache.turns,
-        derived_cache.budget_entries,
-        derived_cache.held_entries,
-    ) = None, [], None, None
+    derived_cache.ids = None
+    derived_cache.turns = []
+    derived_cache.budget_entries = None
+    derived_cache.held_entries = None
     derived_cache.detach_state()
     return derived_cache
 
 
 def _live(cache: RaggedCache) -> Tensor:
-    """`valid` without the columns before the first token of any sequence; a copy."""
+    """Return a copy of `valid` without the columns before the first token of any sequence."""
     assert cache.valid is not None
     has_token = cache.valid.any(0)
     first_column = int(has_token.long().argmax()) if bool(has_token.any()) else len(has_token)
@@ -183,11 +171,7 @@ def _vacant(layer: RaggedLayer, row_count: int) -> RaggedLayer:
     assert layer.key is not None and layer.value is not None
     vacant_layer = copy.copy(layer)
     vacant_layer.batch, vacant_layer.seen = row_count, 0
-    vacant_layer.key, vacant_layer.value, vacant_layer.col = (
-        layer.key[:0],
-        layer.value[:0],
-        layer.col[:0],
-    )
+    vacant_layer.key, vacant_layer.value, vacant_layer.col = layer.key[:0], layer.value[:0], layer.col[:0]
     vacant_layer.start, vacant_layer.length, vacant_layer.room = ([0] * (row_count * layer.heads) for _ in range(3))
     vacant_layer.forget_bounds()
     return vacant_layer
@@ -198,10 +182,7 @@ def _extended(layer: RaggedLayer, added_rows: int) -> RaggedLayer:
     empty_segments = [0] * (added_rows * layer.heads)
     extended_layer.batch = layer.batch + added_rows
     extended_layer.start = [*layer.start, *[len(layer.col)] * len(empty_segments)]
-    extended_layer.length, extended_layer.room = (
-        [*layer.length, *empty_segments],
-        [*layer.room, *empty_segments],
-    )
+    extended_layer.length, extended_layer.room = [*layer.length, *empty_segments], [*layer.room, *empty_segments]
     extended_layer.forget_bounds()
     return extended_layer
 
@@ -229,11 +210,9 @@ def _picked(layer: RaggedLayer, row_indices: Sequence[int]) -> RaggedLayer:
         )
 
     assert layer.key is not None and layer.value is not None
-    picked_layer.key, picked_layer.value, picked_layer.col = (
-        move_rows(layer.key),
-        move_rows(layer.value),
-        move_rows(layer.col),
-    )
+    picked_layer.key = move_rows(layer.key)
+    picked_layer.value = move_rows(layer.value)
+    picked_layer.col = move_rows(layer.col)
     return picked_layer
 
 
@@ -243,7 +222,7 @@ def _fill_rows(
     source_layers: Sequence[RaggedLayer],
     shifts: Sequence[int],
 ) -> None:
-    """Copy layers of one sequence each into vacant rows; `shifts` are added to their columns."""
+    """Copy layers of one sequence each into vacant rows; add `shifts` to their columns."""
     _widen(
         layer,
         {row_index: sum(source_layer.room) for row_index, source_layer in zip(row_indices, source_layers, strict=True)},
@@ -262,7 +241,7 @@ def _fill_rows(
 
 
 def _widen(layer: RaggedLayer, required: Mapping[int, int]) -> None:
-    """Give rows at least so much memory; everything moves if one has too little."""
+    """Ensure a minimum capacity of rows; everything moves if one is too small."""
     first_entries, capacities = layer.start[:: layer.heads], _owned(layer)
     new_capacities = [max(capacity, required.get(row_index, 0)) for row_index, capacity in enumerate(capacities)]
     if new_capacities == capacities:
@@ -277,16 +256,12 @@ def _widen(layer: RaggedLayer, required: Mapping[int, int]) -> None:
         return moved_tensor
 
     assert layer.key is not None and layer.value is not None
-    layer.key, layer.value, layer.col = (
-        move_rows(layer.key),
-        move_rows(layer.value),
-        move_rows(layer.col),
-    )
+    layer.key, layer.value, layer.col = move_rows(layer.key), move_rows(layer.value), move_rows(layer.col)
     for segment_index, segment_start in enumerate(layer.start):
         row_index = segment_index // layer.heads
         layer.start[segment_index] = segment_start - first_entries[row_index] + row_starts[row_index]
 
 
 def _owned(layer: RaggedLayer) -> list[int]:
-    """Entries that the memory of every sequence can hold."""
+    """Return the capacity of every sequence in entries."""
     return [row_end - row_start for row_start, row_end in pairwise([*layer.start[:: layer.heads], len(layer.col)])]

@@ -1,7 +1,7 @@
-"""Replays: the model reads its own context once more, and the attention of that is observed.
+"""Replays: the model reads its own context a second time, and its attention is observed.
 
-A replay runs on a copy of the prefilled cache of one sequence. It is made once per prefill for all
-policies that need it, after the prefill and before the first cut.
+A replay runs on a copy of one sequence's prefilled cache, once per prefill for all policies that need it, between the
+prefill and the first eviction step.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from kvbench.plugin import Replay
 from kvbench.view import ModelInfo
 
 LEAD = 8
-"""Tokens before a chunk that are replayed with it, so that the model knows where it is."""
+"""Number of tokens replayed before a chunk to give the model its context."""
 
 _BLOCK = 1 << 22
-"""Most float32 attention weights held at once."""
+"""Maximum number of float32 attention weights held at once."""
 
 
 class ReplayCache(RaggedCache):
-    """The cache of a replay: a copy of one sequence."""
+    """A copy of one sequence's cache for a replay."""
 
 
 @torch.no_grad()
 def observe_replays(model: nn.Module, cache: RaggedCache, info: ModelInfo) -> bool:
-    """Make the replays that a prefilled cache's observers wait for; return whether any did.
+    """Run the pending replays of a prefilled cache's observers; return whether there were any.
 
     Args:
         model: The model, inside `engine` or `kvbench.attach`.
         cache: A dense cache.
-        info: The model.
 
     Raises:
         UserError: The token ids of the context are unknown, or it has images.
@@ -51,12 +50,12 @@ def observe_replays(model: nn.Module, cache: RaggedCache, info: ModelInfo) -> bo
 
 
 def _replayed(model: nn.Module, cache: RaggedCache, info: ModelInfo, need: Replay) -> dict[int, Tensor]:
-    """What every entry received, by layer, float32 `[B, H, S]`; 0 for padding."""
+    """Return the replayed value of every entry by layer, float32 `[B, H, S]`; 0 for padding."""
     assert cache.valid is not None
     if cache.ids is None:
-        raise UserError("a replay needs token ids; the forward was given embeddings")
+        raise UserError("a replay needs token ids, but the forward was given embeddings")
     if cache.visual is not None and bool(cache.visual.any()):
-        raise UserError("a replay reads text alone; the context has images")
+        raise UserError("a replay supports text only, but the context has images")
     token_ids = torch.cat(cache.ids, 1)
     replay_values = {
         layer_index: torch.zeros(*layer.key.shape[:3], device=layer.key.device)
@@ -88,7 +87,7 @@ def _chunks(token_count: int, chunk_size: int) -> Iterator[tuple[int, int]]:
 
 
 def _sequence(model: nn.Module, cache: RaggedCache, sequence_index: int, token_count: int) -> ReplayCache:
-    """One sequence of a dense cache without its padding, and without what observes it."""
+    """Return one sequence of a dense cache without padding and observers."""
     sequence_cache = ReplayCache(decoder_of(model).config)
     assert cache.valid is not None
     sequence_cache.valid = cache.valid[sequence_index : sequence_index + 1, -token_count:]
@@ -100,15 +99,13 @@ def _sequence(model: nn.Module, cache: RaggedCache, sequence_index: int, token_c
 
 
 class _ChunkObserver(ReplayObserver):
-    """Largest attention that the entries of one chunk receive from its replay.
+    """Maximum attention that the entries of one chunk receive from its replay.
 
-    The softmax is over the sinks, the chunk and the replayed tokens so far, as in the authors'
-    code: its cost does not depend on the length of the context.
+    The softmax covers the sinks, the chunk and the replayed tokens so far, as in the authors' code: its cost does not
+    depend on the context length.
 
     Args:
-        need: What is observed.
-        info: The model.
-        chunk_start, chunk_end: The chunk.
+        chunk_start, chunk_end: Bounds of the chunk.
     """
 
     def __init__(self, need: Replay, info: ModelInfo, chunk_start: int, chunk_end: int) -> None:
@@ -149,7 +146,7 @@ class _ChunkObserver(ReplayObserver):
         self._held[layer] = largest
 
     def _value_norm(self, layer: int, value: Tensor) -> Tensor:
-        """`||v W_O||` of every query head's slice of the output projection, `[1, H, G, n]`."""
+        """Return `||v W_O||` of every query head's slice of the output projection, `[1, H, G, n]`."""
         head_weights = self.info.output_weight(layer).float().unflatten(0, (value.shape[1], -1))
         norm_parts = [(value.float() @ head_weight).norm(dim=-1) for head_weight in head_weights.unbind(1)]
         return torch.stack(norm_parts, 2)

@@ -1,4 +1,4 @@
-"""Rows of packed layers: where segments begin, which rows they own, and gathers of rows."""
+"""Rows of packed layers: segment offsets, row ranges, and gathers of rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def gathered(tensor: Tensor, row_indices: Tensor) -> Tensor:
-    """Rows of `tensor`, `[B, H, n, ...]`, by their index among `B * H * n`."""
+    """Gather rows of `tensor`, `[B, H, n, ...]`, by their index among `B * H * n`."""
     with torch.inference_mode(False):  # later forwards write to them in any mode
         gathered_rows = torch.empty(len(row_indices), *tensor.shape[3:], dtype=tensor.dtype, device=tensor.device)
     return torch.index_select(tensor.detach().flatten(0, 2), 0, row_indices, out=gathered_rows)
 
 
 def starts(capacities: Sequence[int]) -> list[int]:
-    """First row of every segment if the segments are adjacent."""
+    """Return the first row of every segment if the segments are adjacent."""
     return [0, *accumulate(capacities)][: len(capacities)]
 
 

@@ -38,13 +38,13 @@ from kvbench.spelling import policy as make_policy
 
 
 class AttachedCache(RaggedCache):
-    """The cache that `kvbench.attach` yields; it compresses itself.
+    """The self-compressing cache that `kvbench.attach` yields.
 
     Args:
         model: The attached model.
         policy: Chooses the entries.
-        budget: How many it keeps.
-        moment: When the cache is cut; see `attach`.
+        budget: Number of entries to keep.
+        moment: When entries are evicted; see `attach`.
         auto: Whether to compress the cache when the first forward ends.
         seed: Noise seed.
     """
@@ -78,10 +78,10 @@ class AttachedCache(RaggedCache):
         self._start()
 
     def compress(self) -> None:
-        """Cut the cache back to its budget now.
+        """Compress the cache to its budget now.
 
-        With `compress="manual"` this ends the prefill. At moment `turns` call it before every new
-        turn; the budget is a share of the tokens seen so far.
+        With `compress="manual"` this ends the prefill. At moment `turns`, call it before every new turn; a relative
+        budget then refers to the tokens seen so far.
 
         Raises:
             ValueError: Nothing was prefilled, or the cache is compressed already.
@@ -105,7 +105,7 @@ class AttachedCache(RaggedCache):
         self.turns = [[*turn_starts, self.get_seq_length()] for turn_starts in self.turns or [[]] * self.batch]
 
     def _allowed(self) -> list[int]:
-        """Mean entries per (layer, head) that the budget allows of the tokens seen so far."""
+        """Return the mean entries per (layer, head) that the budget allows for the tokens so far."""
         token_sizes = zip(self.lengths().tolist(), self.visual_tokens(), strict=True)
         return [self.budget.per_head(token_count, visual_count) for token_count, visual_count in token_sizes]
 
@@ -116,15 +116,15 @@ class AttachedCache(RaggedCache):
             layer.closed = True
 
     def ready(self) -> None:
-        """Refuse a forward after a failed one: the layers may be half compressed."""
+        """Refuse a forward after a failed one, because the layers may be half compressed."""
         if self.in_forward:
             raise ValueError("an earlier forward on this cache failed; call cache.reset()")
 
     def prefill_cut(self) -> EvictionStep:
-        """The compression of the prefill."""
+        """Return the eviction step of the prefill."""
         if self.first_cut is None:
             lengths = self.lengths().tolist()
-            # Between turns `compress` is only called when there is something to cut.
+            # Between turns `compress` is only called when there is something to evict.
             moment = "context" if self.moment == "turns" else self.moment
             head_budgets = [
                 first_budget(self.policy, self.budget, moment, token_count, visual_tokens=visual_count)
@@ -135,7 +135,7 @@ class AttachedCache(RaggedCache):
         return self.first_cut
 
     def end_prefill(self) -> None:
-        """Free what only the prefill needed, and start the state between cuts."""
+        """Free what only the prefill needed and start the decode-time eviction state."""
         eviction_step, absolute_budget = self.prefill_cut(), self.budget.absolute
         self.first_cut = self.ids = None
         head_budgets = self._allowed() if self.policy.read is not None else eviction_step.budget
@@ -149,8 +149,7 @@ class AttachedCache(RaggedCache):
 class _AttachDriver(Driver):
     """Compresses one attached cache when its first forward ends.
 
-    A layer is compressed at once if its policy needs no other layer: the full K/V of all layers
-    never exist together.
+    A layer is compressed at once if its policy needs no other layer, so the full K/V of all layers never coexist.
     """
 
     def __init__(self, model: nn.Module, cache: AttachedCache, watch: Watch | None = None) -> None:
@@ -175,7 +174,7 @@ class _AttachDriver(Driver):
             return
         eviction_step, pruning = self.cache.prefill_cut(), self.cache.pruning
         if pruning is not None and pruning.layer:
-            return  # the first layers are seen before it is known which tokens are pruned
+            return  # the first layers run before the pruned tokens are known
         if eviction_step.at_once and not eviction_step.keeps_all:
             decision = eviction_step.layer(eviction_step.view(layer, step.index))
             pack_layer(eviction_step, step.index, layer, layer, decision)
@@ -208,23 +207,21 @@ def attach(
 ) -> Iterator[AttachedCache]:
     """Evict from a model's cache, or read little of it, in the model's own forward and `generate`.
 
-    The first forward on the cache is the context. The cache is compressed when that forward ends,
-    so its own logits see the full context. Later calls append: `model(tail, past_key_values=cache,
-    attention_mask=<all columns>)` or `model.generate(<context + question>, past_key_values=cache)`.
-    `generate(prompt)` alone compresses the prompt. With `compress="manual"` the prefill can come in
-    chunks, and `cache.compress()` ends it (`auto` would compress only the first chunk). Batches
-    must be padded on the left.
+    The first forward on the cache is the context. The cache is compressed when that forward ends, so its own logits see
+    the full context. Later calls append: `model(tail, past_key_values=cache, attention_mask=<all columns>)` or
+    `model.generate(<context + question>, past_key_values=cache)`. `generate(prompt)` alone compresses the prompt. With
+    `compress="manual"` the prefill can come in chunks, and `cache.compress()` ends it (`auto` would compress only the
+    first chunk). Batches must be padded on the left.
 
     Args:
         model: A causal language model of a supported family, in evaluation mode.
-        policy: A policy or its spelling, as `"snapkv:window=64"`.
+        policy: A policy or its spelling, such as `"snapkv:window=64"`.
         budget: `"0.2"`, `0.2` (the fraction kept), `512` (tokens) or `"full"`.
-        moment: `context`: compress once. `decode`: an absolute budget holds during generation;
-            the cache is cut when the policy's buffer beyond the budget is full. `chunked`: an
-            absolute budget is restored after every forward of more than one token (for policies
-            that treat the last chunk differently, set `cache.upkeep.final = False` while more
-            chunks will come). `turns`: compress whenever `cache.compress()` is called, which
-            belongs before every new turn.
+        moment: `context`: compress once. `decode`: keep an absolute budget during generation; evict when the policy's
+            buffer beyond the budget is full. `chunked`: restore an absolute budget after every forward of more than one
+            token (for policies that treat the last chunk differently, set `cache.upkeep.final = False` while more
+            chunks follow). `turns`: compress whenever `cache.compress()` is called, which belongs before every new
+            turn.
         compress: `auto` or `manual`.
         seed: Seed of policies that draw noise.
 
@@ -232,7 +229,7 @@ def attach(
         The cache. It is unusable after the block.
 
     Raises:
-        ValueError: Unknown policy, budget out of range, a nested attachment, beam search.
+        ValueError: Unknown policy, budget out of range, nested attachment, or beam search.
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UserError(f"seed {seed!r} is not an integer")
@@ -251,7 +248,7 @@ def _attached(
     seed: int = 0,
     watch: Watch | None = None,
 ) -> Iterator[AttachedCache]:
-    """`attach` with a watch on every layer of every forward."""
+    """Implement `attach`, with a watch on every layer of every forward."""
     if moment not in ("context", *LATER):
         raise UserError(f"unknown moment {moment!r}; attach takes context, {', '.join(LATER)}")
     if compress not in ("auto", "manual"):
@@ -287,29 +284,28 @@ def kept(
     seed: int = 0,
     pixels: Pixels | None = None,
 ) -> list[Tensor | None]:
-    """Tell which context entries a policy keeps.
+    """Return the context entries that a policy keeps.
 
     Args:
-        model: A causal language model.
         input_ids: The context, `[B, T]`, padded on the left.
         policy: A policy or its spelling.
         budget: As in `attach`.
         attention_mask: `[B, T]`; None: no padding.
         seed: Seed of policies that draw noise.
-        pixels: What the model's forward takes for the images and videos of the context, as its
-            processor makes it: `pixel_values`, `image_grid_thw` and others.
+        pixels: The processor's outputs for the context's images and videos: `pixel_values`, `image_grid_thw` and
+            others.
 
     Returns:
-        For every layer of the model, bool `[B, H, T]` on `input_ids.device`, False for padding;
-        None for sliding-window layers.
+        Per layer of the model, bool `[B, H, T]` on `input_ids.device`, False for padding; None for sliding-window
+        layers.
 
     Raises:
-        ValueError: As `attach`; or the context shows images and there are no pixels.
+        ValueError: As `attach`, or the context shows images and there are no pixels.
     """
     _check_ids(input_ids)
     visual = torch.tensor(visual_ids(model), dtype=torch.int64, device=input_ids.device)
     if not pixels and len(visual) and bool(torch.isin(input_ids, visual).any()):
-        raise UserError("the context has tokens of images or videos; give pixels, the processor's other outputs")
+        raise UserError("the context has image or video tokens; give pixels, the processor's other outputs")
     with attach(model, policy, budget, seed=seed) as cache:
         if pixels:
             forward(model, cache, input_ids, attention_mask, pixels=pixels)
@@ -329,10 +325,9 @@ def entries_read(
     *,
     seed: int = 0,
 ) -> list[Tensor | None]:
-    """Tell which entries the first generated token reads, its own included.
+    """Return the entries that the first generated token reads, including its own.
 
     Args:
-        model: A causal language model.
         input_ids: The context, `[B, T]`, padded on the left.
         policy: A policy with a reader, or its spelling.
         budget: As in `attach`.
@@ -340,8 +335,8 @@ def entries_read(
         seed: Seed of policies that draw noise.
 
     Returns:
-        For every layer of the model, bool `[B, H, T + 1]` on `input_ids.device`, False for padding;
-        None for sliding-window layers.
+        Per layer of the model, bool `[B, H, T + 1]` on `input_ids.device`, False for padding; None for sliding-window
+        layers.
 
     Raises:
         ValueError: As `attach`, or the policy has no reader.

@@ -1,4 +1,4 @@
-"""What the cells of one prefill share, and whether a policy has changed it in place."""
+"""State shared by the cells of one prefill, and detection of policies that change it in place."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvbench.plugin import Score, Scores
 
 
 class CachedScores(NamedTuple):
-    """Scores of one layer that later cells can copy, and the seconds that they took.
+    """Scores of one layer that later cells can copy, and their computation time in seconds.
 
-    `flag` says what is wrong with them, and holds whether it is.
+    `flag` holds an error message and whether the error occurred.
     """
 
     scores: Scores
@@ -26,12 +26,12 @@ class CachedScores(NamedTuple):
 
 @dataclass
 class PrefixCache:
-    """What the cells of one prefill share.
+    """State shared by the cells of one prefill.
 
     Attributes:
-        ledger: Checksums of all tensors that the cells are shown.
+        ledger: Checksums of all tensors passed to the cells.
         scores: Scores by (layer, score).
-        made: What `View.once` has made, and the seconds that it took, by (layer, name).
+        made: Results of `View.once` and their computation time in seconds, by (layer, name).
     """
 
     ledger: Ledger
@@ -40,27 +40,27 @@ class PrefixCache:
 
 
 def versions(*tensors: Tensor) -> tuple[int, ...]:
-    """How often tensors were written to; 0 (unknown) for tensors of inference mode."""
+    """Return the write counters of tensors; 0 (unknown) for tensors of inference mode."""
     return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 class Changes:
-    """The tensors that a policy is shown, and how often each had been written to before."""
+    """The tensors passed to a policy, with their write counters before the call."""
 
     def __init__(self) -> None:
         self._shown: list[tuple[object, Tensor, int]] = []
 
     def show(self, tensor_name: object, tensor: Tensor) -> None:
-        """Note a tensor before the policy sees it."""
+        """Record a tensor before the policy receives it."""
         if not tensor.is_inference():  # such a tensor has no version
             self._shown.append((tensor_name, tensor, tensor._version))
 
     def forget(self) -> None:
-        """Forget all tensors."""
+        """Discard all recorded tensors."""
         self._shown.clear()
 
     def first(self) -> str:
-        """The name of the first changed tensor, or an empty string."""
+        """Return the name of the first changed tensor, or ""."""
         return next(
             (
                 str(tensor_name)

@@ -1,4 +1,4 @@
-"""What a policy is shown of a cache: one view per layer."""
+"""Builder of the views that a policy gets of a cache, one per layer."""
 
 from __future__ import annotations
 
@@ -17,27 +17,25 @@ from kvbench.errors import BudgetError
 from kvbench.plugin import CHANNEL_QUERIES, ModelInfo, Moment, Need, Policy, Surprisal, View
 
 _PER_POLICY: tuple[object, ...] = ("budget", Surprisal())
-"""Tensors of a view that are made for every policy anew."""
+"""Tensors of a view that are created anew for every policy."""
 
 
 @dataclass
 class ViewBuilder:
-    """Shows the layers of one cache to one policy.
+    """Builds the views of one cache's layers for one policy.
 
     Attributes:
-        policy: The policy.
-        cache: The cache; it is only read.
-        info: The model.
-        moment: When it is cut.
-        budget: Mean entries per (layer, head) of every sequence that is shown, `b` (on the CPU).
-            With more budgets than sequences, the only sequence is cut to several budgets at once.
+        cache: The cache; read only.
+        moment: When entries are evicted.
+        budget: Mean entries per (layer, head) of every viewed sequence, `b` (on the CPU). With more budgets than
+            sequences, the only sequence gets several budgets at once.
         seeds: Noise seeds of all sequences of the cache, int64 `[B]`.
-        shared: What other cells on the same prefill have made.
-        rows: Sequences to show; None: all.
+        shared: State of the prefill shared with other cells.
+        rows: Sequences to view; None: all.
         final, coming: As in `View`.
-        saved: Seconds that were saved by reusing what other cells have made.
-        shared_seconds: Seconds that were spent on what all budgets, and later cells, share.
-        length: Tokens of every sequence, int64 `[B]`; one for each budget.
+        saved: Seconds saved by reusing results of other cells.
+        shared_seconds: Seconds spent on results shared by all budgets and later cells.
+        length: Tokens of every sequence, int64 `[B]`; one per budget.
         mean: `budget` as a tensor, int64 `[B]`.
         spread: Whether there are several budgets for the only sequence.
     """
@@ -69,7 +67,7 @@ class ViewBuilder:
         self._shown_model = replace(self.info, output_weight=noted_weight)
 
     def _fixed(self, field_name: str, make_tensor: Callable[[], Tensor], *field_key: Hashable) -> Tensor:
-        """Make a field of the views, once for all cells if they share what they are shown."""
+        """Create a field of the views, once for all cells if they share their inputs."""
         return (
             make_tensor()
             if self.shared is None
@@ -77,18 +75,18 @@ class ViewBuilder:
         )
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """Select the sequences of this cut."""
+        """Select the sequences of this eviction step."""
         return tensor if self._index is None else tensor[self._index.to(tensor.device)]
 
     def _marked(self, marked_columns: Tensor | None, entry_columns: Tensor) -> Tensor:
-        """Which entries are in marked columns (bool `[B, S]`; None: none is), `[B, H, n]`."""
+        """Return the mask of entries in marked columns (bool `[B, S]`; None: no column), `[B, H, n]`."""
         if marked_columns is None:
             return torch.zeros_like(entry_columns, dtype=torch.bool)
         sequence_columns = self._own(marked_columns).to(entry_columns.device)
         return sequence_columns[:, None].expand(-1, entry_columns.shape[1], -1).gather(-1, entry_columns)
 
     def view(self, layer: RaggedLayer, layer_index: int) -> View:
-        """Make the view of one layer as it is now.
+        """Return the view of one layer in its current state.
 
         Args:
             layer: A dense or packed layer.
@@ -165,11 +163,11 @@ class ViewBuilder:
         return view
 
     def _each(self, entry_key: Hashable, field_name: str, make_tensor: Callable[[], Tensor]) -> Tensor:
-        """`_fixed` for a field that is the same in all layers with the same entries."""
+        """Apply `_fixed` to a field that is equal in all layers with the same entries."""
         return self._fixed(field_name, make_tensor, entry_key)
 
     def untouched(self) -> None:
-        """Check that the policy left its inputs alone: other cells see the same tensors.
+        """Check that the policy did not modify its inputs, which other cells use too.
 
         Raises:
             BudgetError: The policy changed a tensor of the view in place.
@@ -179,11 +177,11 @@ class ViewBuilder:
         self._changes.forget()
 
     def channel_queries(self, layer_index: int) -> Tensor:
-        """The queries that choose key channels in a layer, `[B, H_q, w, d]`."""
+        """Return the queries that choose key channels in a layer, `[B, H_q, w, d]`."""
         return self._own(self.cache.observers[CHANNEL_QUERIES].read(layer_index))
 
     def _once(self, layer_index: int, tensor_name: Hashable, make_tensor: Callable[[], Tensor]) -> Tensor:
-        """See `View.once`."""
+        """Implement `View.once`."""
         assert self.shared is not None
         cached = self.shared.made.get((layer_index, tensor_name))
         if cached is None:
@@ -205,7 +203,7 @@ class ViewBuilder:
         entry_columns: Tensor,
         row_indices: Tensor | None,
     ) -> Tensor | None:
-        """The observation of a need; None if it was only observed during the prefill."""
+        """Return the observation of a need; None if it was only observed during prefill."""
         if need in self.cache.broken:
             raise self.cache.broken[need]
         if need.of_tokens:
@@ -223,7 +221,7 @@ class ViewBuilder:
         return self._fixed(field_name, lambda: self._own(observer.read(layer_index)), layer_index)
 
     def _turns_ago(self, entry_columns: Tensor) -> Tensor:
-        """How many turns before the newest one each entry was added; 0 outside dialogues."""
+        """Return how many turns before the newest one each entry was added; 0 outside dialogues."""
         turn_starts = self.cache.turns
         if not any(turn_starts):
             return torch.zeros_like(entry_columns)
@@ -239,7 +237,7 @@ class ViewBuilder:
 
 
 def _noted(read_weight: Callable[[int], Tensor], changes: Changes, layer_index: int) -> Tensor:
-    """The output projection of a layer, a copy; whether the policy writes to it is noticed."""
+    """Return a copy of a layer's output projection; writes to it by the policy are detected."""
     weight_copy = read_weight(layer_index)
     changes.show("model.output_weight", weight_copy)
     return weight_copy

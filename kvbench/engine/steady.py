@@ -1,8 +1,8 @@
-"""Whether a token gets the same bits in matrix products of different sizes.
+"""Measures whether matrix products of different sizes give a token the same bits.
 
-A library for matrix products picks its algorithm by the shape of the operands, and another
-algorithm can round differently. Most libraries add up the products of a row in one order from a few
-rows on, but none promises it: what a batch may rely on is measured here.
+Matrix product libraries choose their algorithm by the shape of the operands, and another algorithm can round
+differently. Most libraries sum the products of a row in one order from a few rows on, but none guarantees it: what a
+batch may rely on is measured here.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ from torch import nn
 from kvbench.engine.models import decoder_of
 
 LEAST = 8
-"""The smallest number of rows that is compared; with fewer, other algorithms are usual."""
+"""Smallest number of rows to compare; with fewer, other algorithms are usual."""
 
 
 class Steady:
     """Compares the matrix products of one model at different sizes.
 
-    One layer stands for all of its shape. Mixtures of experts and quantised weights are never
-    steady: their products are not those of a plain linear layer.
-
-    Args:
-        model: A causal language model.
+    One layer represents all layers of its shape. Mixtures of experts and quantised weights are never steady: their
+    products are not those of a plain linear layer.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,11 +33,11 @@ class Steady:
         self._known: dict[tuple[int, bool], bool] = {}
 
     def at(self, row_count: int, with_head: bool = False) -> bool:
-        """Whether products of so many rows give a row the bits that it has among `LEAST`.
+        """Return whether products of `row_count` rows give a row the same bits as products of `LEAST` rows.
 
         Args:
             row_count: Rows of the products: sequences times tokens.
-            with_head: Whether the output embedding is compared as well.
+            with_head: Whether to compare the output embedding as well.
         """
         if not self._plain or row_count < LEAST:
             return False
@@ -51,7 +48,7 @@ class Steady:
 
 
 def _distinct(module: nn.Module) -> dict[tuple[object, ...], nn.Linear]:
-    """The linear layers, one of each shape."""
+    """Return the linear layers, one of each shape."""
     return {
         (*submodule.weight.shape, submodule.weight.dtype, submodule.bias is None): submodule
         for submodule in module.modules()
@@ -60,7 +57,7 @@ def _distinct(module: nn.Module) -> dict[tuple[object, ...], nn.Linear]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether all matrices of a module belong to linear layers and embeddings."""
+    """Return whether all matrices of a module belong to linear layers and embeddings."""
     return all(
         type(submodule) is nn.Linear
         or isinstance(submodule, nn.Embedding)

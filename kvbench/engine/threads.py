@@ -1,8 +1,7 @@
-"""How many CPU threads a model runs on.
+"""Number of CPU threads for a model.
 
-Torch's threads spin while they wait for each other. If other work keeps the cores busy (CI, a
-container with a CPU quota), two spinning threads can be many times slower than one, and a small
-model gains nothing from more than one.
+Torch's threads spin while they wait for each other. If other work keeps the cores busy (CI, a container with a CPU
+quota), two spinning threads can be many times slower than one, and a small model gains nothing from more than one.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 SMALL = 20_000_000
-"""Parameters below which matrix products are too small to gain from a second thread."""
+"""Parameter count below which matrix products are too small to gain from a second thread."""
 
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
@@ -25,13 +24,13 @@ _CPU_PERIOD = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
 
 
 def available_cores() -> int:
-    """Cores that this process can use: its affinity, limited by the CPU quota of its cgroup."""
+    """Return the cores available to this process: its affinity, limited by its cgroup's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, math.ceil(min(cores or 1, _quota())))  # the quota can be infinite
 
 
 def _quota() -> float:
-    """Cores that the cgroup (version 2 or 1) allows; infinite without a quota."""
+    """Return the cores that the cgroup (version 2 or 1) allows; infinite without a quota."""
     try:
         if _CPU_MAX.exists():
             quota, period = _CPU_MAX.read_text().split()
@@ -43,7 +42,7 @@ def _quota() -> float:
 
 
 def pick_threads(model: nn.Module) -> int:
-    """Threads for a model on the CPU: one for a small model, otherwise one per available core."""
+    """Return the threads for a model on the CPU: one if it is small, otherwise one per available core."""
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
     return 1 if parameter_count < SMALL else available_cores()
 
@@ -55,8 +54,7 @@ def thread_budget(model: nn.Module, report_line: Callable[[str], None]) -> Itera
     `OMP_NUM_THREADS` takes precedence: if it is set, nothing changes.
 
     Args:
-        model: The model.
-        report_line: Receives a line if the number of threads differs from torch's own choice.
+        report_line: Receives a message if the number of threads differs from torch's own choice.
     """
     default = torch.get_num_threads()
     threads = default

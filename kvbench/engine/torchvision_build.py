@@ -1,9 +1,9 @@
-"""A torchvision that was built for another torch, such as a CUDA build beside a CPU torch.
+"""Workaround for a torchvision built for another torch, such as a CUDA build beside a CPU torch.
 
-Its import raises "operator torchvision::nms does not exist". transformers imports torchvision where
-it is installed, and then fails for text models as well. The missing operators are about boxes in
-images, which no model here uses. So they are declared, without an implementation, and the import is
-tried again: text models work, and so do torchvision's transforms of images and videos.
+Its import raises "operator torchvision::nms does not exist". transformers imports torchvision where it is installed,
+and then fails for text models as well. The missing operators are about boxes in images, which no model here uses. They
+are therefore declared without an implementation and the import is retried: text models work, and so do torchvision's
+transforms of images and videos.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OPERATORS = ("nms", "qnms")
 class _Retry(Loader):
     """Executes torchvision, a second time if its operators are missing."""
 
-    _library: Any = None  # the declarations live as long as it does
+    _library: Any = None  # the declarations live as long as this object
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -46,7 +46,7 @@ class _Retry(Loader):
     def _declare(cls) -> None:
         import torch
 
-        # A fragment: what was imported before kvbench can have declared some of them already.
+        # A fragment, because a module imported before kvbench may have declared some of them.
         cls._library = torch.library.Library("torchvision", "FRAGMENT")
         for operator_name in _OPERATORS:
             if not hasattr(torch.ops.torchvision, operator_name):
@@ -54,7 +54,7 @@ class _Retry(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds torchvision, and leaves every other module to Python."""
+    """Finds torchvision; leaves every other module to Python."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name == "torchvision" else None

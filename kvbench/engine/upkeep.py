@@ -1,7 +1,7 @@
-"""What a cache remembers after its first compression, and the arithmetic of its budgets.
+"""Decode-time eviction state of a cache, and the arithmetic of its budgets.
 
-At the moments `decode`, `chunked` and `turns` a cache is cut more than once. This module holds the
-state between the cuts; `kvbench.engine.evict` acts on it.
+At the moments `decode`, `chunked` and `turns` a cache is evicted from more than once. This module holds the state
+between those eviction steps; `kvbench.engine.evict` acts on it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from kvbench.view import ModelInfo
 
 
 def goes_on(policy: Policy, moment: Moment) -> bool:
-    """Whether a cache of this policy can be cut again after its first compression."""
+    """Return whether a cache of this policy can be evicted from again after its first compression."""
     return moment in LATER and policy.evicts
 
 
 def spare_entries(policy: Policy, moment: Moment) -> int:
-    """Entries beyond the budget, per (layer, head) on average, at which a sequence is cut."""
+    """Return the entries above budget, per (layer, head) on average, that trigger an eviction step."""
     return max(1, policy.buffer) if moment == "decode" else 1
 
 
 def tail_of(policy: Policy, budget: Budget, token_count: int) -> int:
-    """Tokens of a prompt that a chunked prefill takes in after its last cut; see `Score.tail`.
+    """Return the prompt tokens that a chunked prefill adds after its last eviction step; see `Score.tail`.
 
-    A prompt that fits in the budget is never cut and has no tail. Otherwise the tail leaves at
-    least one entry per (layer, head) to the tokens before it.
+    There are none if the prompt fits in the budget. Otherwise the tokens before them keep at least one entry per
+    (layer, head).
     """
     head_budget = budget.per_head(token_count)
     if policy.score is None or token_count <= head_budget:
@@ -51,16 +51,14 @@ def first_budget(
     reserved_tokens: int = 0,
     visual_tokens: int = 0,
 ) -> int:
-    """Mean entries per (layer, head) that the first compression leaves of a sequence.
+    """Return the mean entries per (layer, head) that a sequence keeps after its first compression.
 
     Args:
-        policy: The policy.
-        budget: Its budget.
         moment: When the cache is compressed.
         token_count: Tokens that the sequence has seen.
-        prompt_length: Tokens of the whole prompt, if those seen are only its first chunk.
-        reserved_tokens: Tokens that come after the last cut, if this is the last cut.
-        visual_tokens: How many of the tokens are of images and videos.
+        prompt_length: Tokens of the whole prompt, if only its first chunk has been seen.
+        reserved_tokens: Tokens that follow the last eviction step, if this is it.
+        visual_tokens: Number of image and video tokens among them.
     """
     if not policy.evicts or moment == "turns":
         return token_count
@@ -70,22 +68,20 @@ def first_budget(
 
 @dataclass
 class EvictionState:
-    """The state of a cache between its cuts; all its sequences have one policy.
+    """Eviction state of a cache between its eviction steps; all its sequences have one policy.
 
     Attributes:
-        policy: The policy.
-        info: The model.
-        moment: `decode`: a sequence that holds `budget + buffer` entries per (layer, head) is cut
-            back when a forward ends; `chunked`: every sequence beyond its budget is cut back after
-            each chunk; `turns`: sequences are cut back when `evict.restore` is called.
-        budget: Mean entries per (layer, head) that a cut leaves, for every sequence.
+        moment: `decode`: evict at the end of a forward from a sequence that holds `budget + buffer` entries per
+            (layer, head); `chunked`: evict after each chunk from every sequence over budget; `turns`: evict when
+            `evict.restore` is called.
+        budget: Mean entries per (layer, head) after an eviction step, per sequence.
         seeds: Noise seeds of the sequences, int64 `[B]`.
-        final: Whether the next chunk is the last one before the last cut of the prefill.
-        coming: Tokens that come after that cut.
-        peak: Most entries that each sequence has held at once, over all layers and heads.
-        live: Most bytes that the entries of each sequence have taken at once.
-        room: Most bytes that were allocated for each sequence at once, since it began to grow.
-        seconds: Time that the cuts took.
+        final: Whether the next chunk is the last one before the prefill's last eviction step.
+        coming: Tokens that follow that step.
+        peak: Peak number of entries of each sequence, over all layers and heads.
+        live: Peak bytes of live entries of each sequence.
+        room: Peak bytes allocated for each sequence since it began to grow.
+        seconds: Total time of the eviction steps.
     """
 
     policy: Policy
@@ -102,11 +98,11 @@ class EvictionState:
 
     @property
     def heads(self) -> int:
-        """KV heads of all full-attention layers together."""
+        """Return the number of KV heads in all full-attention layers."""
         return self.info.layers * self.info.kv_heads
 
     def fork(self) -> Self:
-        """Return a copy that can continue on its own."""
+        """Return an independent copy."""
         forked = copy.copy(self)
         forked.budget, forked.peak = [*self.budget], [*self.peak]
         forked.live, forked.room = [*self.live], [*self.room]
@@ -114,11 +110,11 @@ class EvictionState:
 
     @classmethod
     def stack(cls, states: Sequence[EvictionState]) -> EvictionState:
-        """Join the sequences of several; they have one policy and one moment."""
+        """Join the states of several sequences with the same policy and moment."""
         stacked = copy.copy(states[0])
-        stacked.budget = [head_budget for state in states for head_budget in state.budget]
-        stacked.peak = [sequence_peak for state in states for sequence_peak in state.peak]
-        stacked.live = [sequence_peak for state in states for sequence_peak in state.live]
+        stacked.budget = [mean_entries for state in states for mean_entries in state.budget]
+        stacked.peak = [entry_count for state in states for entry_count in state.peak]
+        stacked.live = [byte_count for state in states for byte_count in state.live]
         stacked.room = []
         stacked.seeds = torch.cat([state.seeds for state in states])
         stacked.seconds = 0.0

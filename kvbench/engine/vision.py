@@ -1,4 +1,4 @@
-"""Images and videos on their way into a prefill: placeholder tokens, pixels and positions."""
+"""Images and videos in a prefill: placeholder tokens, pixels and positions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvbench.engine.models import rotary_model
 from kvbench.errors import UserError
 
 Pixels = Mapping[str, Tensor]
-"""What a processor makes of media, as keywords of the model's forward: `pixel_values` and more."""
+"""Processor outputs for media, as keywords of the model's forward: `pixel_values` and more."""
 
 _TEXT = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
 _QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _TILED = ("LlavaOnevision", "LlavaNext")
-"""Processors whose tiles of an image can depend on how many images there are."""
+"""Processors whose tiling of an image can depend on the number of images."""
 
 
 # --- processors -----------------------------------------------------------------------------------
@@ -29,18 +29,18 @@ _TILED = ("LlavaOnevision", "LlavaNext")
 def load_processor(model_name: str, revision: str | None, family: str, tokenizer: Any) -> Any:
     """Load the processor of a vision-language model.
 
-    Without torchvision the processors of the Qwen-VL families read images, but no videos.
+    Without torchvision the processors of the Qwen-VL families read images but no videos.
 
     Args:
         model_name: A named model, a folder or a hub id.
         revision: Revision of a hub model.
         family: The `model_type` of its configuration.
-        tokenizer: The tokenizer that it uses.
+        tokenizer: The model's tokenizer.
 
     Raises:
         UserError: It cannot be loaded.
     """
-    # Processors import torchvision, which takes seconds and which text models do without.
+    # Processors import torchvision, which takes seconds and which text models do not need.
     from transformers import AutoImageProcessor, AutoProcessor
 
     try:
@@ -54,14 +54,14 @@ def load_processor(model_name: str, revision: str | None, family: str, tokenizer
 
 
 def images_only(family: str, image_processor: Any, tokenizer: Any) -> Any:
-    """Make a processor of a Qwen-VL family without a video processor, which needs torchvision."""
+    """Return a Qwen-VL processor without its video processor, which needs torchvision."""
     from transformers import Qwen2VLProcessor, Qwen3VLProcessor
     from transformers.processing_utils import ProcessorMixin
 
     processor_class: Any = Qwen3VLProcessor if family == "qwen3_vl" else Qwen2VLProcessor
 
     class ImagesOnly(processor_class):  # type: ignore[misc]
-        # ProcessorMixin goes by the names of these parameters.
+        # ProcessorMixin looks at the names of these parameters.
         def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None) -> None:
             for medium_kind in ("image", "video"):
                 placeholder = getattr(tokenizer, f"{medium_kind}_token", None) or f"<|{medium_kind}_pad|>"
@@ -76,7 +76,7 @@ class Vision:
     """Turns media into tokens and pixels with a model's processor.
 
     Args:
-        processor: The processor, as `load_processor` returns it.
+        processor: Result of `load_processor`.
         model_name: Name of the model in messages.
     """
 
@@ -87,10 +87,10 @@ class Vision:
         self._joint = type(processor).__name__.startswith(_TILED)
 
     def expand(self, text: str, media: Sequence[Medium]) -> str:
-        """Replace the placeholder of every medium in a text by the tokens that it takes.
+        """Replace every placeholder in a text by the tokens of its medium.
 
         Raises:
-            UserError: The text has another number of placeholders, or a medium cannot be read.
+            UserError: The number of placeholders differs from the number of media, or a medium cannot be read.
         """
         text_pieces = self._cut(text, media)
         expanded = [text_pieces[0]]
@@ -99,12 +99,12 @@ class Vision:
         return "".join(expanded)
 
     def counts(self, media: Sequence[Medium]) -> list[int]:
-        """How many tokens each medium takes that stand for parts of it."""
+        """Return the number of visual tokens of each medium."""
         medium_tokens = zip(media, self._expansions(media), strict=True)
         return [expansion.count(self._placeholder(medium)) for medium, expansion in medium_tokens]
 
     def pixels(self, media: Sequence[Medium], device: torch.device) -> Pixels:
-        """What the model's forward takes for media, in their order; empty if there are none."""
+        """Return the forward's keywords for media, in their order; empty if there are none."""
         if not media:
             return {}
         processed = self._process(media)
@@ -121,7 +121,7 @@ class Vision:
         return placeholder
 
     def _cut(self, text: str, media: Sequence[Medium]) -> list[str]:
-        """The pieces of a text around its placeholders, which must be those of the media."""
+        """Split a text at its placeholders, which must match the media."""
         text_pieces, remaining = [], text
         for medium in media:
             text_piece, placeholder, remaining = remaining.partition(self._placeholder(medium))
@@ -133,12 +133,12 @@ class Vision:
             if not any(placeholder in remaining for placeholder in placeholders):
                 return [*text_pieces, remaining]
         raise UserError(
-            f"a prompt has {len(media)} images and videos but another number of placeholders; the "
-            f"chat template of model {self.model} must write one for each"
+            f"a prompt has {len(media)} images and videos but another number of placeholders; "
+            f"the chat template of model {self.model} must write one for each"
         )
 
     def _expansions(self, media: Sequence[Medium]) -> list[str]:
-        """The tokens of each medium, as text."""
+        """Return the tokens of each medium, as text."""
         if self._joint:
             return self._expand_together(media)
         return [expansion for medium in media for expansion in self._expand_together([medium])]
@@ -154,8 +154,8 @@ class Vision:
         videos = [medium for medium in media if medium.kind == "video"]
         if videos and getattr(self.processor, "video_processor", None) is None:
             raise UserError(
-                f"model {self.model} reads videos only with torchvision; install the build that "
-                "fits your torch (docs/vision.md)"
+                f"model {self.model} reads videos only with torchvision; "
+                "install the build for your torch (docs/vision.md)"
             )
         options: dict[str, Any] = {"text": ["".join(map(self._placeholder, media))]}
         if offsets:
@@ -168,7 +168,7 @@ class Vision:
         if videos:
             video_frames = [_loaded(medium) for medium in videos]
             options |= {"videos": video_frames, "do_sample_frames": False}
-            if all(medium.rate for medium in videos):  # Qwen's positions and texts tell the time
+            if all(medium.rate for medium in videos):  # Qwen's positions and prompts include timestamps
                 options["video_metadata"] = [
                     {
                         "fps": medium.rate,
@@ -193,22 +193,21 @@ def _loaded(medium: Medium) -> Any:
 def media_positions(
     model: nn.Module, token_ids: Tensor, token_mask: Tensor | None, pixels: Pixels
 ) -> tuple[Tensor, Tensor]:
-    """Positions of new tokens with media, as a model with M-RoPE counts them from 0.
+    """Return the M-RoPE positions of new tokens with media, counted from 0.
 
-    What follows an image or a video continues at the largest position so far, over all three axes,
-    plus one, whether it is part of the same forward or of a later one. transformers advances by the
-    height or width within a forward, so that text after a long video would repeat positions of its
-    frames; Qwen trained its models with the maximum (Qwen2-VL, arXiv:2409.12191, section 2.1).
+    Tokens after an image or a video continue at the largest position so far, over all three axes, plus one, whether in
+    the same forward or a later one. transformers advances by the height or width within a forward, so that text after a
+    long video would repeat positions of its frames; Qwen trained its models with the maximum (Qwen2-VL,
+    arXiv:2409.12191, section 2.1).
 
     Args:
         model: A model for which `rotary_model` is not None.
         token_ids: New tokens `[B, n]`.
-        token_mask: Which of them are tokens, `[B, n]`; None: all.
+        token_mask: Columns that are tokens, `[B, n]`; None: all.
         pixels: Their media.
 
     Returns:
-        Positions `[3, B, n]`, and by how much the next position of each sequence differs from its
-        number of tokens, `[B]`.
+        Positions `[3, B, n]`, and the difference between each sequence's next position and its token count, `[B]`.
     """
     rope_model, config = rotary_model(model), model.config
     medium_kinds = torch.zeros_like(token_ids, dtype=torch.int32)

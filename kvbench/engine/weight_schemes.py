@@ -1,4 +1,4 @@
-"""Schemes that quantise weights at loading. Nothing heavy is imported here."""
+"""Weight quantisation schemes applied at loading. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ PACKAGES: dict[str, str] = {
     "bnb-8bit": "bitsandbytes",
     "torchao-int8": "torchao",
 }
-"""Schemes that quantise weights while they are loaded, and the package that each needs.
+"""Schemes that quantise weights at loading, and the package that each needs.
 
-`bnb-4bit` is NF4 and computes in the model's dtype; `bnb-8bit` is LLM.int8() and computes in
-float16 and int8; `torchao-int8` stores weights as int8 and computes in the model's dtype.
+`bnb-4bit` is NF4 and computes in the model's dtype; `bnb-8bit` is LLM.int8() and computes in float16 and int8;
+`torchao-int8` stores weights as int8 and computes in the model's dtype.
 """
 
 
 def scheme_name(value: object) -> str:
-    """Check the name of a scheme.
+    """Validate the name of a scheme.
 
     Raises:
         UserError: There is no such scheme.

@@ -1,4 +1,4 @@
-"""Checks of the weights that were loaded into a model."""
+"""Checks of loaded model weights."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 from kvbench.errors import UserError
 
 _SHOWN = 3
-"""Names of tensors that an error message shows at most."""
+"""Maximum number of tensor names in an error message."""
 
 
 def check_weights(model_name: str, model: nn.Module, report: Any, quantised: str) -> None:
-    """Refuse a checkpoint whose tensors are not exactly the model's, or hold NaN or infinity.
+    """Refuse a checkpoint whose tensors are not exactly the model's, or contain NaN or infinity.
 
-    Tied weights are stored once and are not missing. A quantised checkpoint can hold tensors that
-    only its quantiser reads.
+    Tied weights are stored once and do not count as missing. A quantised checkpoint may hold tensors that only its
+    quantizer reads.
 
     Raises:
         UserError: Some tensors are wrong; the message names the first few.

@@ -1,1 +1,1 @@
-"""Harnesses: they give the prompts of a task, and score its responses. They never generate."""
+"""Harnesses: they provide the prompts of a task and score its responses. They never generate."""

@@ -1,4 +1,4 @@
-"""Which tasks exist: the installed benchmarks and the user's own JSONL files."""
+"""Catalogue of tasks: the installed benchmarks and the user's own JSONL files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvbench.harness.own import own_benchmark
 
 
 def benchmarks() -> tuple[dict[str, Benchmark], list[str]]:
-    """All benchmarks that load, and one line for each that does not.
+    """Return all benchmarks that load, and one message for each that does not.
 
     Returns:
-        Benchmarks by group name, and the messages of those that failed.
+        Benchmarks by name, and the messages of those that failed.
     """
     loaded: dict[str, Benchmark] = {}
     failures: list[str] = []
@@ -25,14 +25,13 @@ def benchmarks() -> tuple[dict[str, Benchmark], list[str]]:
 
 
 def resolve_task(spec: str) -> list[tuple[str, Benchmark]]:
-    """The leaf tasks that a spelling stands for.
+    """Return the tasks that a spelling stands for.
 
     Args:
-        spec: A group (`ruler`), a subset of one (`longbench_code`), a leaf (`vt`), or a file
-            (`./mine.jsonl`).
+        spec: A benchmark (`ruler`), a subset of one (`longbench_code`), a task (`vt`), or a file (`./mine.jsonl`).
 
     Returns:
-        Pairs of leaf name and benchmark, in the benchmark's order.
+        Pairs of task name and benchmark, in the benchmark's order.
 
     Raises:
         UserError: There is no such task, or its package does not import.
@@ -59,7 +58,7 @@ def resolve_task(spec: str) -> list[tuple[str, Benchmark]]:
 
 
 def task_sets() -> dict[str, tuple[str, ...]]:
-    """Groups and subsets of the installed benchmarks with their tasks."""
+    """Return the tasks of every installed benchmark and subset."""
     sets: dict[str, tuple[str, ...]] = {}
     for group_name, benchmark in benchmarks()[0].items():
         sets[group_name] = tuple(benchmark.leaves)

@@ -1,4 +1,4 @@
-"""Joins the parts of a prompt to one text, with a chat template or without."""
+"""Rendering of prompts as text, with or without a chat template."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 Message = dict[str, str]
-"""`role` and `content`; the content has `IMAGE` or `VIDEO` in the place of each medium."""
+"""`role` and `content`; the content has `IMAGE` or `VIDEO` as the placeholder of each medium."""
 
 Shot = Mapping[str, str]
-"""A worked example: `user` asks, `assistant` answers, and `end` follows in plain text."""
+"""A worked example: question `user`, answer `assistant`, and `end`, which follows in plain text."""
 
 Render = Callable[..., str]
 """`chat` bound to one tokenizer."""
@@ -39,12 +39,11 @@ def chat(
         tokenizer: The tokenizer, or the processor of a vision-language model.
         tokenizer_id: Its name in messages.
         messages: Messages of the chat.
-        add_generation_prompt: Whether to start an answer; otherwise the last message is an answer
-            that was started, and is left open.
+        add_generation_prompt: Whether to start an answer; otherwise the last message is an unfinished answer and is
+            left open.
         closed: Whether the last message is a complete answer.
         thinking: Passed to the template as `enable_thinking`; None: not passed.
-        parts: Whether the template takes the content of a message as a list of its texts and media,
-            as those of processors do.
+        parts: Whether the template takes a message's content as a list of texts and media, as those of processors do.
 
     Raises:
         UserError: There is no chat template, or it fails.
@@ -63,7 +62,7 @@ def chat(
             continue_final_message=not add_generation_prompt and not closed,
             **options,
         )
-    except Exception as error:  # a template is foreign code
+    except Exception as error:  # a template is third-party code
         raise UserError(
             f"the chat template of {tokenizer_id} fails ({reason_of(error)}); use --no-chat-template"
         ) from error
@@ -72,7 +71,7 @@ def chat(
 
 
 def _parts(content: str) -> list[dict[str, str]]:
-    """The texts and media of a message, as chat templates take them."""
+    """Return the texts and media of a message in the form that chat templates take."""
     kinds = {IMAGE: "image", VIDEO: "video"}
     return [
         {"type": kinds[piece]} if piece in kinds else {"type": "text", "text": piece}
@@ -94,7 +93,6 @@ def check_thinking(tokenizer: PreTrainedTokenizerBase, tokenizer_id: str, has_te
     """Refuse the thinking flags if they would have no effect.
 
     Args:
-        tokenizer: The tokenizer.
         tokenizer_id: Its name in messages.
         has_template: Whether its chat template is applied.
 
@@ -102,7 +100,7 @@ def check_thinking(tokenizer: PreTrainedTokenizerBase, tokenizer_id: str, has_te
         UserError: No chat template is applied, or it ignores `enable_thinking`.
     """
     if not has_template:
-        raise UserError("--thinking and --no-thinking need a chat template, and none is applied")
+        raise UserError("--thinking and --no-thinking need a chat template, but none is applied; leave them out")
     messages = [{"role": "user", "content": "?"}]
     if chat(tokenizer, tokenizer_id, messages, thinking=True) == chat(
         tokenizer, tokenizer_id, messages, thinking=False
@@ -113,20 +111,20 @@ def check_thinking(tokenizer: PreTrainedTokenizerBase, tokenizer_id: str, has_te
 
 
 def shot_messages(shots: Sequence[Shot]) -> list[Message]:
-    """The turns of worked examples, as chat messages."""
+    """Return the worked examples as chat messages."""
     roles = ("user", "assistant")
     return [{"role": role, "content": shot[role]} for shot in shots for role in roles]
 
 
 def shot_text(shots: Sequence[Shot]) -> str:
-    """Worked examples as plain text."""
+    """Return the worked examples as plain text."""
     return "".join(
         shot["user"] + gap(shot["user"], shot["assistant"]) + shot["assistant"] + shot["end"] for shot in shots
     )
 
 
 def after(render: Render, history: Sequence[Message]) -> Render:
-    """Make a chat template that inserts messages before the last user message."""
+    """Return a chat template that inserts messages before the last user message."""
 
     def rendered(messages: Sequence[Message], **options: Any) -> str:
         last_user = max(message_index for message_index, message in enumerate(messages) if message["role"] == "user")
@@ -136,12 +134,12 @@ def after(render: Render, history: Sequence[Message]) -> Render:
 
 
 def prompt(content: str, gen_prefix: str, render: Render | None, shots: Sequence[Shot] = ()) -> str:
-    """Join a prompt as lm-eval does.
+    """Assemble a prompt as lm-eval does.
 
     Args:
         content: The user's message: context and question.
         gen_prefix: Start of the answer, given in the prompt.
-        render: The chat template; None: there is none.
+        render: The chat template; None: no template.
         shots: Worked examples; see `Benchmark.docs`.
     """
     if render is not None:
@@ -153,7 +151,7 @@ def prompt(content: str, gen_prefix: str, render: Render | None, shots: Sequence
 
 
 def gap(left_text: str, right_text: str) -> str:
-    """The space that lm-eval puts between two texts: none where either has white space there."""
+    """Return the space that lm-eval puts between two texts: none if either has whitespace there."""
     if not left_text or not right_text or left_text[-1].isspace() or right_text[0].isspace():
         return ""
     return " "

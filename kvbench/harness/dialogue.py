@@ -1,7 +1,7 @@
-"""Dialogues: a row with `turns` becomes one prompt per turn, each with the history before it.
+"""Dialogues: a row with `turns` becomes one prompt per turn, each with its history.
 
-The history contains the reference answers. With a chat template its turns are real messages;
-without one the row's `frame` joins them.
+The history contains the reference answers. With a chat template its turns are real messages; without one the row's
+`frame` joins them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FRAME = ("user", "assistant", "end")
 
 @dataclass(frozen=True)
 class PromptPosition:
-    """The place of a prompt in the rows of a task.
+    """Position of a prompt in the rows of a task.
 
     Attributes:
         row: Index of its row.
@@ -37,12 +37,12 @@ class PromptPosition:
 
     @property
     def answer(self) -> str:
-        """The reference answer."""
+        """Return the reference answer."""
         answer: str = self.row_turns[self.turn]["answer"]
         return answer
 
     def messages(self, turn_count: int) -> list[Message]:
-        """The first turns of the dialogue, with answers, as chat messages."""
+        """Return the first turns of the dialogue, with answers, as chat messages."""
         messages: list[Message] = []
         for turn in self.row_turns[:turn_count]:
             messages.append({"role": "user", "content": turn["context"] + turn["question"]})
@@ -52,7 +52,7 @@ class PromptPosition:
 
 @dataclass(frozen=True)
 class Joint:
-    """The fields of `Request` about a turn's place in its dialogue; see there."""
+    """The fields of `Request` that place a turn in its dialogue; documented there."""
 
     delta: str
     answer_begin: str
@@ -60,7 +60,7 @@ class Joint:
 
 
 def is_dialogue(row: Mapping[str, Any]) -> bool:
-    """Whether a row of data is a dialogue."""
+    """Return whether a row of data is a dialogue."""
     return "turns" in row
 
 
@@ -96,15 +96,15 @@ def complete(row: Mapping[str, Any], location: str) -> Doc:
 
 
 def flat(rows: Sequence[Doc], uses_template: bool) -> tuple[Sequence[Doc], list[PromptPosition | None]]:
-    """Make a document of every turn, and of every row that is not a dialogue.
+    """Return one document per turn, or per row that is not a dialogue.
 
     Args:
         rows: Complete rows.
-        uses_template: Whether history and worked examples become messages; without a chat template
-            they are the beginning of `context`.
+        uses_template: Whether history and worked examples become messages; without a chat template they are the
+            beginning of `context`.
 
     Returns:
-        The documents, and the place of each in a dialogue (None outside dialogues).
+        The documents, and the position of each in a dialogue (None outside dialogues).
     """
     documents: list[Doc] | Spool[Doc] = Spool() if isinstance(rows, Spool) else []
     positions: list[PromptPosition | None] = []
@@ -123,7 +123,7 @@ def flat(rows: Sequence[Doc], uses_template: bool) -> tuple[Sequence[Doc], list[
 
 
 def plain(position: PromptPosition) -> tuple[str, str]:
-    """Context and question of a turn without a chat template."""
+    """Return context and question of a turn without a chat template."""
     user_start, assistant_start, turn_end = (position.frame[name] for name in _FRAME)
     history = [
         user_start + turn["context"] + turn["question"] + assistant_start + turn["answer"] + turn_end
@@ -134,7 +134,7 @@ def plain(position: PromptPosition) -> tuple[str, str]:
 
 
 def last_prompt(row: Mapping[str, Any], render: Render | None) -> str:
-    """The whole prompt of a dialogue's last turn."""
+    """Return the whole prompt of a dialogue's last turn."""
     turns = row["turns"]
     position = PromptPosition(0, len(turns) - 1, turns, row["frame"])
     if render is None:
@@ -155,7 +155,6 @@ def joints(
         positions: The turns of one dialogue, in order.
         prompts: Context and question of each turn.
         render: The chat template that was applied; None: no template.
-        task_name: Name of the task, for messages.
 
     Raises:
         UserError: A prompt does not begin with the previous prompt and its answer.
@@ -170,9 +169,8 @@ def joints(
         answer_begin, next_delta = _rest(prompts[turn_index + 1][0], "".join(prompts[turn_index]), position.answer)
         if next_delta is None:
             raise UserError(
-                f"{task_name}: the chat template rewrites earlier turns, so no cache can continue "
-                "from "
-                "them; use --no-chat-template"
+                f"{task_name}: the chat template rewrites earlier turns, so no cache can continue from them; "
+                "use --no-chat-template"
             )
         if answer_end is None or not next_delta.startswith(answer_end):
             answer_end = ""  # the template closes an answer only if another turn follows
@@ -182,7 +180,7 @@ def joints(
 
 
 def _closing(position: PromptPosition, render: Render | None) -> tuple[str, str | None]:
-    """The texts before and after the answer of a turn that nothing follows."""
+    """Return the texts before and after the answer of a final turn."""
     if render is None:
         return "", position.frame["end"]
     *earlier_messages, answer = position.messages(position.turn + 1)
@@ -190,7 +188,7 @@ def _closing(position: PromptPosition, render: Render | None) -> tuple[str, str 
 
 
 def _rest(text: str, known_text: str, answer: str) -> tuple[str, str | None]:
-    """White space before and text after the answer, if `text` is `known_text` plus the answer."""
+    """Return the whitespace before and the text after the answer, if `text` is `known_text` plus the answer."""
     if not text.startswith(known_text):
         return "", None
     remainder = text[len(known_text) :]

@@ -1,4 +1,4 @@
-"""From prompt text to token ids: tokenised once, split into context and question."""
+"""Tokenisation of prompts: encoded once, then split into context and question."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 def split_encode(tokenizer: PreTrainedTokenizerBase, *segments: str) -> tuple[list[int], ...]:
     """Tokenise a prompt and split it where the context ends.
 
-    The whole string is tokenised once, so the ids are the same as without a split. The cut is the
-    token boundary at or before the end of a part; a token that straddles it belongs to the next
-    part. Leading special tokens (BOS) are added once, unless the text already has them, as with
-    chat templates. Trailing special tokens (EOS) are left out, because the prompt continues. A slow
-    tokenizer has no offsets, so its parts are tokenised separately.
+    The whole string is tokenised once, so the ids are the same as without a split. The split is the token boundary at
+    or before the end of a part; a token that straddles it belongs to the next part. Leading special tokens (BOS) are
+    added once, unless the text already has them, as with chat templates. Trailing special tokens (EOS) are left out,
+    because the prompt continues. A slow tokenizer has no offsets, so its parts are tokenised separately.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -52,8 +51,8 @@ def split_encode(tokenizer: PreTrainedTokenizerBase, *segments: str) -> tuple[li
 
 
 def _cut(encoding: Any, offset: int, end_offset: int) -> int:
-    """Index of the first token beyond character `offset`, in a text of `end_offset` characters."""
-    # Single lookups: a list of all offsets takes as long as tokenising.
+    """Return the index of the first token beyond character `offset`, in a text of `end_offset` characters."""
+    # Look tokens up one by one, because a list of all offsets takes as long as tokenising.
     token_indices = (encoding.char_to_token(character_index) for character_index in range(offset, end_offset))
     boundary = next((token_index for token_index in token_indices if token_index is not None), len(encoding))
     while boundary and encoding.token_to_chars(boundary - 1)[1] > offset:
@@ -62,11 +61,11 @@ def _cut(encoding: Any, offset: int, end_offset: int) -> int:
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    """Count the tokens of a prompt, as `split_encode` returns them."""
+    """Count the tokens of a prompt as `split_encode` returns them."""
     backend = _backend(tokenizer) if tokenizer.is_fast else None
     if backend is None:
         token_ids = _encode(tokenizer, text)["input_ids"]
-    else:  # without offsets it takes half the time
+    else:  # skipping the offsets halves the time
         token_ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return len(_begin(tokenizer, token_ids, [])) + len(token_ids)
 
@@ -95,7 +94,7 @@ def _model_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _leading(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids that the tokenizer puts in front of a text: BOS or nothing."""
+    """Return the ids that the tokenizer puts before a text: BOS or nothing."""
     bare_ids = _encode(tokenizer, "a")["input_ids"]
     full_ids = tokenizer("a", verbose=False)["input_ids"]
     for offset in range(len(full_ids) - len(bare_ids) + 1):
@@ -110,7 +109,7 @@ def _begin(tokenizer: PreTrainedTokenizerBase, head_ids: list[int], tail_ids: li
 
 
 def _encoding(tokenizer: PreTrainedTokenizerBase, text: str) -> Any:
-    """The ids of a text, with their offsets."""
+    """Return the ids of a text with their offsets."""
     backend = _backend(tokenizer)
     if backend is None:
         return _encode(tokenizer, text).encodings[0]
@@ -118,7 +117,7 @@ def _encoding(tokenizer: PreTrainedTokenizerBase, text: str) -> Any:
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The Rust tokenizer, set up for texts of any length; None if Python code adds to it."""
+    """Return the Rust tokenizer, set up for texts of any length; None if Python code adds to it."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer_class = type(tokenizer)

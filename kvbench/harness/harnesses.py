@@ -1,4 +1,4 @@
-"""The harnesses by name, as `Benchmark.harness` gives it."""
+"""The harnesses by their name in `Benchmark.harness`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""lm-eval (0.4.13) as a harness: its YAML defines what is asked and how answers are scored.
+"""lm-eval (0.4.13) as a harness: its YAML defines prompts and scoring.
 
-Neither `simple_evaluate` (which reseeds global generators and starts processes) nor a model class
-of lm-eval is used. A task is built once from its YAML and our rows. Its prompts go to the runner.
-The responses then go through the task's own filters, metric and aggregation.
+Neither `simple_evaluate` (which reseeds global generators and starts processes) nor a model class of lm-eval is used. A
+task is built once from its YAML and our rows. Its prompts go to the runner; the responses then go through the task's
+own filters, metric and aggregation.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from kvbench.harness.protocol import Key, LoadedTask, Request, TaskSettings
 from kvbench.harness.requests import requests
 
 _ROWS = 1024
-"""Rows that are converted at a time."""
+"""Number of rows converted at a time."""
 
 _PART = 1024
-"""Responses that are filtered at a time."""
+"""Number of responses filtered at a time."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 class LmEvalHarness:
-    """Loads tasks whose prompts and metric are an lm-eval YAML."""
+    """Loads tasks whose prompts and metric come from an lm-eval YAML."""
 
     name = "lm_eval"
 
     def load(self, task: str, settings: TaskSettings, benchmark: Benchmark | None = None) -> LmEvalTask:
-        """Load a leaf task; see `Harness.load`."""
+        """Load a task; see `Harness.load`."""
         task_name, resolved = loading.find(task, benchmark)
         settings = loading.settle(task_name, resolved, settings)
         render = loading.renderer(settings)
@@ -91,7 +91,7 @@ class LmEvalTask(LoadedTask):
         }
         asks = [asks_by_key[key] for key in responses]
         for rubric in dict.fromkeys(ask.rubric for ask in asks):
-            # The results record the declared rubric, so no other one may decide.
+            # The results record the declared rubric, so no other one may be used.
             if rubric.partition(":")[0] != self.rubric.partition(":")[0]:
                 raise UserError(
                     f"benchmark {self.group} asks by rubric {rubric!r} but declares "
@@ -127,9 +127,9 @@ class LmEvalTask(LoadedTask):
         return scores, mean_score
 
     def _filtered(self, responses: Mapping[Key, str]) -> Iterator[tuple[Key, Any]]:
-        """lm-eval's instances of the responses, filtered, in the order of the task's data.
+        """Yield lm-eval's instances of the responses, filtered, in the order of the task's data.
 
-        A filter sees `_PART` of them at a time: with their rows, all may not fit into memory.
+        A filter sees `_PART` of them at a time, because with their rows all may not fit into memory.
         """
         request_indices, doc_ids = self.places, self._doc_ids
         ordered_keys = sorted(responses, key=lambda key: (doc_ids[request_indices[key[:2]]], key[2]))
@@ -146,13 +146,13 @@ class LmEvalTask(LoadedTask):
 
     @functools.cached_property
     def _doc_ids(self) -> Sequence[int]:
-        """The row of each request."""
+        """Return the row index of each request."""
         return array("Q", (request.doc_id for request in self.requests))
 
     def _instance(self, key: Key, response: str) -> Any:
-        """An instance of lm-eval with a response."""
+        """Return an instance of lm-eval with a response."""
         request, document = self._source(key[:2])
-        if self.thinks and not request.given:  # the response to a given text is a record
+        if self.thinks and not request.given:  # the response to a given text is a record, not an answer
             response = scored_text(response, request.until)
         prompt = f"{request.context}{data.SENTINEL}{request.question}"
         arguments = (prompt, self.built.config.generation_kwargs)
@@ -161,7 +161,7 @@ class LmEvalTask(LoadedTask):
 
     @functools.cached_property
     def _source(self) -> Callable[[tuple[str, int]], tuple[Request, Doc]]:
-        """Reads a request and its document; those of most tasks stay for the next cell."""
+        """Return a reader of a request and its document; those of most tasks stay cached for the next cell."""
 
         @functools.lru_cache(_PART)
         def source(key: tuple[str, int]) -> tuple[Request, Doc]:
@@ -177,7 +177,7 @@ class LmEvalTask(LoadedTask):
 def _rows(
     benchmark: Benchmark, task_name: str, settings: TaskSettings, render: chat.Render | None
 ) -> tuple[Sequence[Doc], str]:
-    """The rows of a leaf, and their hash."""
+    """Return the rows of a task and their hash."""
     prompt_size = _Size(settings.tokenizer, render)
     version = benchmark.version_of(task_name, settings.lexicon)
 
@@ -195,7 +195,7 @@ def _rows(
 
     rows: Iterable[Doc]
     if benchmark.sized:
-        # Everything that the rows depend on besides the generator: it names the cached file.
+        # Everything besides the generator that the rows depend on; it names the cached file.
         dependencies = [
             benchmark.name,
             task_name,
@@ -230,7 +230,7 @@ def _rows(
 
 
 def _function(docs_function: Any) -> Any:
-    """The function behind a hook that may have arguments bound to it."""
+    """Return the function behind a hook that may have bound arguments."""
     return _function(docs_function.func) if isinstance(docs_function, functools.partial) else docs_function
 
 
@@ -252,7 +252,7 @@ class _Size:
         return count_tokens(self.tokenizer, prompt)
 
     def dialogue(self, row: Doc) -> int:
-        """Tokens of the prompt of the last turn."""
+        """Return the tokens of the prompt of the last turn."""
         return count_tokens(self.tokenizer, dialogue.last_prompt(row, self.render))
 
 
@@ -261,10 +261,10 @@ class _Size:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence lm-eval and datasets, and preserve the global generator, which lm-eval uses."""
+    """Silence lm-eval and datasets, and preserve the global random state, which lm-eval changes."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     loggers = map(logging.getLogger, ("lm_eval", "lm-eval", "datasets"))
-    # A change of level goes through all loggers there are, which cost as much as the metric.
+    # Changing a level touches all loggers, which costs as much as the metric.
     logger_levels = [(logger, logger.level) for logger in loggers if logger.level != logging.ERROR]
     bars_disabled = datasets.utils.are_progress_bars_disabled()
     for logger, _ in logger_levels:
@@ -284,8 +284,7 @@ def _quiet() -> Iterator[None]:
 def _build(benchmark: Benchmark, task_name: str, rows: Sequence[Doc], settings: TaskSettings) -> Any:
     """Build the lm-eval task from the benchmark's YAML and our rows."""
     yaml_path, config = loading.yaml_of(benchmark, task_name)
-    # The YAML needs none of these. The fields of `extra` differ from row to row; Arrow would add
-    # nulls.
+    # The YAML needs none of these. The fields of `extra` differ between rows; Arrow would add nulls.
     hidden_columns = ("extra", "shots", "media")
     split_name = config.get("test_split") or "test"
     dataset = _table(rows, hidden_columns)
@@ -306,9 +305,9 @@ def _build(benchmark: Benchmark, task_name: str, rows: Sequence[Doc], settings: 
 
 
 def _table(rows: Iterable[Doc], hidden_columns: Collection[str]) -> datasets.Dataset:
-    """Rows without some fields, as lm-eval takes them.
+    """Convert rows, without some fields, to lm-eval's format.
 
-    Many are converted in parts, unless these would get columns of different types.
+    Many rows are converted in parts, unless these would get columns of different types.
     """
     visible_rows = ({key: value for key, value in row.items() if key not in hidden_columns} for row in rows)
     chunk_datasets = []
@@ -322,7 +321,7 @@ def _table(rows: Iterable[Doc], hidden_columns: Collection[str]) -> datasets.Dat
 
 
 def _template(template_text: str) -> Callable[[Doc], str]:
-    """The template as lm-eval renders it, compiled once instead of once per row."""
+    """Return lm-eval's renderer of a template, compiled once instead of once per row."""
     template = env.from_string(template_text)
     return lambda row: template.render(**row)
 

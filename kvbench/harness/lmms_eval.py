@@ -1,13 +1,11 @@
-"""lmms-eval (0.7.3) as a harness: its own definitions of tasks, on our rows.
+"""lmms-eval (0.7.3) as a harness: its own task definitions, on our rows.
 
-A benchmark's YAML names a definition of lmms-eval (`definition: mmstar/mmstar.yaml`). It may also
-have `percent: true`, if the metric is a percentage there (scores here are from 0 to 1), and
-`metric`, if the leaf has another one than the benchmark. What else stands in it replaces what the
-definition says.
+A benchmark's YAML names a definition of lmms-eval (`definition: mmstar/mmstar.yaml`). It may also have `percent: true`,
+if the metric is a percentage there (scores here are from 0 to 1), and `metric`, if the task's metric differs from the
+benchmark's. Its other keys override the definition.
 
-lmms-eval neither downloads data nor generates: its functions make the messages of a prompt and
-score a response, one row at a time. Its chat-style models apply no stop strings, so none are
-applied here.
+lmms-eval neither downloads data nor generates: its functions build the messages of a prompt and score a response, one
+row at a time. Its chat-style models apply no stop strings, so none are applied here.
 """
 
 from __future__ import annotations
@@ -36,10 +34,10 @@ from kvbench.harness.protocol import Key, LoadedTask, Request, TaskSettings
 from kvbench.harness.requests import AnswerSettings, arranged
 
 _OWN = ("definition", "metric", "percent")
-"""What our YAML says to kvbench; the rest replaces what the definition says."""
+"""Keys of our YAML for kvbench itself; the others override the definition."""
 
 _MAX_NEW_TOKENS = 128
-"""The limit of lmms-eval's models where a definition has none."""
+"""Default token limit of lmms-eval's models."""
 
 
 class LmmsEvalHarness:
@@ -48,7 +46,7 @@ class LmmsEvalHarness:
     name = "lmms_eval"
 
     def load(self, task: str, settings: TaskSettings, benchmark: Benchmark | None = None) -> LmmsEvalTask:
-        """Load a leaf task; see `Harness.load`.
+        """Load a task; see `Harness.load`.
 
         Raises:
             LeftOut: lmms-eval or a package that the task needs is not installed.
@@ -70,7 +68,7 @@ class LmmsEvalHarness:
                 cache_dir=settings.cache_dir,
                 size=None,
             )
-        assert isinstance(documents, list)  # documents in lmms-eval's schema; no JSONL has images
+        assert isinstance(documents, list)  # documents in lmms-eval's schema; a JSONL file has no images
         rows = documents[: settings.samples]
         with _quiet():
             doc_table = MediaRows(rows)
@@ -115,8 +113,8 @@ class LmmsEvalTask(LoadedTask):
     ) -> tuple[dict[Key, float], float]:
         """Score responses with the task's `process_results`; see `LoadedTask.score`.
 
-        The aggregate is the mean over responses, which an interval can be given for. lmms-eval's
-        own aggregate is the same, or a mean of the means of categories.
+        The aggregate is the mean over responses, for which an interval exists. lmms-eval's own aggregate is the same,
+        or a mean of category means.
         """
         if not responses:
             return {}, float("nan")
@@ -127,13 +125,13 @@ class LmmsEvalTask(LoadedTask):
                 request = self.requests[request_indices[key[:2]]]
                 if self.thinks:
                     response = scored_text(response, request.until)
-                random.seed(0)  # where a response names no option, some definitions draw one
+                random.seed(0)  # some definitions choose at random if a response names no option
                 scores[key] = self._score(request, response)
         return scores, sum(scores.values()) / len(scores)
 
     def _score(self, request: Request, response: str) -> float:
         document = self.table[request.doc_id]
-        # The undecorated method: lmms-eval tries five times, two seconds apart.
+        # Call the undecorated method, because lmms-eval's wrapper tries five times, two seconds apart.
         process_results = type(self.built).process_results.__wrapped__
         metric_value = process_results(self.built, document, [response])[self.metric]
         if isinstance(metric_value, Mapping) and isinstance(metric_value.get("score"), int | float):
@@ -144,7 +142,7 @@ class LmmsEvalTask(LoadedTask):
 
 
 def _data_hash(benchmark: Benchmark, task_name: str, settings: TaskSettings) -> str:
-    """Hash of version and data, by the records of the tables: few of their rows are read."""
+    """Hash version and data by the records of the tables, of which few rows are read."""
     stored_records = [records.head(source, settings.cache_dir) for source in benchmark.sources.get(task_name, ())]
     hashes = [record.sha256 for record in stored_records if record is not None]
     return data.digest([task_name, benchmark.version_of(task_name, settings.lexicon), *hashes])
@@ -160,11 +158,11 @@ def _requests(
     extra_fields: Sequence[Doc],
     render: chat.Render,
 ) -> Sequence[Request]:
-    """Ask lmms-eval for every prompt, and split it after its last medium."""
+    """Get every prompt from lmms-eval, and split it after its last medium."""
     generation_kwargs = harness_task.config.generation_kwargs or {}
     token_limit = int(generation_kwargs.get("max_new_tokens") or _MAX_NEW_TOKENS)
     prompt_rows, prompt_parts, prompt_media = [], [], []
-    distinct_media: dict[Medium, Medium] = {}  # an image of several questions is held once
+    distinct_media: dict[Medium, Medium] = {}  # hold an image shared by several questions once
     for document, doc_extra in zip(doc_table, extra_fields, strict=True):
         messages, doc_media = _messages(harness_task, task_name, document)
         context, _, question = render(messages).partition(data.SENTINEL)
@@ -186,15 +184,15 @@ def _requests(
 
 
 def _messages(harness_task: Any, task_name: str, document: Doc) -> tuple[list[chat.Message], list[Medium]]:
-    """The messages of a prompt, with the sentinel after the last medium, and the media.
+    """Return the messages of a prompt, with the sentinel after the last medium, and the media.
 
     Raises:
         LeftOut: A video is not where lmms-eval expects it.
-        UserError: The prompt has no media, or sound.
+        UserError: The prompt has no media, or has audio.
     """
     try:
         messages = harness_task.doc_to_messages(document)
-    except SystemExit as exit_error:  # how definitions of lmms-eval report a missing video
+    except SystemExit as exit_error:  # definitions of lmms-eval exit if a video is missing
         video_path = str(exit_error).removeprefix("video path:").partition(" does not exist")[0]
         folder, dataset = Path(video_path).parent, harness_task.config.dataset_path
         raise LeftOut(
@@ -230,7 +228,7 @@ def _messages(harness_task: Any, task_name: str, document: Doc) -> tuple[list[ch
 
 
 def _end(content: str) -> int:
-    """Where the last medium of a text ends; 0 if it has none."""
+    """Return the end of the last medium in a text; 0 if it has none."""
     return max(
         (content.rfind(media_marker) + len(media_marker) for media_marker in (IMAGE, VIDEO) if media_marker in content),
         default=0,
@@ -238,9 +236,9 @@ def _end(content: str) -> int:
 
 
 class MediaValue:
-    """A medium of a row, as lmms-eval's functions take it: an image that converts to itself.
+    """A medium of a row for lmms-eval's functions: an image that converts to itself.
 
-    lmms-eval's definitions call `convert("RGB")` on every image. It is not decoded for that.
+    lmms-eval's definitions call `convert("RGB")` on every image, which does not decode it here.
     """
 
     def __init__(self, value: Mapping[str, Any]) -> None:
@@ -248,11 +246,11 @@ class MediaValue:
 
     @functools.cached_property
     def medium(self) -> Medium:
-        """The medium for a request."""
+        """Return the medium for a request."""
         return medium(self._value)
 
     def convert(self, mode: str) -> MediaValue:
-        """The image itself: its pixels are RGB when they are loaded."""
+        """Return the image itself, because its pixels become RGB when loaded."""
         if mode != "RGB":
             raise UserError(f"kvbench gives RGB images, not {mode}")
         return self
@@ -262,7 +260,7 @@ class MediaValue:
 
 
 class MediaRows:
-    """Rows as lmms-eval reads them: a new mapping each time, in which media are `MediaValue`s."""
+    """Rows as lmms-eval reads them: a new mapping per access, with media as `MediaValue`s."""
 
     def __init__(self, rows: Sequence[Doc]) -> None:
         self._rows = [{column: _seen(value) for column, value in row.items() if column != "extra"} for row in rows]
@@ -278,7 +276,7 @@ class MediaRows:
         return copy.deepcopy(self._rows[index])
 
     def forget_media(self) -> None:
-        """Drop the columns of media; lmms-eval does not see them either when it scores."""
+        """Drop the columns of media, which lmms-eval does not need for scoring."""
         for row in self._rows:
             for column in [column for column, value in row.items() if isinstance(value, MediaValue)]:
                 del row[column]
@@ -297,7 +295,7 @@ def _build(benchmark: Benchmark, task_name: str, doc_table: MediaRows) -> tuple[
     """Build the task object of lmms-eval from its definition and our rows.
 
     Returns:
-        The object, and what our YAML says to kvbench.
+        The object, and the kvbench keys of our YAML.
     """
     yaml_path, yaml_config = loading.yaml_of(benchmark, task_name)
     overrides = {key: yaml_config.pop(key) for key in _OWN if key in yaml_config}
@@ -305,7 +303,7 @@ def _build(benchmark: Benchmark, task_name: str, doc_table: MediaRows) -> tuple[
     if not isinstance(definition, str):
         raise UserError(f"{yaml_path} must name a definition of lmms-eval, such as mme/mme.yaml")
     config = {**_definition(definition), **yaml_config, "task": task_name}
-    for key in ("dataset_kwargs", "process_docs"):  # what loads and changes data
+    for key in ("dataset_kwargs", "process_docs"):  # keys that load and change data
         config.pop(key, None)
     split_name = config["test_split"]
 
@@ -351,22 +349,22 @@ def _definition(definition_name: str) -> dict[str, Any]:
 
 
 def _prepare() -> None:
-    """Meet what lmms-eval's modules expect when they are imported."""
+    """Set up what lmms-eval's modules expect at import."""
     from huggingface_hub import constants
 
-    os.environ.setdefault("HF_HOME", constants.HF_HOME)  # their videos lie there
+    os.environ.setdefault("HF_HOME", constants.HF_HOME)  # the folder of their videos
     provide_latex2sympy2()
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence lmms-eval, and preserve the global generator, which it uses."""
+    """Silence lmms-eval, and preserve the global random state, which it changes."""
     from loguru import logger
 
     for logger_name in (
         "lmms_eval",
         "utils",
-    ):  # the functions of a definition are in a module `utils`
+    ):  # a definition's functions are in a module `utils`
         logger.disable(logger_name)
     random_state = random.getstate()
     try:

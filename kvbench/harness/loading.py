@@ -1,4 +1,4 @@
-"""What all harnesses do when they load a task: find it, and check the settings against it."""
+"""Loading steps shared by all harnesses: task lookup, and checks of the settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lm_eval.tasks._yaml_loader import load_yaml  # the only way to `include` and `!function`
+from lm_eval.tasks._yaml_loader import load_yaml  # the only loader of `include` and `!function`
 
 from kvbench.benchmark import Benchmark
 from kvbench.errors import LeftOut, UserError
@@ -18,7 +18,7 @@ from kvbench.harness.protocol import TaskSettings
 
 
 def find(task: str, benchmark: Benchmark | None) -> tuple[str, Benchmark]:
-    """The leaf and the benchmark of a task; see `Harness.load`."""
+    """Return the name and the benchmark of a task; see `Harness.load`."""
     if benchmark is not None:
         if task not in benchmark.leaves:
             raise UserError(f"{benchmark.name} has no task {task!r}")
@@ -31,7 +31,7 @@ def find(task: str, benchmark: Benchmark | None) -> tuple[str, Benchmark]:
 
 
 def settle(task_name: str, benchmark: Benchmark, settings: TaskSettings) -> TaskSettings:
-    """The settings that hold for a leaf.
+    """Return the effective settings of a task.
 
     Raises:
         LeftOut: The model cannot read its prompts, or a package is not installed.
@@ -49,8 +49,7 @@ def settle(task_name: str, benchmark: Benchmark, settings: TaskSettings) -> Task
     uses_chat = settings.chat_template and task_name not in benchmark.plain
     if benchmark.media and not uses_chat:
         raise UserError(
-            f"{task_name}: only the chat template of {settings.tokenizer_id} places images in a "
-            "prompt; "
+            f"{task_name}: only the chat template of {settings.tokenizer_id} places images in a prompt; "
             "leave out --no-chat-template"
         )
     return replace(
@@ -62,7 +61,7 @@ def settle(task_name: str, benchmark: Benchmark, settings: TaskSettings) -> Task
 
 
 def renderer(settings: TaskSettings) -> chat.Render | None:
-    """The chat template of the settings, or None if none is applied."""
+    """Return the chat template of the settings, or None if none is applied."""
     if not settings.chat_template:
         return None
     tokenizer_name, thinking = settings.tokenizer_id, settings.thinking
@@ -72,7 +71,7 @@ def renderer(settings: TaskSettings) -> chat.Render | None:
 
 
 def yaml_of(benchmark: Benchmark, task_name: str) -> tuple[Path, dict[str, Any]]:
-    """The YAML of a leaf, and what it says.
+    """Return the path and content of a task's YAML.
 
     Raises:
         UserError: There is none.
@@ -80,12 +79,12 @@ def yaml_of(benchmark: Benchmark, task_name: str) -> tuple[Path, dict[str, Any]]
     candidates = [Path(benchmark.yaml) / f"{yaml_name}.yaml" for yaml_name in (task_name, benchmark.name)]
     yaml_path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if yaml_path is None:
-        raise UserError(f"{benchmark.name} has neither {candidates[0]} nor {candidates[1].name}")
+        raise UserError(f"{benchmark.name} has neither {candidates[0]} nor {candidates[1].name}; add one of them")
     return yaml_path, load_yaml(yaml_path, resolve_func=True)
 
 
 def facts(benchmark: Benchmark, task_name: str, settings: TaskSettings, variant: str = "") -> dict[str, Any]:
-    """The fields of a `LoadedTask` that its benchmark decides; `variant` joins the version."""
+    """Return the fields of a `LoadedTask` set by its benchmark; `variant` is appended to the version."""
     version = benchmark.version_of(task_name, settings.lexicon)
     chance = benchmark.chance.get(task_name, 0.0) if isinstance(benchmark.chance, Mapping) else benchmark.chance
     return {

@@ -1,4 +1,4 @@
-"""The packages that only some tasks need, and how to install them."""
+"""Optional packages that only some tasks need, and how to install them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ OPENCV = "pip install 'kvbench[vision]'"
 
 
 def provide_latex2sympy2() -> None:
-    """Make `from latex2sympy2 import latex2sympy` work, which lmms-eval's mathematics wants.
+    """Make `from latex2sympy2 import latex2sympy` work for lmms-eval's math tasks.
 
-    That package does not run with the antlr4 of math-verify; the function is the same in another.
+    That package does not run with the antlr4 of math-verify, which has the same function.
     """
     if "latex2sympy2" not in sys.modules:
         from latex2sympy2_extended.latex2sympy2 import latex2sympy
@@ -28,7 +28,7 @@ def provide_latex2sympy2() -> None:
 
 
 def lacking(benchmark: Benchmark) -> str:
-    """What a benchmark needs that is not installed, and what to do; "" if nothing is missing."""
+    """Return what a benchmark lacks and how to install it; "" if nothing is missing."""
     if benchmark.harness == "lmms_eval" and importlib.util.find_spec("lmms_eval") is None:
         return f"needs lmms-eval, which is not installed; run `make vision`, or: {LMMS_EVAL}"
     if "video" in benchmark.media and importlib.util.find_spec("cv2") is None:

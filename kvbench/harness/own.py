@@ -1,9 +1,8 @@
 """The user's own data as a task: `--task ./mine.jsonl`.
 
-Each line is an object with `context`, `question` and `answers` (a string or a list of strings).
-It may also have `metric` (one of `METRICS`; default `contains_all`), `max_new_tokens` (default 128)
-and `until` (a string or a list of strings that end the answer). Other fields are errors. Lines with
-the same context share its prefill.
+Each line is an object with `context`, `question` and `answers` (a string or a list of strings). It may also have
+`metric` (one of `METRICS`; default `contains_all`), `max_new_tokens` (default 128) and `until` (a string or a list of
+strings that end the answer). Other fields are errors. Lines with the same context share its prefill.
 """
 
 from __future__ import annotations
@@ -28,22 +27,19 @@ _OTHERWISE = {
     "question": ("input", "query", "instruction"),
     "answers": ("outputs", "output", "answer", "targets", "target", "references", "reference"),
 }
-"""What other data sets call the required keys."""
+"""Names of the required keys in other data sets."""
 _KEYS = (*_REQUIRED, "metric", "max_new_tokens", "until")
 
 
 def own_benchmark(path: str | Path) -> Benchmark:
-    """Make a benchmark of a JSONL file; its one task is named after the file.
-
-    Args:
-        path: The file.
+    """Return a benchmark for a JSONL file; its one task is named after the file.
 
     Raises:
-        UserError: The file cannot be read, or a line is not valid; the message names it.
+        UserError: The file cannot be read, or a line is invalid; the message names it.
     """
     rows_path = Path(path)
     if not rows_path.stem:
-        raise UserError(f"{path} has no name to call a task by")
+        raise UserError(f"{path} has no name to call a task by; rename the file")
     rows: Spool[Doc] = Spool()
     metric_names = set()
     for line_number, row in read_rows(rows_path):
@@ -68,7 +64,7 @@ def _docs(rows: Sequence[Doc], leaf: str, **_: Any) -> Sequence[Doc]:
 
 
 def _row(row: Any, location: str) -> Doc:
-    """Check a line and bring it into the form of `Benchmark.docs`."""
+    """Check a line and convert it to the form of `Benchmark.docs`."""
     if not isinstance(row, dict):
         raise UserError(f"{location}: must be an object with context, question and answers")
     for key in _REQUIRED:
@@ -122,30 +118,30 @@ def _spelt(required_key: str, row: dict[str, Any]) -> str:
 
 
 def process_results(doc: Doc, results: list[str]) -> dict[str, float]:
-    """Score a response with the metric that its row names; called by lm-eval."""
+    """Score a response with its row's metric; called by lm-eval."""
     value = METRICS[doc["metric"]](results[0], doc["outputs"])
     return {"score": value, doc["metric"]: value}
 
 
 def contains_all(response: str, answers: Sequence[str]) -> float:
-    """The fraction of the answers that the response contains, ignoring case."""
+    """Return the fraction of the answers that the response contains, ignoring case."""
     lowered = response.lower()
     return sum(answer.lower() in lowered for answer in answers) / len(answers)
 
 
 def exact(response: str, answers: Sequence[str]) -> float:
-    """1 if the response equals an answer, ignoring case, punctuation, articles and white space."""
+    """Return 1 if the response equals an answer, ignoring case, punctuation, articles and whitespace."""
     return float(_words(response) in [_words(answer) for answer in answers])
 
 
 def f1(response: str, answers: Sequence[str]) -> float:
-    """F1 of the words shared with the best answer, as SQuAD defines it (arXiv:1606.05250)."""
+    """Return the F1 of the words shared with the best answer, as SQuAD defines it (arXiv:1606.05250)."""
     response_words = _words(response)
     return max(metrics.f1_words(response_words, _words(answer), both_empty=1.0) for answer in answers)
 
 
 def rouge_l(response: str, answers: Sequence[str]) -> float:
-    """F1 of the longest common subsequence of words with the best answer (ROUGE-L, unstemmed)."""
+    """Return the F1 of the longest common subsequence of words with the best answer (ROUGE-L, unstemmed)."""
     return metrics.best(metrics.rouge_l, response, answers)
 
 

@@ -1,8 +1,8 @@
-"""What a harness gives the runner: the prompts of a task, and a scorer of responses.
+"""Interface between harness and runner: the prompts of a task, and a scorer of responses.
 
-A harness never sees a model or a judge. The runner takes `LoadedTask.requests` and lets the engine
-answer them. If the task needs a judge, the judge answers `LoadedTask.asks`. The runner then calls
-`LoadedTask.score` on the responses so far, at any time and any number of times.
+A harness never sees a model or a judge. The runner takes `LoadedTask.requests` and has the engine answer them. If the
+task needs a judge, the judge answers `LoadedTask.asks`. The runner then calls `LoadedTask.score` on the responses so
+far, at any time and any number of times.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Key = tuple[str, int, int]
 class Request:
     """One question about one context.
 
-    `context + question` is the whole prompt, with few-shot examples, chat template and answer
-    prefix applied; the question follows the context directly.
+    `context + question` is the whole prompt, with few-shot examples, chat template and answer prefix applied; the
+    question follows the context directly.
 
     Attributes:
-        task: Leaf name.
+        task: Task name.
         sample_id: Name of the sample, unique in the task together with `question_id`.
         doc_id: Index of the sample's row in the task's data.
-        question_id: Counts the questions about one context, from 0.
+        question_id: Index of the question about its context, from 0.
         context_id: Hash of the context; statistics are clustered by it.
         context: The part of the prompt whose cache is compressed.
         question: The rest of the prompt.
@@ -46,27 +46,25 @@ class Request:
         max_new_tokens: Limit of the answer, in tokens.
         target: The reference answers.
         extra: Facts that a report can group by, such as the `depth` (percent) of a needle.
-        dialogue: Name of the dialogue that this question belongs to; "" outside dialogues. The
-            turns of a dialogue are adjacent and in order, and share `sample_id` and `context_id`.
+        dialogue: Name of the dialogue of this question; "" outside dialogues. The turns of a dialogue are adjacent and
+            in order, and share `sample_id` and `context_id`.
         turn: Number of the turn, from 0; the same as `question_id`.
         delta: Text that this turn adds before its question: new facts, and the opening of the turn.
-        answer: The reference answer as later turns have it in their history.
-        answer_begin: Text between a question and the stripped answer in a history: white space
-            with some chat templates, otherwise "".
+        answer: The reference answer as it appears in the history of later turns.
+        answer_begin: Text between a question and the stripped answer in a history: whitespace with some chat templates,
+            otherwise "".
         answer_end: Text between the stripped answer and the next turn's `delta` in a history.
-        sampling: How the answer is drawn; None: greedily.
-        repeats: Number of answers to draw.
-        given: A text that follows the prompt and is measured instead of an answer: its negative
-            log-likelihood under the cell's cache. The response is then the JSON object
-            `{"nll": sum in nats, "tokens": count}`.
-        media: Images and videos of `context`, in the order of their placeholders in it, which are
-            those of the model's chat template: one for each medium. A question has no media.
+        sampling: Sampling of the answer; None: greedy.
+        repeats: Number of answers to sample.
+        given: A text after the prompt to measure instead of an answer: its negative log-likelihood under the cell's
+            cache. The response is then the JSON object `{"nll": sum in nats, "tokens": count}`.
+        media: Images and videos of `context`, in the order of their placeholders in it (those of the model's chat
+            template, one per medium). A question has no media.
         delta_media: The media of `delta`; they are the last ones of `media`.
 
-    The history of a dialogue with reference answers is the concatenation of `delta + question +
-    answer_begin + answer + answer_end` over its turns. Up to the question of turn j it equals
-    `context + question` of that turn's request, character by character. A live dialogue has its own
-    answers in the history instead.
+    The history of a dialogue with reference answers is the concatenation of `delta + question + answer_begin + answer +
+    answer_end` over its turns. Up to the question of turn j it equals `context + question` of that turn's request,
+    character by character. A live dialogue has its own answers in the history instead.
     """
 
     task: str
@@ -94,12 +92,12 @@ class Request:
 
     @functools.cached_property
     def digest(self) -> str:
-        """16 hex digits over what is asked and the reference answers."""
+        """Return 16 hex digits over the prompt and the reference answers."""
         return digest_of([self.context_id, self.context, self.question, self.given, self.target])
 
 
 def kept(requests: Iterable[Request]) -> Sequence[Request]:
-    """Requests as a sequence: on the disk, unless there are images, which are held only once."""
+    """Return requests as a sequence: on disk, unless there are images, which are held only once."""
     stored: list[Request] | Spool[Request] = Spool()
     for request in requests:
         if request.media and isinstance(stored, Spool):
@@ -113,8 +111,8 @@ class TaskSettings:
     """Everything that a task's prompts depend on, besides the task itself.
 
     Attributes:
-        length: Most tokens of context, question and answer together.
-        samples: Number of samples; the first of a larger number are the same.
+        length: Maximum number of tokens of context, question and answer together.
+        samples: Number of samples; a larger number begins with the same samples.
         seed: Seed of the data.
         tokenizer: Sizes the prompts and applies the chat template.
         tokenizer_id: The tokenizer's name in messages; its content is hashed.
@@ -122,9 +120,9 @@ class TaskSettings:
         chat_template: Whether to apply the tokenizer's chat template.
         cache_dir: Folder for generated data.
         thinking: Passed to the chat template as `enable_thinking`; None: not passed.
-        processor: The processor of a vision-language model, whose chat template writes the
-            placeholders of media; None for a text model.
-        reporter: Told how far a load is, where it takes seconds.
+        processor: The processor of a vision-language model, whose chat template writes the placeholders of media; None
+            for a text model.
+        reporter: Progress reporter, for loads that take seconds.
     """
 
     length: int
@@ -142,20 +140,19 @@ class TaskSettings:
 
 @dataclass(frozen=True, eq=False)
 class LoadedTask(ABC):
-    """The prompts of a leaf task at one length, and its scorer.
+    """The prompts of a task at one length, and its scorer.
 
     Attributes:
-        name: Leaf name.
+        name: Task name.
         group: Name of the benchmark.
-        version: Version of the task; together with the data hash it identifies what was asked.
-        data_hash: 16 hex digits over task version, tokenizer, length, seed and lexicon, or over the
-            content if the data is not generated. The number of samples never counts.
+        version: Version of the task; together with the data hash it identifies the prompts.
+        data_hash: 16 hex digits over task version, tokenizer, length, seed and lexicon, or over the content if the data
+            is not generated. The number of samples never counts.
         metric: Name of the metric.
         higher_is_better: Whether a higher score is better.
-        chance: Score of a responder that has not seen the context.
+        chance: Expected score without the context.
         length: Tokens that prompt and answer can take, or 0 if the data is not sized.
-        requests: Ordered by sample; those of one context are adjacent. Every access may make a
-            request anew.
+        requests: Ordered by sample; those of one context are adjacent. Every access may create a new request object.
         rubric: See `Benchmark.judge`.
     """
 
@@ -172,14 +169,14 @@ class LoadedTask(ABC):
 
     @functools.cached_property
     def places(self) -> Mapping[tuple[str, int], int]:
-        """The place of each request in `requests`, by sample and question."""
+        """Return the index of each request in `requests`, by sample and question."""
         return {
             (request.sample_id, request.question_id): request_index
             for request_index, request in enumerate(self.requests)
         }
 
     def asks(self, responses: Mapping[Key, str]) -> list[Ask]:
-        """What a judge is asked about each response, in their order; empty if none is needed.
+        """Return the judge's question about each response, in their order; empty if no judge is needed.
 
         Args:
             responses: As for `score`.
@@ -210,15 +207,15 @@ class LoadedTask(ABC):
 
 
 class Harness(Protocol):
-    """Loads tasks. `kvbench.harness.lm_eval.LmEvalHarness` is one."""
+    """Loads tasks, such as `kvbench.harness.lm_eval.LmEvalHarness`."""
 
     name: str
 
     def load(self, task: str, settings: TaskSettings, benchmark: Benchmark | None = None) -> LoadedTask:
-        """Load a leaf task.
+        """Load a task.
 
         Args:
-            task: Leaf name, or the path of the user's own `.jsonl`.
+            task: Task name, or the path of the user's own `.jsonl`.
             settings: What the prompts depend on.
             benchmark: The benchmark of the task; None looks it up among the installed ones.
 

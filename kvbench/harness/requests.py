@@ -1,4 +1,4 @@
-"""From rows to requests: prompts as lm-eval builds them, split into context and question."""
+"""Conversion of rows to requests: prompts as lm-eval builds them, split into context and question."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ def requests(
 
     Args:
         harness_task: The task object of lm-eval.
-        task_name: Its name.
         rows: Its documents.
-        positions: The place of each document in a dialogue.
+        positions: Position of each document in a dialogue.
         render: The chat template; None: no template.
-        reporter: Told of every prompt, once that takes seconds.
+        reporter: Progress reporter, used once building takes seconds.
 
     Raises:
         UserError: The YAML does not fit the rows.
@@ -57,7 +56,7 @@ def requests(
             chat_template=render and chat.after(render, history),
             gen_prefix=harness_task.doc_to_prefix(document),
         )
-        # Examples contain the sentinel, too: the last one separates context and question.
+        # Examples contain the sentinel too; the last one separates context and question.
         *context_parts, question = prompt.split(data.SENTINEL)
         if len(context_parts) != shot_count + 1:
             raise UserError(
@@ -76,11 +75,11 @@ def requests(
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """What a task's YAML says about its answers.
+    """Generation settings in a task's YAML.
 
     Attributes:
         kwargs: Its `generation_kwargs`.
-        repeats: Number of answers to draw.
+        repeats: Number of answers to sample.
     """
 
     kwargs: Mapping[str, Any]
@@ -96,16 +95,15 @@ def arranged(
     render: chat.Render | None,
     question_settings: AnswerSettings,
 ) -> Sequence[Request]:
-    """Make requests of prompts: those of one context, or of one dialogue, become adjacent.
+    """Create requests from prompts, with those of one context or dialogue adjacent.
 
     Args:
-        task_name: Name of the task.
         rows: Its documents.
-        positions: The place of each document in a dialogue.
+        positions: Position of each document in a dialogue.
         prompt_parts: Context and question of each.
         media: The images and videos of each; in a dialogue only those that its turn adds.
         render: The chat template; None: no template.
-        question_settings: What the YAML says about the answers.
+        question_settings: Generation settings of the YAML.
     """
     groups: dict[str, list[int]] = {}
     for request_index, (position, (context, _)) in enumerate(zip(positions, prompt_parts, strict=True)):
@@ -124,7 +122,7 @@ def _arranged(
     question_settings: AnswerSettings,
     groups: Mapping[str, Sequence[int]],
 ) -> Iterator[Request]:
-    """The requests in the order of their contexts; `groups` has the rows of each."""
+    """Yield the requests in the order of their contexts; `groups` has the rows of each."""
     for sample_index, (group_key, member_indices) in enumerate(groups.items()):
         joints: list[dialogue.Joint] = []
         dialogue_turns = [position for request_index in member_indices if (position := positions[request_index])]
@@ -170,7 +168,7 @@ def _arranged(
 
 
 def _media(task_name: str, row_number: int, row: Mapping[str, Any]) -> tuple[Medium, ...]:
-    """The images and videos of a row."""
+    """Return the images and videos of a row."""
     try:
         return tuple(map(medium, row.get("media", ())))
     except LeftOut:
@@ -180,7 +178,7 @@ def _media(task_name: str, row_number: int, row: Mapping[str, Any]) -> tuple[Med
 
 
 def _context_id(content: object, media: Sequence[Medium]) -> str:
-    """Hash of a context; two with the same text can have different images."""
+    """Return the hash of a context, including its media."""
     return data.digest([content, [item.digest for item in media]] if media else content)
 
 
@@ -199,7 +197,7 @@ def _request(
     if stop_texts is None:
         stop_texts = generation_kwargs.get("until") or []
     sample_id = str(sample_index)
-    if "depth" in row["extra"]:  # the result tables have no column for it; heat maps read it here
+    if "depth" in row["extra"]:  # the result tables have no depth column, so heat maps read it here
         sample_id += f"-d{int(row['extra']['depth']):03d}"
     token_limit = row.get("max_new_tokens") or generation_kwargs.get("max_gen_toks") or 256
     given_answer = row.get("given") or ""

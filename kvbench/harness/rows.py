@@ -1,4 +1,4 @@
-"""The rows of a task: checked, generated once, and kept as JSONL with a content hash."""
+"""Rows of a task: checked, generated once, and kept as JSONL with a content hash."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from kvbench.errors import UserError, quoted
 from kvbench.files import file_digests, replacing
 
 SENTINEL = "<|kvb_split|>"
-"""Separates context and question in the `doc_to_text` of a YAML."""
+"""Separator of context and question in the `doc_to_text` of a YAML."""
 
 _SHOT = ("user", "assistant", "end")
 _SHOT_FIELDS = "the texts user, assistant and end"
 
 
 def digest(value: object) -> str:
-    """16 hex digits of any JSON value."""
+    """Return 16 hex digits over any JSON value."""
     serialised = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(serialised.encode()).hexdigest()[:16]
 
 
 def digest_rows(version: str, rows: Sequence[Any]) -> str:
-    """`digest` of `[version, rows]`, without a text of them all."""
+    """Return `digest` of `[version, rows]` without encoding all rows at once."""
     content_hash = hashlib.sha256()
     separator = f"[{json.dumps(version, ensure_ascii=False)}, ["
     for row in rows:
@@ -50,13 +50,13 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
         UserError: The file cannot be read, or a line is not valid JSON; the message names the line.
     """
     try:
-        # utf-8-sig drops a byte order mark. Only line feeds end a line of JSONL: str.splitlines
-        # would also split at a separator such as U+2028 inside a string.
+        # utf-8-sig drops a byte order mark. Only line feeds end a line of JSONL: str.splitlines would also split at a
+        # separator such as U+2028 inside a string.
         with path.open(encoding="utf-8-sig", newline="\n") as text_lines:
             for line_number, line in enumerate(text_lines, 1):
                 if line.strip():
                     yield line_number, _parsed(line.removesuffix("\n"), f"{path}:{line_number}")
-    except UserError:  # it is a ValueError as well
+    except UserError:  # also a ValueError, so re-raise it before the next clause
         raise
     except (OSError, ValueError) as error:
         is_binary = isinstance(error, UnicodeDecodeError)
@@ -75,7 +75,7 @@ def _parsed(line: str, location: str) -> Any:
         raise UserError(f"{location}: a number has more digits than kvbench reads") from None
     except RecursionError:
         raise UserError(f"{location}: the JSON is nested too deeply") from None
-    if "\\u" in line:  # only an escape can spell half a character; the file itself is UTF-8
+    if "\\u" in line:  # only an escape can encode a lone surrogate, because the file itself is UTF-8
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -85,7 +85,7 @@ def _parsed(line: str, location: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse an object that has a key twice: Python would silently keep the last value."""
+    """Refuse an object that has a key twice; Python would silently keep the last value."""
     parsed = dict(pairs)
     if len(parsed) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -121,7 +121,7 @@ def complete(document: Mapping[str, Any], location: str) -> Doc:
 
 
 def has_media(row: Mapping[str, Any]) -> bool:
-    """Whether a row has images or videos, in one of its turns if it is a dialogue."""
+    """Return whether a row, or one of its turns if it is a dialogue, has images or videos."""
     return any(turn.get("media") for turn in row.get("turns", [row]))
 
 
@@ -147,7 +147,7 @@ def _strings(value: object) -> Iterator[str]:
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            if key != "media":  # no text: megabytes of base64
+            if key != "media":  # not text, but megabytes of base64
                 yield from _strings(item)
     elif isinstance(value, list | tuple):
         for item in value:
@@ -157,15 +157,13 @@ def _strings(value: object) -> Iterator[str]:
 def cached(cache_path: Path, samples: int, generate: Callable[[int], list[Doc]], code_hash: str = "") -> list[Doc]:
     """Return the first `samples` rows, from the file if it has them, otherwise generated and saved.
 
-    The file is used only if its first line has the digest of its name, the generator's code and all
-    of its rows, and its first row equals a newly generated one. So a changed row, and rows of an
-    older generator, are never used.
+    The file is used only if its first line has the digest of its name, the generator's code and all of its rows, and
+    its first row equals a newly generated one. Changed rows, and rows of an older generator, are thus never used.
 
     Args:
-        cache_path: The file; its name identifies everything that the rows depend on, except the
-            generator itself.
+        cache_path: The file; its name identifies everything that the rows depend on, except the generator itself.
         samples: Number of rows.
-        generate: Generates the first n rows; more rows begin with the same ones.
+        generate: Generates the first n rows; a larger n begins with the same rows.
         code_hash: Digest of the generator's code.
     """
     cached_rows = _load(cache_path, code_hash)
@@ -181,7 +179,7 @@ def cached(cache_path: Path, samples: int, generate: Callable[[int], list[Doc]],
 
 @functools.cache
 def code_digest(module_name: str) -> str:
-    """Digest of the files of the package that a module is in; "" if it has none."""
+    """Return the digest of the files in a module's package; "" if it has none."""
     top_module = sys.modules.get(module_name.partition(".")[0])
     module_file = Path(getattr(top_module, "__file__", None) or "")
     if not module_file.is_file():
@@ -199,7 +197,7 @@ def _digest_of_rows(path: Path, code_hash: str, encoded_rows: str) -> str:
 
 
 def _load(path: Path, code_hash: str) -> list[Doc]:
-    """Read rows that `_save` wrote; an empty list if it is missing, damaged or of old code."""
+    """Read rows that `_save` wrote; return [] if the file is missing, damaged or from old code."""
     try:
         header, _, encoded_rows = path.read_text(encoding="utf-8").partition("\n")
         if json.loads(header)["rows"] != _digest_of_rows(path, code_hash, encoded_rows):
@@ -210,7 +208,7 @@ def _load(path: Path, code_hash: str) -> list[Doc]:
 
 
 def _save(path: Path, rows: list[Doc], code_hash: str) -> None:
-    """Write rows below their digest, all or nothing; do without the file if that fails."""
+    """Write rows after their digest, all or nothing; a failure is ignored."""
     encoded_rows = "".join(json.dumps(row) + "\n" for row in rows)
     header = json.dumps({"rows": _digest_of_rows(path, code_hash, encoded_rows)})
     with contextlib.suppress(OSError, UserError):

@@ -1,1 +1,1 @@
-"""Judges decide whether a response is right; see docs/judge.md."""
+"""Judges, which decide whether a response is correct; see docs/judge.md."""

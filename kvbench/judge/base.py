@@ -1,4 +1,4 @@
-"""What a judge is, and the deterministic judge that needs no model."""
+"""The judge interface, and a deterministic judge that needs no model."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from kvbench.metrics import answer_words, f1_words
 
 
 class JudgeError(UserError):
-    """A judge gives no verdict. The message is one line and never contains a key."""
+    """Error of a judge without a verdict. The message is one line and never contains a key."""
 
 
 Verdict = Marks | JudgeError
-"""A judge's answer to an `Ask`, or why there is none."""
+"""A judge's answer to an `Ask`, or the reason why there is none."""
 
 
 class Judge(Protocol):
     """Gives verdicts.
 
     Attributes:
-        mark: Follows the metric's name in the results, such as `judge gpt-4o`.
+        mark: Suffix of the metric's name in the results, such as `judge gpt-4o`.
         origin: Identifies the judge in `versions` of the results.
-        notice: One line that says who judges and what that implies; it follows "<task> is ".
+        notice: One line on who judges and what that implies; it follows "<task> is ".
     """
 
     mark: str
@@ -42,15 +42,15 @@ class Judge(Protocol):
         ...
 
     def judge(self, asks: Sequence[Ask]) -> list[Verdict]:
-        """Give a verdict for each ask, in the same order; the asks may have different rubrics."""
+        """Return one verdict per ask, in the same order; the asks may have different rubrics."""
         ...
 
 
 class LocalJudge:
     """Compares words with the reference answer: deterministic, without network or understanding.
 
-    It is for tests and trials only. A verdict is `alike`; a rating is ten times the F1 of the words
-    that `shared` counts, at least 1, the same in all respects.
+    For tests and trials only. A verdict is `alike`; a rating is ten times the `shared` F1 of the words, at least 1, the
+    same for all criteria.
     """
 
     mark = "local judge"
@@ -61,10 +61,10 @@ class LocalJudge:
     )
 
     def check(self) -> None:
-        """See `Judge`; this judge cannot fail."""
+        """Do nothing: this judge cannot fail. See `Judge`."""
 
     def judge(self, asks: Sequence[Ask]) -> list[Verdict]:
-        """See `Judge`."""
+        """Return the verdicts; see `Judge`."""
         return [self._verdict(ask) for ask in asks]
 
     def _verdict(self, ask: Ask) -> Verdict:
@@ -83,7 +83,7 @@ class LocalJudge:
 
 
 def alike(response: str, answer: str) -> bool:
-    """Whether a response contains all words of an answer in a row, or their F1 is above 0.5.
+    """Return whether a response contains all words of an answer in a row, or their F1 is above 0.5.
 
     Case, punctuation and articles do not count.
     """
@@ -94,11 +94,11 @@ def alike(response: str, answer: str) -> bool:
 
 
 def shared(response: str, answer: str) -> float:
-    """F1 of the words that a response shares with an answer."""
+    """Return the F1 of the words that a response shares with an answer."""
     word_lists = (answer_words(phrase, split_first=True) for phrase in (response, answer))
     return f1_words(*word_lists, both_empty=1.0)
 
 
 def _words(text: str) -> list[str]:
-    """Words between any punctuation, unlike `answer_words`, which joins "well-known"."""
+    """Split at any punctuation, unlike `answer_words`, which joins "well-known"."""
     return [word for word in re.findall(r"\w+", text.lower()) if word not in ("a", "an", "the")]

@@ -1,4 +1,4 @@
-"""Which judge a run uses: the flag decides, then the environment."""
+"""Choice of a run's judge: by the flag, otherwise by the environment."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvbench.judge.client import EndpointJudge
 from kvbench.judge.settings import KIND, MODEL, URL, read
 
 JUDGES = ("auto", "local", "endpoint")
-"""The values of `--judge` and `KVBENCH_JUDGE`."""
+"""Values of `--judge` and `KVBENCH_JUDGE`."""
 
 
 def judge_name(value: object, label: str = "judge") -> str:
-    """Check the name of a judge; `label` names it in the message of the UserError."""
+    """Validate the name of a judge; `label` names it in the message of the UserError."""
     if value not in JUDGES:
         raise unknown(label, value, JUDGES)
     return str(value)
@@ -27,7 +27,7 @@ def choose(choice: str = "auto", notify: Callable[[str], None] = lambda text: No
 
     Args:
         choice: One of `JUDGES`; "auto" is the value of `KVBENCH_JUDGE`, or the endpoint.
-        notify: Told of the progress and of waits.
+        notify: Receives messages about progress and waits.
 
     Raises:
         LeftOut: No judge is configured.

@@ -1,4 +1,4 @@
-"""The judge behind an OpenAI-compatible URL: asks in parallel, and never the same twice."""
+"""A judge behind an OpenAI-compatible URL: asks in parallel, and no question twice."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _MOST_FAILURES = 3
 _PROGRESS_S = 15.0
 _THINKING_TOKENS = 2048
 _MOST_BYTES = 4 << 20
-"""Bytes of a reply; the longest answers take a tenth of that."""
+"""Maximum bytes of a reply; the longest answers take a tenth of that."""
 _WAIT_S = 20.0
-"""Seconds for connecting and waiting before another try, at most."""
+"""Maximum seconds for connecting and for waiting before a retry."""
 _CHECK = Ask("correct", {"question": "What is 1 + 1?", "answer": "2", "response": "2"})
 
 
@@ -39,13 +39,13 @@ class _Question(NamedTuple):
 class EndpointJudge:
     """A model behind a URL. See `Judge`.
 
-    It stops asking after a refusal that concerns every prompt (key, model, URL, quota), and after
-    three prompts in a row without an answer.
+    It stops asking after a refusal that concerns every prompt (key, model, URL, quota), and after three prompts in a
+    row without an answer.
 
     Args:
         settings: The endpoint.
-        folder: Where answers are kept.
-        say: Told of the progress and of waits.
+        cache_folder: Folder of the stored answers.
+        notify: Receives messages about progress and waits.
 
     Raises:
         UserError: The `openai` package is not installed.
@@ -66,7 +66,7 @@ class EndpointJudge:
         self._model, self._who = settings.model, f"the judge at {host}"
         self._answers: dict[str, str] = {}
         self._refused: set[str] = set()  # parameters that the model does not accept
-        self._failures = 0  # prompts in a row without an answer
+        self._failures = 0  # consecutive prompts without an answer
         self._down: JudgeError | None = None
         omitted_header = openai.Omit()
         self._headers = {
@@ -80,7 +80,7 @@ class EndpointJudge:
         self._file = cache_folder / f"{model_slug}-{digest_of(self._endpoint)[:8]}.jsonl"
 
     def check(self) -> None:
-        """See `Judge`: one short question, whose answer is not kept."""
+        """Ask one short question, whose answer is not stored. See `Judge`."""
         question = self._question(_CHECK)
         with self._connect() as client:
             failures = self._ask_all(client, [question], lambda question, answer: None)
@@ -88,7 +88,7 @@ class EndpointJudge:
             raise failures[question.key]
 
     def judge(self, asks: Sequence[Ask]) -> list[Verdict]:
-        """See `Judge`. The same question is asked once; an unreadable answer is not kept.
+        """Return the verdicts; see `Judge`. Duplicates are asked once; unreadable answers are not stored.
 
         Raises:
             UserError: The folder of the answers cannot be written.
@@ -102,11 +102,11 @@ class EndpointJudge:
                 if open_questions := self._open(questions):
                     failures = self._ask_all(client, open_questions, partial(self._keep, journal))
         verdicts = (failures.get(question.key) or self._marks(question) for question in questions)
-        return [verdict for verdict in verdicts if verdict is not None]  # none is left
+        return [verdict for verdict in verdicts if verdict is not None]  # for the type checker: none is None
 
     def _question(self, ask: Ask) -> _Question:
         criterion = rubric(ask.rubric)
-        # UTF-8 cannot carry the lone surrogates that a response may contain.
+        # UTF-8 cannot encode lone surrogates, which a response may contain.
         prompt = criterion.render(ask.fields).encode(errors="replace").decode()
         key = digest_of([*self._endpoint, criterion.version, prompt])
         return _Question(key, criterion, prompt)
@@ -116,7 +116,7 @@ class EndpointJudge:
         return None if answer is None else question.rubric.read(answer)
 
     def _open(self, questions: Sequence[_Question]) -> list[_Question]:
-        """The questions without a readable answer, each once."""
+        """Return the distinct questions without a readable answer."""
         return list({question.key: question for question in questions if self._marks(question) is None}.values())
 
     def _keep(self, journal: Journal, question: _Question, answer: str) -> None:
@@ -129,18 +129,18 @@ class EndpointJudge:
         questions: Sequence[_Question],
         on_answer: Callable[[_Question, str], None],
     ) -> dict[str, JudgeError]:
-        """Ask in parallel, and keep each answer as soon as it arrives.
+        """Ask in parallel, storing each answer as soon as it arrives.
 
         Returns:
-            Why questions have no answer, by key.
+            Errors of unanswered questions, by key.
         """
         failures: dict[str, JudgeError] = {}
         answered: set[str] = set()
         last_message = last_answer = time.monotonic()
-        # A server that sends its headers byte by byte runs into none of the client's limits.
+        # A server that sends its headers byte by byte exceeds none of the client's limits.
         time_limit = 2 * (RETRIES + 1) * (self._settings.timeout + _WAIT_S)
-        # Ctrl-C does not wait for a silent server: a ThreadPool drops what is queued, and its
-        # threads are daemons. Their retries end because the caller closes the client.
+        # Ctrl-C must not wait for a silent server: a ThreadPool drops queued work, and its threads are daemons. Their
+        # retries end because the caller closes the client.
         with ThreadPool(min(self._settings.jobs, len(questions))) as thread_pool:
             completions = thread_pool.imap_unordered(partial(self._attempt, client), questions)
             while len(answered) + len(failures) < len(questions):
@@ -174,7 +174,7 @@ class EndpointJudge:
             return question, error
 
     def _ask(self, client: Any, question: _Question) -> str:
-        """Get a readable answer; ask once more if the first one is not."""
+        """Return a readable answer, asking once more if the first is unreadable."""
         for _ in range(2):
             reply_text, is_truncated = self._complete(client, question)
             if reply_text is not None and question.rubric.read(reply_text) is not None:
@@ -188,8 +188,8 @@ class EndpointJudge:
         """Send a prompt.
 
         Returns:
-            The judge's words, or None if the server sends anything but a chat completion; and
-            whether the limit of tokens cut them off.
+            The judge's text, or None if the server sends anything but a chat completion; and whether the token limit
+            truncated it.
 
         Raises:
             JudgeError: The prompt has no answer.
@@ -223,7 +223,7 @@ class EndpointJudge:
         except _Unending as error:
             raise self._no_answer(f"cannot read the reply of {self._who}: {error}") from None
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            return None, False  # it is not JSON, or not as the client expects it
+            return None, False  # not JSON, or not as the client expects it
         try:
             choice = reply.choices[0]
             reply_text = self._hidden((choice.message.content or "") + "")  # a TypeError if no text
@@ -234,7 +234,7 @@ class EndpointJudge:
         return reply_text, is_truncated
 
     def _connect(self) -> Any:
-        """Make a client. Only the settings decide where it connects and which key it sends."""
+        """Create a client. Only the settings decide where it connects and which key it sends."""
         settings, openai = self._settings, self._openai
         is_local = urlsplit(settings.url).hostname in ("localhost", "127.0.0.1", "::1")
         return openai.OpenAI(
@@ -256,7 +256,7 @@ class EndpointJudge:
         )
 
     def _refusal(self, error: Any) -> JudgeError:
-        """The error for a status other than 200; it ends the asking if it concerns every prompt."""
+        """Return the error for a status other than 200; asking stops if it concerns every prompt."""
         status_code, error_body = error.status_code, error.body
         if isinstance(error_body, dict):
             error_body = error_body.get("message") or error_body.get("detail")
@@ -278,7 +278,7 @@ class EndpointJudge:
         return self._down
 
     def _no_answer(self, message: str) -> JudgeError:
-        """The error for a prompt that retries did not help."""
+        """Return the error for a prompt that still failed after its retries."""
         judge_error = JudgeError(f"{message}; check {URL}, or repeat the command later to continue")
         self._failures += 1
         if self._failures >= _MOST_FAILURES:
@@ -289,21 +289,21 @@ class EndpointJudge:
         return text.replace(self._settings.key, "***") if self._settings.key else text
 
     def _line(self, full_text: str, max_length: int = 160) -> str:
-        """A text of the server as one short line without the key."""
+        """Shorten the server's text to one line without the key."""
         printable = (character if character.isprintable() else " " for character in self._hidden(full_text))
         single_line = " ".join("".join(printable).split())
         return single_line if len(single_line) <= max_length else f"{single_line[:max_length]}..."
 
 
 class _Unending(Exception):
-    """A reply is too long, or takes too long."""
+    """Error for a reply that is too long or takes too long."""
 
 
 def _bound(response: Any, seconds: float) -> None:
-    """Limit the bytes and the seconds of a reply; the client limits only the time between bytes."""
-    response.headers.pop("content-encoding", None)  # we ask for none; a few bytes can become many
+    """Limit the total bytes and seconds of a reply; the client limits only the time between bytes."""
+    response.headers.pop("content-encoding", None)  # none was requested; a few compressed bytes can become many
     stream, deadline = response.stream, time.monotonic() + seconds
-    # Of httpx or of its successor httpx2, whichever this version of openai uses.
+    # The stream class of httpx or of its successor httpx2, whichever this version of openai uses.
     stream_class: Any = next(
         parent_class for parent_class in type(stream).__mro__ if parent_class.__name__ == "SyncByteStream"
     )
@@ -326,6 +326,6 @@ def _bound(response: Any, seconds: float) -> None:
 
 
 def _no_retry_without_quota(response: Any) -> None:
-    """Stop the client from retrying: it retries every 429, but waiting restores no quota."""
+    """Stop the client from retrying a 429 without quota, because waiting restores no quota."""
     if response.status_code == 429 and b"insufficient_quota" in response.read():
         response.headers["x-should-retry"] = "false"

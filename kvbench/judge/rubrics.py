@@ -1,4 +1,4 @@
-"""What a judge is asked: versioned prompts in data files, and how the answers are read."""
+"""Rubrics: versioned judge prompts in data files, and parsers of the judge's answers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ _KEYS = {"version": str, "source": str, "licence": str, "parse": str, "max_token
 
 @dataclass(frozen=True)
 class Rubric:
-    """A prompt with fields, and how its answer is read.
+    """A prompt with fields, and the parser of its answer.
 
     Attributes:
         name: As in `Ask.rubric`, such as `longmemeval:temporal-reasoning`.
         template: The prompt; `{name}` is a field.
-        version: Rises with every change of the prompt.
-        parse: How the answer is read: a key of `READINGS`.
+        version: Increases with every change of the prompt.
+        parse: Parser of the answer: a key of `READINGS`.
         max_tokens: Limit of the judge's answer.
-        ratings: What is rated from 1 to 10, if the answer is read as ratings; the last is the
-            overall rating.
+        ratings: Names of the 1-10 ratings in the judge's answer; the last is the overall score.
     """
 
     name: str
@@ -43,11 +42,11 @@ class Rubric:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields of the prompt, once each."""
+        """Return the fields of the prompt, once each."""
         return tuple(dict.fromkeys(_FIELD.findall(self.template)))
 
     def render(self, fields: Mapping[str, str]) -> str:
-        """Fill in the prompt, in one pass: a response that contains `{answer}` stays as it is.
+        """Fill in the prompt in one pass, so that a response that contains `{answer}` stays unchanged.
 
         Raises:
             UserError: A field is missing or not a text.
@@ -58,7 +57,7 @@ class Rubric:
         return _FIELD.sub(lambda match: fields[match[1]], self.template)
 
     def read(self, answer: str) -> Marks | None:
-        """Read the judge's answer after its thinking; None if it contains no verdict."""
+        """Parse the judge's answer after its thinking; None if it contains no verdict."""
         verdict = answer.rpartition(THOUGHT)[2]
         if "<think>" in verdict:
             return None
@@ -67,14 +66,14 @@ class Rubric:
 
 
 def rubric(name: str) -> Rubric:
-    """Find a rubric.
+    """Return a rubric by name.
 
     Args:
-        name: `correct`, `longmemeval:temporal-reasoning`, or the path of a JSON file, such as
-            `/path/mine.json` or `/path/mine.json:variant`.
+        name: `correct`, `longmemeval:temporal-reasoning`, or the path of a JSON file, such as `/path/mine.json` or
+            `/path/mine.json:variant`.
 
     Raises:
-        UserError: There is no such rubric, or its file is not valid.
+        UserError: There is no such rubric, or its file is invalid.
     """
     file_stem, _, variant = name.partition(":")
     rubric_data, templates = _file(file_stem)
@@ -95,7 +94,7 @@ def rubric(name: str) -> Rubric:
 
 
 def origin(name: str) -> str:
-    """A rubric's file and version with a digest of its content, as the results record it.
+    """Return a rubric's file and version with a digest of its content, as recorded in the results.
 
     Args:
         name: As for `rubric`; the variant is ignored.
@@ -108,7 +107,7 @@ def origin(name: str) -> str:
 
 @functools.cache
 def _file(file_stem: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The content of a rubric's file, and its templates by variant."""
+    """Return the content of a rubric's file, and its templates by variant."""
     rubric_path = Path(file_stem) if file_stem.endswith(".json") else _FOLDER / f"{file_stem}.json"
     if not rubric_path.is_file():
         raise unknown("rubric", file_stem, sorted(shipped.stem for shipped in _FOLDER.glob("*.json")))
@@ -142,9 +141,9 @@ _BOTH = re.compile(r"\b(?:yes|no)\b\s*(?:/|or|and)\s*\b(?:yes|no)\b")
 
 
 def yes_no(answer: str) -> Marks | None:
-    """1 for yes, 0 for no: the first word, or the only one of the two in the answer.
+    """Return 1 for yes, 0 for no: the first word, or the only one of the two in the answer.
 
-    An answer with neither word has no verdict, nor one that repeats "yes or no".
+    An answer without either word has no verdict, nor has one that repeats "yes or no".
     """
     lowered = answer.lower()
     words = re.findall(r"\w+", lowered)
@@ -157,7 +156,7 @@ def yes_no(answer: str) -> Marks | None:
 
 
 def contains_yes(answer: str) -> Marks | None:
-    """1 if the answer contains "yes" in any case, even within a word, otherwise 0.
+    """Return 1 if the answer contains "yes" in any case, even within a word, otherwise 0.
 
     This is the rule of LongMemEval's evaluation script. An empty answer has no verdict.
     """
@@ -165,10 +164,10 @@ def contains_yes(answer: str) -> Marks | None:
 
 
 def ratings(answer: str, criteria: Sequence[str]) -> Marks | None:
-    """Ratings from 1 to 10, from the last JSON object of the answer, as marks from 0.1 to 1.
+    """Return ratings from 1 to 10, from the last JSON object of the answer, as marks from 0.1 to 1.
 
-    `score` is the last of the names. An answer that lacks one of them, or has a rating that is not
-    a whole number from 1 to 10, has no verdict.
+    `score` is the last rating. An answer that lacks one of them, or has a rating that is not an integer from 1 to 10,
+    has no verdict.
     """
     objects = _OBJECT.findall(answer)
     try:
@@ -187,4 +186,4 @@ READINGS: dict[str, Callable[..., Marks | None]] = {
     "contains_yes": contains_yes,
     "ratings": ratings,
 }
-"""How answers are read. The marks contain `score` and, for several criteria, further numbers."""
+"""Parsers of answers. The marks contain `score` and, for several criteria, further numbers."""

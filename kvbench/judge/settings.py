@@ -1,4 +1,4 @@
-"""The judge's endpoint, as the environment variables describe it."""
+"""Settings of the judge's endpoint, from environment variables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT, TOKENS = "KVBENCH_JUDGE_TIMEOUT", "KVBENCH_JUDGE_TOKENS"
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """An endpoint.
+    """Connection settings of a judge's endpoint.
 
     Attributes:
         url: Base URL of the API; the client adds `/chat/completions`.
@@ -55,7 +55,7 @@ def read(environment: Mapping[str, str] = os.environ) -> JudgeSettings:
 
 
 def _url(address: str) -> tuple[str, str]:
-    """The base URL of the API, and the query."""
+    """Return the base URL of the API, and the query."""
     try:
         url_parts = urlsplit(address)
         is_valid = url_parts.scheme in ("http", "https") and url_parts.hostname and url_parts.port != 0

@@ -1,1 +1,1 @@
-"""How a plan is carried out: on this machine, one model at a time."""
+"""Planning, execution and scoring of runs."""

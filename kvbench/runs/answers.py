@@ -1,4 +1,4 @@
-"""Prompts with token ids, and responses while they are generated."""
+"""Prompts with token ids, and responses in progress."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from kvbench.runs.schema import Response
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request with its token ids, once for each repeat.
+    """A request with its token ids, one per repeat.
 
     Attributes:
-        request: What is asked.
         context_ids: Tokens of the context.
         question_ids: Tokens of the rest of the prompt.
-        given_ids: Tokens that are measured instead of an answer.
+        given_ids: Tokens to measure instead of an answer.
         repeat: Index of the answer among the answers to this request, from 0.
     """
 
@@ -38,31 +37,30 @@ class Prompt:
 
     @property
     def media(self) -> tuple[Medium, ...]:
-        """Images and videos of the context."""
+        """Return the images and videos of the context."""
         return self.request.media
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Tokens of the whole prompt."""
+        """Return the tokens of the whole prompt."""
         return (*self.context_ids, *self.question_ids)
 
     @property
     def limit(self) -> int:
-        """Most tokens that can follow the prompt."""
+        """Return the maximum number of tokens that can follow the prompt."""
         return len(self.given_ids) or self.request.max_new_tokens
 
 
 @dataclass
 class PendingAnswer:
-    """A row to decode, and the response that it becomes.
+    """A row to decode and its response in progress.
 
     Attributes:
         cell: The cell that answers.
-        prompt: What is asked.
         row: Tokens and stop condition.
         cache: The compressed cache.
-        response: Everything that is known before decoding.
-        logits: Logits after the prompt, `[1, vocabulary]`; None if the question is still to be fed.
+        response: All fields known before decoding.
+        logits: Logits after the prompt, `[1, vocabulary]`; None if the question is pending.
     """
 
     cell: Cell
@@ -81,10 +79,9 @@ _Row = TypeVar("_Row", bound=_OfCell)
 
 
 def stop_of(request: Request, tokenizer: Any, end_tokens: Sequence[int], thinking: Thinking | None) -> Stop:
-    """Decides when the answer to a request ends.
+    """Return the stop condition of the answer to a request.
 
     Args:
-        request: The request.
         tokenizer: Decodes tokens.
         end_tokens: Token ids that end a response.
         thinking: The tokens around thinking, if the tokenizer has them.
@@ -102,7 +99,7 @@ def by_cell(items: Sequence[_Row]) -> list[list[_Row]]:
 
 
 def by_request(cell_prompts: Iterable[tuple[Cell, Prompt]]) -> list[tuple[Cell, list[Prompt]]]:
-    """Group prompts of a cell that differ only in `repeat`: one cache serves them all."""
+    """Group prompts of a cell that differ only in `repeat`; one cache serves each group."""
     groups: dict[tuple[str, str, int], tuple[Cell, list[Prompt]]] = {}
     for cell, prompt in cell_prompts:
         groups.setdefault(key_of(cell, prompt)[:3], (cell, []))[1].append(prompt)
@@ -110,19 +107,19 @@ def by_request(cell_prompts: Iterable[tuple[Cell, Prompt]]) -> list[tuple[Cell, 
 
 
 def forks(count: int, cache: RaggedCache) -> Iterator[RaggedCache]:
-    """A cache for each of several continuations; the last one is the cache itself."""
+    """Yield `count` independent caches for continuations; the last one is the cache itself."""
     for remaining in reversed(range(count)):
         yield cache.fork() if remaining else cache
 
 
 def key_of(cell: Cell, prompt: Prompt) -> Key:
-    """The key that a response is stored under."""
+    """Return the key under which a response is stored."""
     request = prompt.request
     return (cell.cell, request.sample_id, request.question_id, prompt.repeat)
 
 
 def begun(cell: Cell, prompt: Prompt, cache: RaggedCache, prefill_s: float, compress_s: float) -> Response:
-    """The response of a cell with everything that is known before decoding."""
+    """Return a cell's response with all fields known before decoding."""
     return replace(
         empty(cell, prompt),
         context_tokens=len(prompt.context_ids),
@@ -136,7 +133,7 @@ def begun(cell: Cell, prompt: Prompt, cache: RaggedCache, prefill_s: float, comp
 
 
 def ended(response: Response, row: DecodeRow, decode_s: float) -> Response:
-    """A response with what its row has generated, in `decode_s` seconds, or why it failed."""
+    """Return a response with the output of its row, generated in `decode_s` seconds, or its error."""
     if row.error:
         return replace(response, error=row.error, decode_s=decode_s)
     return replace(
@@ -149,15 +146,13 @@ def ended(response: Response, row: DecodeRow, decode_s: float) -> Response:
 
 
 def finished(answers: Sequence[PendingAnswer], cache: RaggedCache, seconds: float) -> list[Response]:
-    """The responses of a decoded batch.
+    """Return the responses of a decoded batch.
 
-    If the cache was cut while it grew (moment `decode`), entries and bytes are those of the peak,
-    including the buffer.
+    If entries were evicted during decoding (moment `decode`), entries and bytes are peak values, including the buffer.
 
     Args:
         answers: The rows of the batch.
-        cache: Its cache.
-        seconds: Time that decoding took.
+        seconds: Decode time.
     """
     responses = []
     evict_seconds = 0.0 if cache.upkeep is None else cache.upkeep.seconds
@@ -183,7 +178,7 @@ def finished(answers: Sequence[PendingAnswer], cache: RaggedCache, seconds: floa
 
 
 def empty(cell: Cell, prompt: Prompt) -> Response:
-    """A response with its key and nothing else."""
+    """Return a response with nothing but its key."""
     request = prompt.request
     return Response(
         cell=cell.cell,

@@ -1,4 +1,4 @@
-"""How many contexts are prefilled, and responses decoded, together: as many as memory allows."""
+"""Batch sizes for prefill and decoding: as large as memory allows."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ MOST = 64
 """Rows of a batch where memory allows them."""
 
 _FIXED = 32
-"""Rows on a CPU where a batch must always have equally many."""
+"""Rows on a CPU where a batch must have a constant size."""
 
 _SPARE = 3
-"""Whole caches that are held beside the batch: the prefilled context, and copies of its parts."""
+"""Whole caches held beside the batch: the prefilled context, and copies of its parts."""
 
 _FORWARD = 1e13
-"""Operations that keep a GPU busy for one forward; contexts are prefilled together up to here.
+"""Operations that keep a GPU busy for one forward; contexts are prefilled together up to this limit.
 
-They take it tens of milliseconds, and launching the kernels of a forward takes several. A larger
-batch would gain nothing and could cost padding.
+They take a GPU tens of milliseconds, and launching the kernels of a forward takes several. A larger batch would gain
+nothing and could add padding.
 """
 
 _TOGETHER = 32
-"""Most contexts that a GPU prefills together by default."""
+"""Maximum number of contexts that a GPU prefills together by default."""
 
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.8
-"""Shares of a CPU's memory, and of a GPU's free memory, that caches may take by default.
+"""Fractions of a CPU's memory, and of a GPU's free memory, that caches may take by default.
 
-A process that uses some of the cores takes as large a part of its share: others may use the rest.
+A process that uses only some of the cores takes a proportional part, because others may use the rest.
 """
 
 _CGROUP_LIMITS = (
@@ -50,17 +50,16 @@ _CGROUP_LIMITS = (
 class Batching:
     """Plans the batches of one model.
 
-    A batch has as many rows as a step of a ladder, 8, 16, 32 and so on, which grows with what it
-    holds. On a CPU the bits of a response must not depend on what else is decoded: where matrix
-    products of these sizes do not agree (`Steady`), every batch of a task has the same number of
-    rows, whatever is in them.
+    The number of rows is a step of a ladder, 8, 16, 32 and so on, chosen by what the batch holds. On a CPU the bits of
+    a response must not depend on what else is decoded: where matrix products of these sizes disagree (`Steady`), every
+    batch of a task has the same number of rows.
 
     Args:
         model: The model on its devices.
-        batch_size: Most responses that are decoded together, or `auto`.
-        cache_memory: Bytes that the caches of a batch may take; None: a share of the memory.
-        prefill_batch: Most contexts that are prefilled together, or `auto`: one on a CPU, which is
-            no slower and keeps the bits of a response independent of other contexts.
+        batch_size: Maximum number of responses decoded together, or `auto`.
+        cache_memory: Bytes that the caches of a batch may take; None: a fraction of the memory.
+        prefill_batch: Maximum number of contexts prefilled together, or `auto`: one on a CPU, which is no slower and
+            keeps the bits of a response independent of other contexts.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Batching:
         self._weights = sum(parameter.numel() for parameter in model.parameters())
         self._gpus = [device for device in devices_of(model) if device.type == "cuda"]
         self._memory = self._available() if cache_memory is None else cache_memory
-        entry_bytes = 2 * model_facts.head_dim * weight.element_size() + 4  # its column
+        entry_bytes = 2 * model_facts.head_dim * weight.element_size() + 4  # 4 for its column
         self._token_bytes = model_facts.layers * model_facts.kv_heads * entry_bytes
         self._most = MOST if self.cpu or batch_size == "auto" else int(batch_size)
         self._steady = Steady(model) if self.cpu else None
@@ -86,7 +85,7 @@ class Batching:
         self.prefills = 1
 
     def _available(self) -> int:
-        """Bytes that caches may take by default."""
+        """Return the bytes that caches may take by default."""
         if not self.cpu:
             return int(_GPU_SHARE * sum(torch.cuda.mem_get_info(gpu)[0] for gpu in self._gpus))
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -96,18 +95,16 @@ class Batching:
         return int(_CPU_SHARE * memory_bytes * min(1, torch.get_num_threads() / available_cores()))
 
     def fit(self, tokens: int, widths: Iterable[int]) -> None:
-        """Plan the batches of a task.
-
-        Half as many caches as the batch has rows wait to enter it.
+        """Plan the batches of a task, with a queue of caches half as long as the batch.
 
         Args:
             tokens: Tokens of its longest prompt and answer.
-            widths: Numbers of tokens that a row is fed at once, other than 1.
+            widths: Numbers of tokens fed to a row at once, other than 1.
         """
         cache_bytes = max(1, tokens) * self._token_bytes
         cache_count = self._memory / cache_bytes - _SPARE
         self.prefills = max(1, min(self._prefills(tokens), int(cache_count / 2)))
-        if self.prefills > 1:  # the batch itself, beside the sequence that is taken out of it
+        if self.prefills > 1:  # the batch itself, beside the sequence extracted from it
             cache_count -= self.prefills
         row_count = max(1, min(int(cache_count / 1.5), self._most))
         self.counts = _ladder(row_count)
@@ -123,7 +120,7 @@ class Batching:
             self.counts, self.asking = (row_count,), (max(1, row_count // 2),)
 
     def _prefills(self, tokens: int) -> int:
-        """Contexts of at most so many tokens that are prefilled together if memory allows it."""
+        """Return how many contexts of at most `tokens` tokens to prefill together if memory allows it."""
         if isinstance(self.prefill_batch, int):
             return self.prefill_batch
         operations = 2 * self._weights * max(1, tokens)
@@ -131,11 +128,11 @@ class Batching:
 
     @property
     def rows(self) -> int:
-        """The most rows of a batch."""
+        """Return the maximum number of rows."""
         return self.counts[-1]
 
     def halve(self) -> bool:
-        """Plan half as many rows from here on, after memory ran out; False if there is only one.
+        """Halve the number of rows after memory ran out; return False if there is only one.
 
         Contexts are then prefilled one by one.
         """
@@ -150,24 +147,24 @@ class Batching:
         return True
 
     def slots(self, row_count: int) -> int:
-        """Rows of a batch in which `row_count` responses are decoded."""
+        """Return the batch size for decoding `row_count` responses."""
         return smallest_count(self.counts, row_count) if self.cpu else row_count
 
     def has_room(self, row_count: int, waiting_caches: Iterable[RaggedCache]) -> bool:
-        """Whether a batch of `row_count` can grow, given all caches that wait to be decoded."""
+        """Return whether a batch of `row_count` can grow, given all caches that wait to be decoded."""
         max_rows = self.rows
         if isinstance(self.batch_size, int):
             max_rows = min(max_rows, self.batch_size)
         if self.cpu or row_count >= max_rows:
             return row_count < max_rows
-        # Rows are copied into one batch: waiting caches can take a third of the free memory.
+        # Rows are copied into one batch, so waiting caches can take a third of the free memory.
         used_bytes = sum(cache.allocated_bytes() for cache in waiting_caches)
-        # Layers, and so their caches, can be spread over several GPUs.
+        # The layers, and with them their caches, can be on several GPUs.
         free_bytes = len(self._gpus) * min(torch.cuda.mem_get_info(gpu)[0] for gpu in self._gpus)
         return 2 * used_bytes <= min(free_bytes, self._memory) - used_bytes
 
 
 def _ladder(row_count: int) -> tuple[int, ...]:
-    """Numbers of rows that a batch of at most `row_count` may have, ascending."""
+    """Return the row counts of a batch of at most `row_count` rows, ascending."""
     steps = takewhile(lambda step: step < row_count, (LEAST << exponent for exponent in count()))
     return (*steps, row_count)

@@ -1,4 +1,4 @@
-"""A cell of the results: what it is, and its two hashes."""
+"""A cell of the results: its identity and its two hashes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FULL_BUDGET = Budget.parse("full")
 
 @dataclass(frozen=True)
 class CellVariant:
-    """What varies between the cells of one task: a policy at a budget and a moment.
+    """The part that varies between the cells of one task: a policy at a budget and a moment.
 
-    The full cache has neither budget nor moment, except at moment `turns`, where the answers of
-    the full cache are part of its history.
+    The full cache has neither budget nor moment, except at moment `turns`, where the full cache's own answers are part
+    of its history.
 
     Attributes:
         policy: Chooses the entries.
-        budget: How many it keeps, or how many each query reads.
+        budget: Number of entries to keep, or that each query reads.
         timing: When the cache is compressed; None for the full cache.
     """
 
@@ -44,39 +44,39 @@ class CellVariant:
 
     @property
     def is_full(self) -> bool:
-        """Whether this is the uncompressed cache."""
+        """Return whether this is the uncompressed cache."""
         return self.policy.is_full
 
     @property
     def moment(self) -> Moment:
-        """When the cache is compressed; the full cache counts as `context`."""
+        """Return when the cache is compressed; the full cache counts as `context`."""
         return "context" if self.timing is None else self.timing.moment
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the results: a variant on a leaf task, and everything that can change it.
+    """One row of the results: a variant on a task, and everything that can change it.
 
     Attributes:
         variant: Policy, budget and moment.
         model: As the user names it: `reference`, a path or a hub id.
         model_revision: Commit of a hub model, or digest of a local one.
-        task: Leaf name.
-        group: Benchmark; a label that is in neither hash.
+        task: Task name.
+        group: Benchmark name (not part of either hash).
         length: Tokens of prompt and answer (0 if the task is not sized).
         seed: Seed of data and policy noise.
-        dtype: Dtype of weights and cache such as "float32", and in brackets how the weights are
-            quantised: "bfloat16 (bnb-4bit)".
+        dtype: Dtype of weights and cache such as "float32", with the weight quantisation in brackets: "bfloat16
+            (bnb-4bit)".
         device: Device type; an index ("cuda:1") is dropped.
         attention: Attention implementation of the prefill.
         chat_template: Identifies the chat template that is applied; "" for none.
         data_hash: Hash of the task's data.
         task_version: Version of the task.
-        prompts: Digest of how the task asks.
-        generation: JSON object of how answers are generated; "" for greedy answers as the task
-            defines them. See `kvbench.runs.generation.GenerationFlags.record`.
+        prompts: Digest of the task's prompt format.
+        generation: Generation settings as a JSON object; "" for greedy answers as the task defines them. See
+            `kvbench.runs.generation.GenerationFlags.record`.
         files: Digest of the files that the policy reads for the model (`Policy.fingerprint`).
-        packages: More packages whose versions can change a response.
+        packages: Additional packages whose versions can change a response.
     """
 
     variant: CellVariant
@@ -101,32 +101,32 @@ class Cell:
         object.__setattr__(self, "device", self.device.partition(":")[0])
 
     def of(self, variant: CellVariant, files: str) -> Cell:
-        """The cell of another variant of the same task."""
+        """Return the cell of another variant of the same task."""
         return replace(self, variant=variant, files=files)
 
     @property
     def policy(self) -> Policy:
-        """Chooses the entries."""
+        """Return the policy of the variant."""
         return self.variant.policy
 
     @property
     def budget(self) -> Budget:
-        """How many entries are kept."""
+        """Return the budget of the variant."""
         return self.variant.budget
 
     @property
     def is_full(self) -> bool:
-        """Whether this is the uncompressed cache."""
+        """Return whether this is the uncompressed cache."""
         return self.variant.is_full
 
     @property
     def moment(self) -> Moment:
-        """When the cache is compressed; the full cache counts as `context`."""
+        """Return when the cache is compressed; the full cache counts as `context`."""
         return self.variant.moment
 
     @property
     def chunk(self) -> int:
-        """Tokens of a chunk at moment `chunked`; 0 at all others."""
+        """Return the tokens per chunk at moment `chunked`; 0 at all others."""
         return 0 if self.variant.timing is None else self.variant.timing.chunk
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ class Cell:
 
     @functools.cached_property
     def labels(self) -> dict[str, str | int]:
-        """What the cell is, as the columns of `cells.parquet` spell it."""
+        """Return the cell's identity, in the spelling of `cells.parquet`."""
         timing = self.variant.timing
         return {
             "model": self.model,
@@ -155,15 +155,15 @@ class Cell:
 
     @functools.cached_property
     def versions(self) -> dict[str, object]:
-        """The versions that responses depend on, by package, policy, exchanged part and files."""
+        """Return the versions that responses depend on, by package, policy, replaced part and files."""
         return versions(self.policy, self.files, self.packages)
 
     @functools.cached_property
     def cell(self) -> str:
-        """16 hex digits over everything that can change a response: the key for resuming."""
+        """Return 16 hex digits over everything that can change a response: the key for resuming."""
         hashed_labels = {label: value for label, value in self.labels.items() if label != "group"}
         hashed_labels |= {"chat_template": self.chat_template, "prompts": self.prompts}
-        # JSON inside JSON: the cells of the first runs were hashed in this way.
+        # JSON inside JSON, for compatibility with the hashes of the first runs.
         hashed_labels["versions"] = json.dumps(self.versions, sort_keys=True)
         if self.generation:
             hashed_labels["generation"] = self.generation
@@ -171,16 +171,16 @@ class Cell:
 
     @functools.cached_property
     def match(self) -> str:
-        """16 hex digits over what is measured, not over how: the key for comparing cells."""
+        """Return 16 hex digits over what is measured, not how: the key for comparing cells."""
         label_names = ("model", "task", "length", "policy", "budget", "moment", "seed", "data_hash")
         hashed_labels = {label: self.labels[label] for label in label_names}
         return digest_of(hashed_labels | ({"generation": self.generation} if self.generation else {}))
 
     def row(self, **extra_options: int) -> dict[str, str | int]:
-        """The columns of `cells.parquet` that identify the cell, including its hashes.
+        """Return the columns of `cells.parquet` that identify the cell, including its hashes.
 
         Args:
-            extra_options: Further facts about how its answers were generated.
+            extra_options: Further generation settings.
         """
         recorded_versions: dict[str, object] = dict(self.versions)
         if generation := json.loads(self.generation or "{}") | extra_options:
@@ -194,17 +194,17 @@ class Cell:
 
 
 def versions(policy: Policy, files: str = "", packages: Sequence[str] = ()) -> dict[str, object]:
-    """What the responses of a policy depend on besides the flags.
+    """Return what the responses of a policy depend on besides the flags.
 
     Args:
-        policy: The result holds the digest of its file, or the package that registers it and that
-            package's version; the same for exchanged parts. Versions of parts are recorded only
-            above 1, so that the hashes of other cells stay the same.
+        policy: Recorded by the digest of its file, or by the package that registers it with its version; the same for
+            replaced parts. Versions of parts are recorded only above 1, so that the hashes of other cells stay the
+            same.
         files: Digest of the files that the policy reads for the model.
-        packages: More packages that responses depend on.
+        packages: Additional packages that responses depend on.
 
     Returns:
-        Versions by name, in the order of the names.
+        Versions by name, sorted by name.
     """
     core_packages = ("kvbench", "torch", "transformers", "lm_eval")
     package_names = (*core_packages, *packages, *quantizer_packages(policy))

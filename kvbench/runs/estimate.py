@@ -1,4 +1,4 @@
-"""What a run lacks, and how long that takes: some contexts on the real model, scaled up."""
+"""Missing responses of a run, and an estimate of their time from a few contexts on the real model."""
 
 from __future__ import annotations
 
@@ -23,21 +23,19 @@ from kvbench.runs.store import RunStore
 from kvbench.runs.worker import loaded_model
 
 _SECONDS = 10.0
-"""Seconds of measuring after which no other task is measured, and no more contexts of a task than
-they allow."""
+"""Time limit in seconds: no further task, and no further contexts of a task, are measured beyond it."""
 
 _JOBS = 3
-"""Tasks that are measured at most: their answers differ in length."""
+"""Maximum number of tasks to measure; several, because their answers differ in length."""
 
 
 class Missing(NamedTuple):
-    """What a job lacks.
+    """Missing responses of a job.
 
     Attributes:
-        job: The job.
         prompts: Its prompts that lack a response of some cell.
-        responses: The responses that it lacks.
-        steps: The tokens of these responses if none ends before its limit.
+        responses: Number of missing responses.
+        steps: Tokens of these responses if none ends before its limit.
     """
 
     job: Job
@@ -47,16 +45,16 @@ class Missing(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the contexts that are prefilled."""
+        """Return the tokens of the contexts to prefill."""
         return sum({hash(prompt.context_ids): len(prompt.context_ids) for prompt in self.prompts}.values())
 
 
 def missing_of(stage: Stage, done_keys: Container[Key]) -> list[Missing]:
-    """What the jobs of a stage lack; those that lack nothing are left out.
+    """Return the missing responses of each job in a stage; complete jobs are left out.
 
     Args:
         stage: A model with its jobs.
-        done_keys: Keys of the responses that exist.
+        done_keys: Keys of the existing responses.
     """
     pending_jobs = []
     for job in stage.jobs:
@@ -64,10 +62,7 @@ def missing_of(stage: Stage, done_keys: Container[Key]) -> list[Missing]:
         for prompt_index, prompt in enumerate(job.prompts):
             if missing_count := sum(key_of(cell, prompt) not in done_keys for cell in job.cells):
                 prompt_indices.append(prompt_index)
-                response_count, step_count = (
-                    response_count + missing_count,
-                    step_count + prompt.limit * missing_count,
-                )
+                response_count, step_count = response_count + missing_count, step_count + prompt.limit * missing_count
         if response_count:
             pending_jobs.append(Missing(job, job.prompts.part(prompt_indices), response_count, step_count))
     return pending_jobs
@@ -75,13 +70,13 @@ def missing_of(stage: Stage, done_keys: Container[Key]) -> list[Missing]:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What some contexts took.
+    """Measured cost of some contexts.
 
     Attributes:
         tokens: Tokens of the contexts.
         steps: Tokens of the responses if none had ended before its limit.
-        prefill: Seconds of the prefills.
-        rest: Seconds of all else.
+        prefill: Prefill time in seconds.
+        rest: All other time in seconds.
         rows: Rows of a batch.
     """
 
@@ -93,7 +88,7 @@ class _Measured:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all."""
+        """Return the total time in seconds."""
         return self.prefill + self.rest
 
     def __add__(self, measured: _Measured) -> _Measured:
@@ -108,7 +103,7 @@ class _Measured:
 
 @dataclass(frozen=True)
 class _Meter:
-    """Answers contexts as a run does, and measures it."""
+    """Measures the time to answer contexts as a run does."""
 
     model: nn.Module
     stage: Stage
@@ -122,7 +117,7 @@ class _Meter:
             start_time = now(worker.device)
             answer(worker, prompts, job.cells)
             seconds = now(worker.device) - start_time
-            prefills: dict[str, float] = {}  # that of a context stands in all of its responses
+            prefills: dict[str, float] = {}  # every response of a context stores its prefill time
             for response in scratch.responses():
                 earlier_prefill = prefills.get(response.context_id, 0.0)
                 prefills[response.context_id] = max(earlier_prefill, response.prefill_s)
@@ -137,17 +132,15 @@ class _Meter:
 
 
 def estimate(stage: Stage, grid: Grid, pending_jobs: Sequence[Missing], notify: Say) -> float:
-    """Seconds for what a stage lacks.
+    """Estimate the seconds needed for the missing responses of a stage.
 
-    Contexts are answered as the run answers them: so many of a task that its batches are full, if
-    time allows. A single context would leave most rows of its batches empty, and answers that end
-    early would count as if they went to their limit.
+    Contexts are answered as in the run: enough contexts per task to fill its batches, within the time limit. A single
+    context would leave most rows of its batches empty, and answers that end early would count up to their limit.
 
     Args:
         stage: A model with its jobs.
-        grid: How to run it.
-        pending_jobs: What it lacks, of one job at least.
-        notify: Told that the model is loaded.
+        pending_jobs: Missing responses of one job or more.
+        notify: Receives a message once the model is loaded.
     """
     measured_jobs = [pending_jobs[sample_index] for sample_index in _spread(len(pending_jobs), _JOBS)]
     with loaded_model(stage, grid, notify) as model:
@@ -165,17 +158,15 @@ def estimate(stage: Stage, grid: Grid, pending_jobs: Sequence[Missing], notify: 
             measured += meter.measure(pending_job.job, sampled_contexts)
             if measured.seconds > _SECONDS:
                 break
-    token_count, step_count = (
-        sum(pending.tokens for pending in pending_jobs),
-        sum(pending.steps for pending in pending_jobs),
-    )
+    token_count = sum(pending.tokens for pending in pending_jobs)
+    step_count = sum(pending.steps for pending in pending_jobs)
     return measured.prefill * token_count / max(1, measured.tokens) + measured.rest * step_count / max(
         1, measured.steps
     )
 
 
 def _contexts(pending_job: Missing) -> Iterator[slice]:
-    """Where the prompts of each context are; a dialogue has one."""
+    """Yield the range of prompts of each context; a dialogue has one."""
     end_index = 0
     for _, prompts in groupby(pending_job.prompts, key=lambda prompt: prompt.request.context_id):
         start_index, end_index = end_index, end_index + sum(1 for _ in prompts)
@@ -183,6 +174,6 @@ def _contexts(pending_job: Missing) -> Iterator[slice]:
 
 
 def _spread(length: int, sample_count: int) -> list[int]:
-    """At most `sample_count` places among `length`, as far from each other as possible."""
+    """Return at most `sample_count` indices below `length`, as far apart as possible."""
     sample_count = min(length, sample_count)
     return [(2 * sample_index + 1) * length // (2 * sample_count) for sample_index in range(sample_count)]

@@ -1,4 +1,4 @@
-"""Whether a task can run at the moments and budgets of a grid, and with its policies."""
+"""Checks whether a task fits the moments, budgets and policies of a grid."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from kvbench.runs.prompts import Prompts
 
 
 def check_moments(grid: Grid, task_name: str, prompts: Prompts, truncated: int, notify: Callable[[str], None]) -> None:
-    """Check that a task can run at all moments and budgets, and say where nothing would be cut.
+    """Check that a task can run at all moments and budgets, and report where nothing would be evicted.
 
     Args:
         grid: The moments and budgets.
-        task_name: The task.
-        prompts: Its prompts.
-        truncated: How many of their contexts were cut to fit the model.
-        notify: Told where nothing would be cut.
+        truncated: Number of contexts truncated to fit the model.
+        notify: Receives a message where nothing would be evicted.
 
     Raises:
         UserError: Moment `turns` needs dialogues that fit.
@@ -41,22 +39,20 @@ def check_moments(grid: Grid, task_name: str, prompts: Prompts, truncated: int, 
     for timing in grid.timings:
         if timing.chunk and prompts.longest <= timing.chunk:
             notify(
-                f"{task_name}: no prompt is longer than a chunk of {timing.chunk} tokens, so the "
-                f"cache is cut only once; use --moment chunked:{max(1, prompts.longest // 4)}"
+                f"{task_name}: no prompt is longer than a chunk of {timing.chunk} tokens, so the cache is evicted from "
+                f"only once; use --moment chunked:{max(1, prompts.longest // 4)}"
             )
 
 
 def unfit_policies(grid: Grid, task_name: str, prompts: Prompts, depth: int) -> dict[str, str]:
-    """Why policies cannot run on a task, by policy; only `all` may have included them.
+    """Return why policies cannot run on a task, by policy; these can only come from `all`.
 
     Args:
         grid: The policies and moments.
-        task_name: The task.
-        prompts: Its prompts.
         depth: Layers of the model.
 
     Raises:
-        UserError: One of them is named.
+        UserError: A policy named explicitly cannot run.
     """
     problems: dict[str, str] = {}
     late_timings = [str(timing) for timing in grid.timings if timing.moment not in ("context", "question")]
@@ -64,7 +60,7 @@ def unfit_policies(grid: Grid, task_name: str, prompts: Prompts, depth: int) -> 
         if not prunes(policy):
             continue
         if not prompts.shows:
-            problems[str(policy)] = f"it prunes images, and {task_name} shows none"
+            problems[str(policy)] = f"it prunes images, but {task_name} shows none"
         elif late_timings:
             problems[str(policy)] = (
                 f"it prunes once, in the prefill; use --moment context or question instead of {', '.join(late_timings)}"
@@ -80,14 +76,12 @@ def unfit_policies(grid: Grid, task_name: str, prompts: Prompts, depth: int) -> 
 def say_visual_budgets(
     grid: Grid, task_name: str, prompts: Prompts, vision: Vision, notify: Callable[[str], None]
 ) -> None:
-    """Say which budgets keep all of the images, and which leave none to policies that prune them.
+    """Report budgets that keep all of the images, and those that leave none to policies that prune them.
 
     Args:
         grid: The budgets and policies.
-        task_name: The task.
-        prompts: Its prompts.
         vision: Counts the visual tokens.
-        notify: Told in one line for each budget.
+        notify: Receives one line per budget.
     """
     visual_counts = prompts.visual_tokens(vision)
     token_counts = [
@@ -109,21 +103,16 @@ def say_visual_budgets(
             for token_count, visual_count in image_prompts
         )
         if bare_count:
-            more_policies, verb = (
-                " and others" * (len(policy_names) > 3),
-                "keep" + "s" * (len(policy_names) == 1),
-            )
+            more_policies, verb = " and others" * (len(policy_names) > 3), "keep" + "s" * (len(policy_names) == 1)
             notify(
-                f"{task_name}: budget {budget} is spent on text first, so "
-                f"{', '.join(policy_names[:3])}{more_policies} "
-                f"{verb} nothing of the images in {bare_count} of {len(image_prompts)} prompts; "
-                "use a budget "
-                f"such as visual:{budget}"
+                f"{task_name}: budget {budget} is spent on text first, so {', '.join(policy_names[:3])}{more_policies} "
+                f"{verb} no image tokens in {bare_count} of {len(image_prompts)} prompts; "
+                f"use a budget such as visual:{budget}"
             )
 
 
 def _say_no_room(grid: Grid, task_name: str, prompts: Prompts, notify: Callable[[str], None]) -> None:
-    """Say where windows of a fixed size fill the budget, so that a score decides nothing.
+    """Report where fixed-size windows fill the budget, so that a score decides nothing.
 
     An allocator that reserves entries warns when it divides the budget.
     """
@@ -145,21 +134,17 @@ def _say_no_room(grid: Grid, task_name: str, prompts: Prompts, notify: Callable[
             filled.append(f"{policy} ({', '.join(budgets)})")
     if filled:
         notify(
-            f"{task_name}: a window of a fixed size fills the budget of {', '.join(filled)}, so "
-            "that no "
-            "score decides what is kept; use a larger --budget, or a smaller window "
-            "(`kvbench list policies` shows the parameters)"
+            f"{task_name}: a fixed-size window fills the budget of {', '.join(filled)}, so that no score decides what "
+            "is kept; use a larger --budget, or a smaller window (`kvbench list policies` shows the parameters)"
         )
 
 
 def _say_idle_buffers(grid: Grid, task_name: str, longest: int, notify: Callable[[str], None]) -> None:
-    """Say where nothing can be cut while an answer is generated."""
+    """Report where nothing can be evicted during decoding."""
     idle_policies = [policy for policy in grid.built_policies if policy.evicts and policy.buffer >= longest]
     if idle_policies:
         notify(
-            f"{task_name}: no answer is longer than the buffer of "
-            f"{', '.join(map(str, idle_policies[:3]))}"
-            f"{' and others' * (len(idle_policies) > 3)}, so nothing is cut while it is generated; "
-            "use "
-            f"{idle_policies[0].name}:buffer={max(1, longest // 8)}"
+            f"{task_name}: no answer is longer than the buffer of {', '.join(map(str, idle_policies[:3]))}"
+            f"{' and others' * (len(idle_policies) > 3)}, so nothing is evicted while it is generated; "
+            f"use {idle_policies[0].name}:buffer={max(1, longest // 8)}"
         )

@@ -1,4 +1,4 @@
-"""The folders of runs: how they are named, how earlier ones are found, and what they hold."""
+"""Run folders: their names, the search for earlier ones, and summaries of their contents."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvbench.runs.store import GRID, LOCK, RESPONSES
 from kvbench.runs.yaml_loader import Loader, read_text
 
 RESULTS = "results"
-"""The folder that holds the folders of runs without `--out`."""
+"""Parent folder of runs without `--out`."""
 
 _HASH = 8
-"""Hex digits of a grid's digest in the name of its folder."""
+"""Number of hex digits of a grid's digest in its folder's name."""
 _SHOWN = 2
 _WIDTH = 20
 _DEPTH = 4
@@ -33,10 +33,10 @@ _DEPTH = 4
 
 
 def default_folder(digest: str, models: Sequence[str], tasks: Sequence[str], policies: Sequence[str]) -> Path:
-    """The folder of a run without `--out`, from the grid's digest, models, tasks and policies.
+    """Return the folder of a run without `--out`, from the grid's digest, models, tasks and policies.
 
-    An earlier run of the same grid keeps its folder: that of earlier versions is named after the
-    digest alone, others end in its first digits. Otherwise it is `results/MODEL-TASK-POLICY-HASH`.
+    An earlier run of the same grid keeps its folder: the oldest versions used the digest alone as a name, later ones
+    end it in the digest's first digits. Otherwise it is `results/MODEL-TASK-POLICY-HASH`.
     """
     results_folder = Path(RESULTS)
     if (results_folder / digest).is_dir():
@@ -51,37 +51,34 @@ def default_folder(digest: str, models: Sequence[str], tasks: Sequence[str], pol
 
 
 def _names(spellings: Iterable[str]) -> str:
-    """A few names, short enough for a folder: `snapkv+h2o+3`."""
+    """Return a few names, short enough for a folder: `snapkv+h2o+3`."""
     short_names = list(dict.fromkeys(map(_name, spellings)))
     extra_count = [str(len(short_names) - _SHOWN)] if len(short_names) > _SHOWN else []
     return "+".join([*short_names[:_SHOWN], *extra_count])
 
 
 def _name(spelling: str) -> str:
-    """The name in a spelling: `snapkv` in `snapkv:window=64`, `Mine` in `./a.py:Mine`."""
+    """Return the name in a spelling: `snapkv` in `snapkv:window=64`, `Mine` in `./a.py:Mine`."""
     file_part, separator, attribute = spelling.partition(".py:")
     short_name = (attribute if separator else file_part).partition(":")[0].rstrip("/")
     short_name = short_name.rpartition("/")[2].removesuffix(".jsonl").removesuffix(".py")
     return re.sub(r"[^A-Za-z0-9._-]+", "_", short_name).strip("._-")[:_WIDTH] or "run"
 
 
-# --- what a folder holds --------------------------------------------------------------------------
+# --- contents -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run as `kvbench list runs` shows it.
+    """Summary of a run for `kvbench list runs`.
 
     Attributes:
         path: Its folder.
         date: Time of the last change, as ISO 8601 without a time zone.
-        models: Its models.
-        policies: Its policies.
-        tasks: Its tasks.
-        ok: Cells that have a score.
-        failed: Cells that have none.
+        ok: Number of cells with a score.
+        failed: Number of cells without one.
         state: "finished", "running", "stopped" (the same command continues it) or "broken".
-        problem: Why it is broken, or an empty string.
+        problem: Why it is broken, or "".
     """
 
     path: str
@@ -96,10 +93,10 @@ class RunSummary:
 
 
 def find_runs(root: Path) -> list[RunSummary]:
-    """The runs in a folder and its subfolders, the newest first.
+    """Find the runs in a folder and its subfolders, newest first.
 
     Args:
-        root: Where to look.
+        root: Folder to search.
 
     Raises:
         UserError: There is no such folder.
@@ -120,14 +117,14 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def summarise(folder: Path) -> RunSummary:
-    """Describe what a run's folder holds, even if it is damaged."""
+    """Summarise a run's folder, even if it is damaged."""
     grid, problem = _grid(folder / GRID)
     cells: list[str] = []
     if (folder / CELLS).exists():
         try:
             with pq.ParquetFile(folder / CELLS, page_checksum_verification=True) as cells_file:
                 cells = cells_file.read(["status"]).column("status").to_pylist()
-        except Exception as error:  # damage makes pyarrow raise errors of many classes
+        except Exception as error:  # pyarrow raises many error classes for damaged files
             problem = problem or f"{CELLS}: {_line(error)}"
     state = "finished" if _tables_are_newest(folder) else "stopped"
     if _locked(folder):
@@ -147,7 +144,7 @@ def summarise(folder: Path) -> RunSummary:
 
 
 def _grid(path: Path) -> tuple[dict[str, Any], str]:
-    """The grid as it was written, and what is wrong with it."""
+    """Return the stored grid, and an error message or ""."""
     try:
         grid = yaml.load(read_text(path), Loader)
     except FileNotFoundError:
@@ -160,7 +157,7 @@ def _grid(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _tables_are_newest(folder: Path) -> bool:
-    """Whether the tables were written after the responses: a run writes them when it ends."""
+    """Return whether the tables are newer than the responses: a run writes them when it ends."""
     try:
         written_time = (folder / CELLS).stat().st_mtime_ns
         return all(
@@ -171,7 +168,7 @@ def _tables_are_newest(folder: Path) -> bool:
 
 
 def _locked(folder: Path) -> bool:
-    """Whether a run has the folder open."""
+    """Return whether a run has the folder open."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except OSError:

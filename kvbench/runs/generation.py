@@ -1,4 +1,4 @@
-"""What the flags of a run say about its answers, and how prompts are made to fit."""
+"""Generation flags of a run, and truncation of prompts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvbench.errors import UserError, quoted
 from kvbench.harness.protocol import Request, kept
 
 _DIGITS = 10
-"""Most digits of a number of tokens."""
+"""Maximum number of digits of a token count."""
 
 
 @dataclass(frozen=True)
 class GenerationFlags:
-    """What the flags of a run say about its answers. None leaves a value to the task.
+    """Generation flags of a run. None leaves a value to the task.
 
     Attributes:
         temperature: 0 is greedy.
@@ -26,7 +26,7 @@ class GenerationFlags:
         repeats: Number of answers to each question.
         max_new_tokens: Limit of each answer; it takes precedence over the limits of rows.
         thinking: Passed to the chat template as `enable_thinking`.
-        truncate: How a prompt is made to fit; see `Truncation`.
+        truncate: How to truncate prompts; see `Truncation`.
     """
 
     temperature: float | None = None
@@ -42,7 +42,7 @@ class GenerationFlags:
 
         Args:
             requests: The requests as the task defines them.
-            notify: Receives one line if repeats would all be the same.
+            notify: Receives one line if all repeats would be equal.
 
         Raises:
             UserError: `top_p` or `top_k` would have no effect because the answers are greedy.
@@ -63,17 +63,15 @@ class GenerationFlags:
         changed_requests = kept(map(changed, requests))
         if max_repeats > 1:
             notify(
-                f"{requests[0].task} is answered greedily, so its {max_repeats} repeats would be "
-                "the "
-                "same; only one is made (use --temperature 0.6 to draw answers)"
+                f"{requests[0].task} is answered greedily, so its {max_repeats} repeats would be the same; "
+                "only one is run (use --temperature 0.6 to sample answers)"
             )
         return changed_requests
 
     def record(self, request: Request, thinks: bool) -> str:
-        """What a cell's hash records about its answers, as canonical JSON; "" for nothing.
+        """Return what a cell's hash records about its answers, as canonical JSON; "" for nothing.
 
-        Greedy answers as the task defines them are not recorded. Neither are repeats, which extend
-        a run as samples do.
+        Greedy answers as the task defines them are not recorded. Neither are repeats, which extend a run as samples do.
 
         Args:
             request: A request of the task, as `applied` returns it.
@@ -108,7 +106,7 @@ class GenerationFlags:
 
 @dataclass(frozen=True)
 class Truncation:
-    """Cuts the middle out of a context so that prompt and answer fit (as LongBench cuts prompts).
+    """Removal of the middle of a context so that prompt and answer fit (as LongBench truncates prompts).
 
     Attributes:
         tokens: Limit of prompt and answer together; 0: the model's window.
@@ -118,17 +116,17 @@ class Truncation:
 
     @classmethod
     def parse(cls, spelling: str) -> Truncation:
-        """Read `middle` or `middle:4096`.
+        """Parse `middle` or `middle:4096`.
 
         Raises:
-            UserError: It is neither.
+            UserError: The spelling is neither.
         """
         mode, separator, size_text = spelling.strip().partition(":")
         has_size = size_text.isdecimal() and len(size_text) <= _DIGITS and int(size_text) > 0
         if mode != "middle" or (separator and not has_size):
             raise UserError(
-                f"unknown truncation {quoted(spelling)}; use middle (to the model's window) or "
-                "middle:4096 (tokens of prompt and answer)"
+                f"unknown truncation {quoted(spelling)}; use middle (to the model's window) "
+                "or middle:4096 (tokens of prompt and answer)"
             )
         return cls(int(size_text or 0))
 
@@ -140,9 +138,8 @@ class Truncation:
 
         Args:
             context: Token ids.
-            available: Tokens available for the context. Above 1024 it is rounded down to a multiple
-                of 64, so that questions of similar length keep the same part of a context and share
-                its prefill.
+            available: Tokens available for the context. Above 1024 it is rounded down to a multiple of 64, so that
+                questions of similar length keep the same part of a context and share its prefill.
         """
         if len(context) <= available:
             return context

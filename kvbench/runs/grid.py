@@ -1,4 +1,4 @@
-"""A grid: the product of all flags, and the variants that it runs."""
+"""A grid: the product of all flags, and its variants."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from kvbench.runs.values import read_yaml
 from kvbench.spelling import policy as kvbench_policy
 
 ALL = "all"
-"""Stands for every installed policy."""
+"""Spelling of every installed policy."""
 
 _MOST_VARIANTS = 100_000
 _ON_RAY = ("ray_address", "gpus_per_cell", "workers")
 _RETIRED = {"attn": "auto"}
-"""Fields of earlier versions. They stay in the digest, and a file may still contain them."""
+"""Fields of earlier versions. They stay in the digest, and files may still contain them."""
 
 
 @dataclass(frozen=True)
 class Grid(GridOptions):
-    """The product of policies, budgets, models, tasks, moments and lengths, and how to run it."""
+    """The product of policies, budgets, models, tasks, moments and lengths, with its run options."""
 
     def __post_init__(self) -> None:
-        """Read every field, and check those that depend on each other.
+        """Parse every field and check those that depend on each other.
 
         Raises:
             UserError: A value is wrong, or two contradict each other.
@@ -48,16 +48,14 @@ class Grid(GridOptions):
         variant_count = math.prod(len(getattr(self, option_name)) for option_name in list_options)
         if variant_count > _MOST_VARIANTS:
             raise UserError(
-                f"the product of {', '.join(list_options)} has {variant_count:,} combinations; use "
-                "at most "
-                f"{_MOST_VARIANTS:,} in a run"
+                f"the product of {', '.join(list_options)} has {variant_count:,} combinations; "
+                f"use at most {_MOST_VARIANTS:,} in a run"
             )
         fractions = [str(budget) for budget in self.parsed_budgets if budget.absolute is None and not budget.is_full]
         if self.has_moment("decode") and fractions:
             raise UserError(
                 f"moment decode needs budgets in tokens such as 128, not {', '.join(fractions)}: "
-                "the "
-                "length of a response is not known in advance"
+                "the length of a response is not known in advance"
             )
         if self.temperature == 0 and (self.top_p, self.top_k) != (None, None):
             raise UserError("temperature 0 is greedy; leave out top_p and top_k")
@@ -71,11 +69,10 @@ class Grid(GridOptions):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Grid:
-        """Read a grid.
+        """Parse a grid.
 
         Args:
-            data: Attribute or flag names (`policy` for `policies`) with a value, a list, or a
-                comma-separated string.
+            data: Attribute or flag names (`policy` for `policies`) with a value, a list, or a comma-separated string.
 
         Raises:
             UserError: A key is unknown, missing or given twice, or a value is wrong.
@@ -87,7 +84,7 @@ class Grid(GridOptions):
         """Read a grid file.
 
         Args:
-            path: A YAML mapping, as `from_dict` takes it.
+            path: A YAML mapping, as for `from_dict`.
             override: Values that take precedence over the file.
 
         Raises:
@@ -129,11 +126,10 @@ class Grid(GridOptions):
 
     @classmethod
     def extending(cls, path: Path, additions: Mapping[str, Any]) -> Grid:
-        """The grid of a file with more policies, budgets, models, tasks, moments or lengths.
+        """Return the grid of a file with more policies, budgets, models, tasks, moments or lengths.
 
         Args:
-            path: The file.
-            additions: What is added, as `from_dict` takes it; other keys replace the file's.
+            additions: Values to add, as for `from_dict`; other keys replace the file's.
 
         Raises:
             UserError: As `from_dict`.
@@ -147,7 +143,7 @@ class Grid(GridOptions):
         return cls.from_dict(overlaid(base_grid.to_dict(), changes))
 
     def differs(self, compared: Grid) -> list[str]:
-        """The fields that count for the digest and are not the other grid's."""
+        """Return the fields that count for the digest and differ from the other grid's."""
         digest_options, other_options = self._counting, compared._counting
         return [
             option_name
@@ -156,7 +152,7 @@ class Grid(GridOptions):
         ]
 
     def lacks(self, compared: Grid) -> list[str]:
-        """The fields of the other grid that this one does not cover, so that it does not extend it.
+        """Return the fields of the other grid that this one does not cover and thus does not extend.
 
         A list is covered by one with more entries, another field by the same value.
         """
@@ -168,7 +164,7 @@ class Grid(GridOptions):
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """The grid as plain lists and values; `from_dict` reads it back."""
+        """Return the grid as a JSON-serialisable dict for `from_dict`."""
         return {
             option_name: list(value) if isinstance(value, tuple) else value
             for option_name, value in asdict(self).items()
@@ -176,16 +172,16 @@ class Grid(GridOptions):
 
     @functools.cached_property
     def digest(self) -> str:
-        """16 hex digits over everything that changes a response or adds a cell, in any order.
+        """Return 16 hex digits over everything that changes a response or adds a cell, in any order.
 
-        `samples`, `repeats`, `batch_size`, `cache_memory`, `prefill_batch`, `device_map`, `judge`,
-        `out` and the fields of the executor do not count: a run continues if they change.
+        `samples`, `repeats`, `batch_size`, `cache_memory`, `prefill_batch`, `device_map`, `judge`, `out` and the fields
+        of the executor do not count: a run continues if they change.
         """
         return digest_of(self._counting | _RETIRED)
 
     @property
     def _counting(self) -> dict[str, Any]:
-        """What counts for the digest."""
+        """Return the fields that count for the digest."""
         digest_values: dict[str, Any] = {}
         for option_name, option in options():
             value = getattr(self, option_name)
@@ -195,29 +191,29 @@ class Grid(GridOptions):
 
     @property
     def generation(self) -> GenerationFlags:
-        """The flags about how answers are generated."""
+        """Return the generation flags."""
         flag_names = [field.name for field in fields(GenerationFlags)]
         return GenerationFlags(**{flag_name: getattr(self, flag_name) for flag_name in flag_names})
 
     @functools.cached_property
     def path(self) -> Path:
-        """The folder of the run."""
+        """Return the folder of the run."""
         if self.out:
             return Path(self.out)
         return default_folder(self.digest, self.models, self.tasks, self.policies)
 
     @functools.cached_property
     def built_policies(self) -> tuple[Policy, ...]:
-        """The policies, once each; `all` stands for every installed one, a group for its own.
+        """Return the policies, once each; `all` stands for every installed one, a group for its members.
 
         Raises:
-            UserError: A policy is unknown or has a parameter that is unknown or ill-typed.
+            UserError: A policy is unknown or has an unknown or ill-typed parameter.
         """
         all_policies = [self._built[policy_name] for spec in self.policies for policy_name in self._members(spec)]
         return tuple({str(policy): policy for policy in all_policies}.values())
 
     def _members(self, spec: str) -> list[str]:
-        """The policies that a spelling stands for."""
+        """Return the policies that a spelling stands for."""
         policy_names = registry.names(registry.POLICIES)
         if spec == ALL:
             return policy_names
@@ -227,7 +223,7 @@ class Grid(GridOptions):
 
     @functools.cached_property
     def named_policies(self) -> frozenset[str]:
-        """Canonical spellings of the policies that are named, and not only included in `all`."""
+        """Return canonical spellings of the policies named explicitly, not through `all`."""
         policy_names = [policy_name for spec in self.policies if spec != ALL for policy_name in self._members(spec)]
         return frozenset(str(self._built[policy_name]) for policy_name in policy_names)
 
@@ -237,20 +233,20 @@ class Grid(GridOptions):
 
     @functools.cached_property
     def parsed_budgets(self) -> tuple[Budget, ...]:
-        """The budgets as values."""
+        """Return the parsed budgets."""
         return tuple(Budget.parse(budget) for budget in self.budgets)
 
     @functools.cached_property
     def timings(self) -> tuple[Timing, ...]:
-        """The moments as values."""
+        """Return the parsed moments."""
         return tuple(Timing.parse(moment) for moment in self.moments)
 
     def has_moment(self, moment: Moment) -> bool:
-        """Whether the caches of some cells are compressed at this moment."""
+        """Return whether the caches of some cells are compressed at this moment."""
         return any(timing.moment == moment for timing in self.timings)
 
     def leaves(self) -> list[tuple[str, Benchmark]]:
-        """The leaf tasks of all `tasks`, once each, in the order given.
+        """Return each task of `tasks` with its benchmark, once each, in the order given.
 
         Raises:
             UserError: A task is unknown, or two have the same name.
@@ -261,17 +257,16 @@ class Grid(GridOptions):
                 first_group = groups.setdefault(task_name, group)
                 if (first_group.name, first_group.source) != (group.name, group.source):
                     raise UserError(
-                        f"two tasks are called {task_name!r}: {first_group.name} "
-                        f"({first_group.source}) "
+                        f"two tasks are called {task_name!r}: {first_group.name} ({first_group.source}) "
                         f"and {group.name} ({group.source})"
                     )
         return list(groups.items())
 
     def variants(self) -> list[CellVariant]:
-        """The variants of each task, model and length; the full cache comes first.
+        """Return the variants of each task, model and length; the full cache comes first.
 
         Raises:
-            UserError: A policy is unknown or has a parameter that is unknown or ill-typed.
+            UserError: A policy is unknown or has an unknown or ill-typed parameter.
         """
         full = kvbench_policy("full")
         variants = []
@@ -290,7 +285,7 @@ class Grid(GridOptions):
 
 
 def overlaid(base_values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a grid with others in their place, whether keys are `policy` or `policies`."""
+    """Return the values of a grid with overrides applied, whether keys are `policy` or `policies`."""
     changes = {field_of(key): value for key, value in overrides.items()}
     return {key: value for key, value in base_values.items() if field_of(key) not in changes} | changes
 

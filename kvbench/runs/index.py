@@ -1,4 +1,4 @@
-"""Where the responses of a run are in its journal, in a few bytes each."""
+"""Compact index of the responses in a run's journal."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Key: TypeAlias = tuple[str, str, int, int]
 
 @dataclass(slots=True)
 class _Cell:
-    """The responses of a cell, in the order of the journal.
+    """The responses of a cell, in journal order.
 
     Attributes:
-        requests: Number of the request of each response.
-        starts: First byte of each response.
-        sizes: Bytes of each response.
-        base: The smallest number of a request.
-        done: A set of requests: bit `i` stands for the request `base + i`.
+        requests: Request number of each response.
+        starts: Byte offset of each response.
+        sizes: Size of each response in bytes.
+        base: Smallest request number.
+        done: Bit set of requests: bit `i` stands for the request `base + i`.
     """
 
     requests: array[int] = field(default_factory=lambda: array("I"))
@@ -32,7 +32,7 @@ class _Cell:
     done: int = 0
 
     def add(self, request_number: int, location: Place, *, done: bool) -> None:
-        """Note where a response is, and whether its request is done."""
+        """Record where a response is, and whether its request is done."""
         if not self.requests:
             self.base = request_number
         elif request_number < self.base:
@@ -45,15 +45,15 @@ class _Cell:
         self.done = self.done | bit if done else self.done & ~bit
 
     def has(self, request_number: int) -> bool:
-        """Whether a request is done."""
+        """Return whether a request is done."""
         return request_number >= self.base and bool(self.done >> (request_number - self.base) & 1)
 
 
 class ResponseIndex:
-    """Where the responses of a run are, by cell.
+    """Locations of a run's responses, by cell.
 
-    A response takes 16 bytes and a bit. That its requests are those of many cells makes it so
-    small: a request is numbered once, and the cells of one task have numbers close to each other.
+    A response takes 16 bytes and a bit. The index is this small because cells share requests: a request is numbered
+    once, and the cells of one task have numbers close to each other.
     """
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class ResponseIndex:
         self._cells: dict[str, _Cell] = {}
 
     def add(self, key: Key, location: Place, *, done: bool) -> None:
-        """Note a response.
+        """Record a response.
 
         Args:
-            key: Its key. A later response takes the place of an earlier one.
-            location: Where it is in the journal.
+            key: Its key. A later response replaces an earlier one.
+            location: Its location in the journal.
             done: Whether it answers the request; an error does not.
         """
         cell_name, sample, question, repeat = key
@@ -76,20 +76,20 @@ class ResponseIndex:
         indexed_cell.add(request_number, location, done=done)
 
     def done(self) -> Set[Key]:
-        """The keys whose last response answers the request. It follows what is added later."""
+        """Return a live set of the keys whose last response answers the request."""
         return _Done(self._numbers, self._cells)
 
     def places(self, cell: str) -> list[Place]:
-        """Where the last response to each request is, in the order of the first ones."""
+        """Return the location of each request's last response, ordered by first response."""
         return [last_place for _, last_place in self._first_and_last(cell)]
 
     def all_places(self) -> list[Place]:
-        """`places` of all cells in one order."""
+        """Return `places` of all cells in one order."""
         place_pairs = [pair for cell in self._cells for pair in self._first_and_last(cell)]
         return [last_place for _, last_place in sorted(place_pairs)]
 
     def _first_and_last(self, cell_name: str) -> list[tuple[int, Place]]:
-        """By request, the first byte of the first response and the place of the last one."""
+        """Return the offset of the first response and the location of the last one, by request."""
         if (cell := self._cells.get(cell_name)) is None:
             return []
         pairs: dict[int, tuple[int, Place]] = {}
@@ -100,7 +100,7 @@ class ResponseIndex:
 
 
 class _Done(Set[Key]):
-    """The keys of the requests that are done: a set that is not built."""
+    """The keys of the done requests, as a set that is never materialised."""
 
     def __init__(self, numbers: dict[tuple[str, int, int], int], cells: dict[str, _Cell]) -> None:
         self._numbers, self._cells = numbers, cells

@@ -1,8 +1,7 @@
-"""Whether the two tables of a run are what was written: digests, and sums that must agree.
+"""Integrity of a run's two tables: digests, and sums that must agree.
 
-The metadata of `cells.parquet` holds a record: a digest of its cells, the SHA-256 of
-`samples.parquet`, and the samples and repeats of the grid. Tables of earlier versions have no
-record; their counts and means are compared instead.
+The metadata of `cells.parquet` holds a record: a digest of its cells, the SHA-256 of `samples.parquet`, and the samples
+and repeats of the grid. Tables of earlier versions have no record; their counts and means are compared instead.
 """
 
 from __future__ import annotations
@@ -28,43 +27,42 @@ CELLS = "cells.parquet"
 SAMPLES = "samples.parquet"
 _RECORD = b"kvbench"
 _IN_BOTH = ("score", *(name for name in AVERAGED if name in SAMPLES_SCHEMA.names))
-"""Columns of the cells that are means of a column of the samples."""
+"""Columns of the cells that are means of a sample column."""
 _NUMBERS = tuple(column.name for column in CELL_COLUMNS if column.always)
 """Columns that are finite in every cell that has a score."""
-_MEND = "restore it, or run the same command again, which writes it anew from the responses"
+_MEND = "restore it, or run the same command again to rewrite it from the responses"
 
 
 def with_record(cells: pa.Table, samples: Path, facts: Mapping[str, Any]) -> pa.Table:
     """Add the record to the metadata of a table of cells.
 
     Args:
-        cells: The table.
-        samples: The file of the samples, as it will stay.
-        facts: More facts to record; JSON values.
+        samples: The final file of the samples.
+        facts: Further JSON values to record.
     """
     digests = {"cells": _digest(cells), "samples_sha256": _sha256(samples)}
     return cells.replace_schema_metadata({_RECORD: json.dumps({**facts, **digests})})
 
 
 def rows_of_cells(folder: Path) -> tuple[dict[str, int], dict[str, Any]]:
-    """How many samples a folder's tables have of each cell, and what is recorded of their grid.
+    """Count the samples per cell in a folder's tables, and read the record of their grid.
 
     Returns:
-        Rows of the samples by cell, and `samples` and `repeats` if they are recorded; both are
-        empty if a table is missing or damaged: the responses are what counts.
+        Rows of the samples by cell, and `samples` and `repeats` if recorded; both are empty if a table is missing or
+        damaged, because only the responses matter.
     """
     try:
         facts = _recorded(checked_cells(folder))
         with pq.ParquetFile(folder / SAMPLES, page_checksum_verification=True) as samples_file:
             counts = samples_file.read(["cell"])["cell"].value_counts().to_pylist()
-    except Exception:  # damage makes pyarrow raise errors of many classes
+    except Exception:  # pyarrow raises many error classes for damaged files
         return {}, {}
     row_counts = {str(entry["values"]): int(entry["counts"]) for entry in counts}
     return row_counts, {name: facts[name] for name in ("samples", "repeats") if name in facts}
 
 
 def _recorded(cells: pa.Table) -> dict[str, Any]:
-    """The record of a table of cells; empty if an earlier version wrote it."""
+    """Return the record of a table of cells; empty if an earlier version wrote it."""
     record: dict[str, Any] = json.loads((cells.schema.metadata or {}).get(_RECORD, b"{}"))
     return record
 
@@ -73,7 +71,7 @@ def checked_cells(folder: Path) -> pa.Table:
     """Read the cells of a run, with the columns of their version, and check both tables.
 
     Raises:
-        UserError: A table is missing or damaged, lacks a number, or is not the other's.
+        UserError: A table is missing or damaged, lacks a number, or does not belong to the other.
     """
     file_states = []
     for file_name in (CELLS, SAMPLES):
@@ -89,17 +87,17 @@ def checked_cells(folder: Path) -> pa.Table:
 
 @functools.lru_cache(maxsize=16)
 def _checked(_: Path, folder: Path, *states: State) -> pa.Table:
-    """`checked_cells`, once for each state of the tables."""
+    """Run `checked_cells`, cached by the state of the tables."""
     path = folder / CELLS
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as cells_file:
             cells = cells_file.read()
         record = _recorded(cells)
         cells_digest = _digest(cells) if record else ""
-    except Exception as error:  # damage makes pyarrow and json raise errors of many classes
+    except Exception as error:  # pyarrow and json raise many error classes for damaged files
         raise unreadable(path, error) from None
     if record and record.get("cells") != cells_digest:
-        raise UserError(f"{path} is damaged: it is not what was written; {_MEND}")
+        raise UserError(f"{path} is damaged: it was changed after it was written; {_MEND}")
     samples = folder / SAMPLES
     if record:
         try:
@@ -108,8 +106,8 @@ def _checked(_: Path, folder: Path, *states: State) -> pa.Table:
             raise unreadable(samples, error) from None
         if not is_same:
             raise UserError(
-                f"{samples} is not the table that {CELLS} was written with: it is damaged, or the "
-                f"run was stopped between the two; {_MEND}"
+                f"{samples} is not the table that {CELLS} was written with: it is damaged, "
+                f"or the run was stopped between the two; {_MEND}"
             )
     else:
         _compare(cells, folder)
@@ -139,18 +137,17 @@ def _compare(cells: pa.Table, folder: Path) -> None:
             if wrong_columns:
                 cell_label = f"{cell_row['task']}, {cell_row['policy']} at {cell_row['budget']}"
                 raise UserError(
-                    f"{folder}: {CELLS} and {SAMPLES} do not agree on {wrong_columns[0]} of "
-                    f"{cell_label}; one "
-                    "of them is damaged, so restore both"
+                    f"{folder}: {CELLS} and {SAMPLES} do not agree on {wrong_columns[0]} of {cell_label}; "
+                    "one of them is damaged, so restore both"
                 )
     except UserError:
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # damaged files, as above
         raise unreadable(path, error) from None
 
 
 def _totals(path: Path) -> tuple[dict[str, dict[str, float]], dict[str, set[str]]]:
-    """By cell, the means of its samples' numbers, and the names of the samples without an error."""
+    """Return sample means by cell, and the names of the samples without an error."""
     column_sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     row_counts: dict[str, int] = defaultdict(int)
     sample_ids: dict[str, set[str]] = defaultdict(set)
@@ -158,7 +155,7 @@ def _totals(path: Path) -> tuple[dict[str, dict[str, float]], dict[str, set[str]
         numeric_columns = [column for column in _IN_BOTH if column in samples_file.schema_arrow.names]
         for group_index in range(samples_file.num_row_groups):
             table = samples_file.read_row_group(group_index, ["cell", "sample_id", "error", *numeric_columns])
-            # A missing score makes a mean that agrees with nothing.
+            # Turn a missing score into a NaN mean, which agrees with nothing.
             filled_columns = [pc.fill_null(table[column].cast(pa.float64()), math.nan) for column in numeric_columns]
             grouped_table = pa.table([table["cell"], *filled_columns], ["cell", *numeric_columns]).group_by("cell")
             aggregations = [("cell", "count"), *((column, "sum") for column in numeric_columns)]
@@ -176,14 +173,14 @@ def _totals(path: Path) -> tuple[dict[str, dict[str, float]], dict[str, set[str]
 
 
 def _agree(mean: float | None, recorded: float | None) -> bool:
-    """Whether a mean is that of the samples; a column that the samples lack agrees."""
+    """Return whether a mean matches the samples; a column that the samples lack always does."""
     if recorded is None:
         return True
     return mean is not None and math.isclose(mean, recorded, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def _check_numbers(cells: pa.Table, path: Path) -> None:
-    """Refuse cells that have a score and lack a number."""
+    """Refuse scored cells that lack a number."""
     numeric_columns = [column_name for column_name in _NUMBERS if column_name in cells.column_names]
     for cell_row in cells.to_pylist():
         bad_columns = [
@@ -191,14 +188,13 @@ def _check_numbers(cells: pa.Table, path: Path) -> None:
         ]
         if cell_row["status"] == "ok" and bad_columns:
             raise UserError(
-                f"{path}: {cell_row['task']}, {cell_row['policy']} at {cell_row['budget']} has a "
-                "score, but its "
-                f"{bad_columns[0]} is not a number; {_MEND}"
+                f"{path}: {cell_row['task']}, {cell_row['policy']} at {cell_row['budget']} has a score, "
+                f"but its {bad_columns[0]} is not a number; {_MEND}"
             )
 
 
 def _digest(cells: pa.Table) -> str:
-    """Digest of all values of a table; a number that is not one is missing."""
+    """Return the digest of all values of a table; NaN counts as missing."""
     columns = [[field.name, str(field.type), cells[field.name].to_pylist()] for field in cells.schema]
     return digest_of(columns)
 
@@ -209,6 +205,6 @@ def _sha256(path: Path) -> str:
 
 
 def unreadable(path: Path, error: Exception) -> UserError:
-    """Say in one line why a table cannot be read."""
+    """Return a one-line error for a table that cannot be read."""
     reason = getattr(error, "strerror", None) or first_lines(error)
     return UserError(f"cannot read {path}: {reason}")

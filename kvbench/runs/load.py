@@ -1,4 +1,4 @@
-"""Reads the result tables of runs as data frames. Home of `kvbench.load`."""
+"""Loading of result tables as data frames. Home of `kvbench.load`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvbench.runs.schema import (
 _SHARED = tuple(column.name for column in SAMPLE_COLUMNS if column.shared)
 
 _PART = 1 << 13
-"""Rows that are decoded at a time where only some are kept."""
+"""Number of rows decoded at a time when only some are kept."""
 
 
 def load(
@@ -38,17 +38,17 @@ def load(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read the results of one run or several as data frames: cells and samples.
 
-    The samples are held in memory: docs/performance.md says how much they take. Of a large run,
-    name the columns that are needed, or the cells.
+    The samples are held in memory; docs/performance.md says how much they take. For a large run, restrict `columns` or
+    `where`.
 
     Args:
         paths: Folders of runs.
         columns: Columns of the samples; None for all.
-        where: Restricts cells and samples: by column of the cells, a value or several of them, such
-            as `{"task": "vt", "policy": ["full", "snapkv"]}`. Samples of other cells are not held.
+        where: Restricts cells and samples: by column of the cells, one or several values, such as
+            `{"task": "vt", "policy": ["full", "snapkv"]}`. Samples of other cells are not loaded.
 
     Raises:
-        UserError: A run cannot be read, a column does not exist, or the runs do not fit together.
+        UserError: A run cannot be read, a column does not exist, or the runs are incompatible.
     """
     return load_frames(paths, columns, where=where)
 
@@ -61,25 +61,23 @@ def load_frames(
     where: Mapping[str, Any] | None = None,
     sample_ids: Collection[str] | None = None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read the result tables of one run or of several.
+    """Read the result tables of one run or several.
 
-    If several runs have a cell, it is taken from the run with the most samples of it, and among
-    these from the run with the most responses.
+    A cell in several runs is taken from the run with the most samples of it, then with the most responses.
 
     Args:
         paths: Folders of runs.
         columns: Columns of the samples, in this order; None for all.
-        coded: Whether texts that samples share are categories: 4 bytes a sample for each column.
-        where: The cells that are read, as `load` takes them; None for all.
-        sample_ids: The samples that are read of each cell; None for all.
+        coded: Whether to load texts shared by samples as categories: 4 bytes per sample and column.
+        where: Cells to read, as for `load`; None for all.
+        sample_ids: Samples to read of each cell; None for all.
 
     Returns:
         The frames of `cells.parquet` and `samples.parquet`.
 
     Raises:
-        UserError: A folder does not exist, holds no results, damaged ones or those of another
-            version, two runs score the same data by different metrics or judges, or a column does
-            not exist.
+        UserError: A folder does not exist, holds no results, damaged ones or those of another version, two runs score
+            the same data by different metrics or judges, or a column does not exist.
     """
     folders = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
     if not folders:
@@ -105,7 +103,7 @@ def load_frames(
     ]
     sample_table = pa.concat_tables(tables).unify_dictionaries()
     del tables
-    if coded:  # rows are looked up cell by cell, and each time a text column in parts is copied
+    if coded:  # slicing a chunked text column copies it; combine the chunks once
         sample_table = sample_table.combine_chunks()
     samples = sample_table.to_pandas(split_blocks=True, self_destruct=True)
     return cells.drop(columns="_run").reset_index(drop=True), samples
@@ -114,23 +112,23 @@ def load_frames(
 def responses_of(
     paths: str | Path | Iterable[str | Path],
 ) -> Callable[[Collection[str]], pd.DataFrame]:
-    """A reader of all columns of some samples, which are named by their ids.
+    """Return a function that reads all columns of samples with given ids.
 
     Args:
-        paths: Folders of runs, as `load_frames` takes them.
+        paths: Folders of runs, as for `load_frames`.
     """
     return lambda sample_ids: load_frames(paths, sample_ids=sample_ids)[1]
 
 
 def _check_columns(table_name: str, names: Iterable[str], schema: pa.Schema) -> None:
-    """Refuse a column that a table does not have."""
+    """Refuse columns that a table does not have."""
     for name in names:
         if name not in schema.names:
             raise UserError(f"{table_name} have no column {quoted(name)}{nearest(name, schema.names)}")
 
 
 def _fullest(cells: pd.DataFrame, folders: Sequence[Path]) -> pd.DataFrame:
-    """Each cell once, from the run that has the most of it."""
+    """Select each cell once, from the run that has the most of it."""
     row_counts: dict[tuple[str, int], int] = {}
     for run_index, folder in enumerate(folders):
         cell_counts = _sample_rows(folder, ["cell"])["cell"].value_counts()
@@ -141,7 +139,7 @@ def _fullest(cells: pd.DataFrame, folders: Sequence[Path]) -> pd.DataFrame:
 
 
 def _one_metric(cells: pd.DataFrame, folders: Sequence[Path]) -> None:
-    """Refuse to mix scores of different metrics, usually those of two judges."""
+    """Refuse to mix scores of different metrics, usually from two judges."""
     for (task, _), task_cells in cells.groupby(["task", "data_hash"], sort=False):
         metric_rows = task_cells.drop_duplicates("metric")
         if len(metric_rows) > 1:
@@ -149,9 +147,8 @@ def _one_metric(cells: pd.DataFrame, folders: Sequence[Path]) -> None:
                 metric_rows["metric"][:2], metric_rows["_run"][:2], strict=True
             )
             raise UserError(
-                f"{task} is scored by {metric} in {folders[run_index]} and by {other_metric} in "
-                f"{folders[other_run]}, which "
-                "cannot be compared; give one run at a time, or use the same judge for both"
+                f"{task} is scored by {metric} in {folders[run_index]} and by {other_metric} in {folders[other_run]}, "
+                "which cannot be compared; give one run at a time, or use the same judge for both"
             )
 
 
@@ -162,26 +159,26 @@ def _samples(
     cells: Collection[str],
     sample_ids: Collection[str] | None,
 ) -> pa.Table:
-    """The samples of some cells of a run."""
+    """Read the samples of some cells of a run."""
     requested = SAMPLES_SCHEMA.names if columns is None else list(columns)
     stored_cells = set(_cells(folder, ["cell"])["cell"].to_pylist())
     row_filters = [] if stored_cells <= set(cells) else [_any_of("cell", cells)]
     row_filters += [] if sample_ids is None else [_any_of("sample_id", sample_ids)]
     read_columns = list(dict.fromkeys([*requested, "cell"]))
     table = _sample_rows(folder, read_columns, _SHARED if coded else (), row_filters)
-    # A run that ended between its two tables has samples of cells that the other does not have.
+    # A run that ended between writing its two tables has samples of cells missing from the other.
     if not set(cells).issuperset(table["cell"].unique().to_pylist()):
         table = table.filter(_any_of("cell", cells))
     return table.select(requested)
 
 
 def _any_of(column: str, values: Collection[str]) -> pc.Expression:
-    """The rows whose text in a column is one of these."""
+    """Return the filter for rows whose text in a column is one of these."""
     return pc.field(column).isin(pa.array(sorted(values), pa.string()))
 
 
 def _chosen(file: pq.ParquetFile, columns: Sequence[str], row_filters: Sequence[pc.Expression]) -> pa.Table:
-    """The rows that satisfy all conditions, read in parts: the texts of all can take gigabytes."""
+    """Read the rows that satisfy all conditions in parts, because all texts can take gigabytes."""
     condition = functools.reduce(operator.and_, row_filters)
     batches = file.iter_batches(_PART, columns=columns)
     filtered = [pa.Table.from_batches([batch]).filter(condition) for batch in batches]
@@ -189,7 +186,7 @@ def _chosen(file: pq.ParquetFile, columns: Sequence[str], row_filters: Sequence[
 
 
 def _cells(folder: Path, columns: Sequence[str]) -> pa.Table:
-    """Columns of the cells of a run whose tables agree."""
+    """Read columns of the cells of a run whose tables agree."""
     return _upgraded(checked_cells(folder), folder / CELLS, CELLS_SCHEMA, columns)
 
 
@@ -199,13 +196,12 @@ def _sample_rows(
     coded: Sequence[str] = (),
     row_filters: Sequence[pc.Expression] = (),
 ) -> pa.Table:
-    """Columns of the samples of a run.
+    """Read columns of the samples of a run.
 
     Args:
-        folder: The run.
         columns: The columns, in this order.
         coded: Columns whose texts become categories.
-        row_filters: What all rows that are read must satisfy.
+        row_filters: Conditions that all rows must satisfy.
     """
     path = folder / SAMPLES
     try:
@@ -218,7 +214,7 @@ def _sample_rows(
         with pq.ParquetFile(path, read_dictionary=coded_columns, page_checksum_verification=True) as file:
             table = _chosen(file, read_columns, row_filters) if row_filters else file.read(read_columns)
         table.validate(full=True)
-    except Exception as error:  # damage makes pyarrow raise errors of many classes
+    except Exception as error:  # pyarrow raises many error classes for damaged files
         raise unreadable(path, error) from None
     return _upgraded(table, path, SAMPLES_SCHEMA, columns, coded)
 
@@ -230,12 +226,11 @@ def _upgraded(
     columns: Sequence[str],
     coded: Sequence[str] = (),
 ) -> pa.Table:
-    """Columns of a table in the types of a schema, those of an older schema included.
+    """Convert columns of a table to the types of a schema, filling in those that older schemas lack.
 
     Args:
-        table: The table, with the column `schema` and those that others are copied from.
-        path: Its file.
-        schema: What the columns are now.
+        table: The table, with the column `schema` and the source columns of missing ones.
+        schema: The current schema.
         columns: The columns, in this order.
         coded: Columns whose texts are categories.
     """
@@ -269,7 +264,7 @@ def _upgraded(
 
 
 def _with_substitute(table: pa.Table, schema_field: pa.Field, column: ResultColumn, coded: Sequence[str]) -> pa.Table:
-    """Add a column that an older table lacks: a copy of another one, or one value everywhere."""
+    """Add a column that an older table lacks: a copy of another one, or a constant."""
     if column.copy_of:
         return table.append_column(schema_field, table[column.copy_of])
     values = pa.array([column.substitute] * len(table), schema_field.type)

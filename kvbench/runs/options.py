@@ -1,7 +1,7 @@
-"""The options of a run. Each is declared once, as a field of `GridOptions`.
+"""The options of a run, each declared once as a field of `GridOptions`.
 
-The flags of the commands, the keys of a YAML file and the arguments in Python are all read from
-these fields. Nothing heavy is imported here, so that the help is fast.
+Command flags, keys of a YAML file and Python arguments all come from these fields. Nothing heavy is imported here, so
+that the help is fast.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from kvbench.runs import values
 
 WHAT, MODEL, PROMPTS, ANSWERS = "What to run", "Model", "Prompts", "Answers"
 CACHE, MACHINES, OUTPUT, ANALYSIS = "Cache", "Machines", "Output", "Analysis"
-"""Headings under which the help groups options."""
+"""Headings of the option groups in the help."""
 
 FLAG = " "
-"""Metavar of an option without a value: otherwise the help spends a column on `<bool>`."""
+"""Metavar of an option without a value; otherwise the help spends a column on `<bool>`."""
 
 OPTION = "option"
-"""Key of the metadata of a field that is declared as an option."""
+"""Metadata key of a field that is declared as an option."""
 
 
 class OptionError(UserError):
-    """The value of an option is wrong.
+    """Error in the value of an option.
 
     Attributes:
         name: The field of `GridOptions`.
@@ -40,20 +40,19 @@ class OptionError(UserError):
 
 @dataclass(frozen=True)
 class Option:
-    """How an option is given and read.
+    """Declaration of an option.
 
     Attributes:
-        read: Turns what a user gives into the value of the field, or raises `UserError`.
+        read: Parses the user's value for the field, or raises `UserError`.
         kind: Type of the flag's value; `list` for several, separated by commas.
         panel: Heading in the help.
-        metavar: What the help shows for the value.
-        help: What the help says.
-        flag: Name of the flag and of the YAML key, where it is not the field's.
+        metavar: Placeholder of the value in the help.
+        help: Help text.
+        flag: Name of the flag and of the YAML key, if not the field's.
         spelling: Spelling of a flag with a negative form, such as `--full/--no-full`.
         complete: Function of `kvbench.cli.complete` that completes the value.
-        digest: When it counts for the digest of the grid, because it changes a response or adds a
-            cell: "always", "if set" (it is not None) or "never", so that a run continues with
-            another value.
+        digest: When the option counts for the digest of the grid, because it changes a response or adds a cell:
+            "always", "if set" (not None) or "never", so that a run continues with another value.
     """
 
     read: Callable[[Any], Any]
@@ -105,7 +104,7 @@ class Options:
 
 @dataclass(frozen=True)
 class GridOptions(Options):
-    """What a grid consists of and how it is run; `kvbench run --help` says what each field means.
+    """Fields of a grid and of its execution; `kvbench run --help` explains each.
 
     None leaves a field to the task, the model or the machine.
     """
@@ -118,7 +117,7 @@ class GridOptions(Options):
     )  # fmt: skip
     tasks: tuple[str, ...] = declare(
         ..., values.names("tasks"), list, WHAT, "NAME",
-        "Groups or tasks, with commas: ruler,vt, or your own ./mine.jsonl (kvbench list tasks).",
+        "Benchmarks or tasks, with commas: ruler,vt, or your own ./mine.jsonl (kvbench list tasks).",
         flag="task", complete="tasks",
     )  # fmt: skip
     models: tuple[str, ...] = declare(
@@ -150,21 +149,21 @@ class GridOptions(Options):
     )  # fmt: skip
     batch_size: int | str = declare(
         "auto", values.batch("batch_size"), str, MODEL, "N",
-        "Most responses decoded together. Default: auto.", digest="never",
+        "Maximum number of responses decoded together. Default: auto.", digest="never",
     )  # fmt: skip
     cache_memory: int | None = declare(
         None, values.optional(values.memory), str, MODEL, "SIZE",
-        "Memory for the caches that are decoded together, such as 40GB. Default: 80% of a GPU's "
-        "free memory; half of a CPU's memory, shared out by the cores in use.", digest="never",
+        "Memory for the caches decoded together, such as 40GB. Default: 80% of a GPU's free memory; "
+        "half of a CPU's memory, divided among the cores in use.", digest="never",
     )  # fmt: skip
     prefill_batch: int | str = declare(
         "auto", values.batch("prefill_batch"), str, MODEL, "N",
-        "Most contexts prefilled together. Default: auto, which is 1 on a CPU, and as many as keep "
+        "Maximum number of contexts prefilled together. Default: auto, which is 1 on a CPU, and enough to keep "
         "a GPU busy. With more than 1, responses can differ by rounding.", digest="never",
     )  # fmt: skip
     samples: int = declare(
         50, values.integer("samples", 1), int, PROMPTS, "N",
-        "Per task. A larger number extends a run, a smaller one keeps it. Default: 50.",
+        "Samples per task. A larger number extends a run, a smaller one keeps it. Default: 50.",
         digest="never",
     )  # fmt: skip
     lengths: tuple[int, ...] = declare(
@@ -174,8 +173,8 @@ class GridOptions(Options):
     )  # fmt: skip
     truncate: str | None = declare(
         None, values.optional(values.truncation), str, PROMPTS, "HOW",
-        "middle or middle:TOKENS: cut the middle of contexts until prompt and answer fit the "
-        "model, or TOKENS. Default: refuse what does not fit.", digest="if set",
+        "middle or middle:TOKENS: remove the middle of contexts until prompt and answer fit the model, "
+        "or TOKENS. Default: refuse what does not fit.", digest="if set",
     )  # fmt: skip
     chat_template: bool | None = declare(
         None, values.optional(values.truth("chat_template"), "auto"), bool, PROMPTS, FLAG,
@@ -188,11 +187,11 @@ class GridOptions(Options):
     )  # fmt: skip
     max_new_tokens: int | None = declare(
         None, values.optional(values.integer("max_new_tokens", 1)), int, ANSWERS, "N",
-        "Maximum length of an answer. Default: as the task says.", digest="if set",
+        "Maximum length of an answer. Default: set by the task.", digest="if set",
     )  # fmt: skip
     temperature: float | None = declare(
         None, values.optional(values.temperature), float, ANSWERS, "T",
-        "Sample at this temperature; 0 is greedy. Default: as the task says.",
+        "Sample at this temperature; 0 is greedy. Default: set by the task.",
         digest="if set",
     )  # fmt: skip
     top_p: float | None = declare(
@@ -221,9 +220,9 @@ class GridOptions(Options):
     )  # fmt: skip
     budgets: tuple[str, ...] = declare(
         ("0.2",), values.budgets, list, CACHE, "B",
-        "What is KEPT of the cache, per layer and KV head, with commas: a fraction (0.2), a "
-        "number of tokens (512), full, or all text and some visual tokens (visual:64). Default: "
-        "0.2. In kvpress a ratio is the fraction removed.",
+        "Part of the cache that is KEPT, per layer and KV head, with commas: a fraction (0.2), a number of "
+        "tokens (512), full, or all text and some visual tokens (visual:64). Default: 0.2. "
+        "In kvpress a ratio is the fraction removed.",
         flag="budget", complete="budgets",
     )  # fmt: skip
     moments: tuple[str, ...] = declare(
@@ -235,16 +234,16 @@ class GridOptions(Options):
     )  # fmt: skip
     full: bool = declare(
         True, values.truth("full"), bool, CACHE, FLAG,
-        "Also run the full cache, to compare with. Default: yes.", spelling="--full/--no-full",
+        "Also run the full cache as the reference. Default: yes.", spelling="--full/--no-full",
     )  # fmt: skip
     executor: str = declare(
         "local", values.executor, str, MACHINES, "WHERE",
-        "local (the default): this process; ray: workers on every core or GPU of this machine, or "
-        "of a cluster (docs/clusters.md).", digest="never",
+        "local (the default): this process; ray: workers on every core or GPU of this machine, "
+        "or of a cluster (docs/clusters.md).", digest="never",
     )  # fmt: skip
     ray_address: str | None = declare(
         None, values.optional(values.text("ray_address")), str, MACHINES, "HOST:PORT",
-        "Ray cluster to use, or auto. Default: RAY_ADDRESS, otherwise this machine alone.",
+        "Ray cluster to use, or auto. Default: RAY_ADDRESS, otherwise this machine only.",
         digest="never",
     )  # fmt: skip
     gpus_per_cell: float | None = declare(
@@ -254,7 +253,7 @@ class GridOptions(Options):
     )  # fmt: skip
     workers: int | None = declare(
         None, values.optional(values.integer("workers", 1)), int, MACHINES, "N",
-        "Ray workers. Default: as many as the machines have room for.", digest="never",
+        "Number of Ray workers. Default: as many as fit on the machines.", digest="never",
     )  # fmt: skip
     out: str | None = declare(
         None, values.optional(values.folder), str, OUTPUT, "DIR",

@@ -1,4 +1,4 @@
-"""From a grid to jobs: tasks loaded, prompts tokenised, cells named, without any model weights."""
+"""Planning: tasks loaded, prompts tokenised and cells named, without any model weights."""
 
 from __future__ import annotations
 
@@ -45,11 +45,9 @@ class Job:
     """One task at one length on one model.
 
     Attributes:
-        task: The task.
-        prompts: Its prompts.
         cells: The cells that answer them.
         judge: Judges the responses; None if the metric needs no judge.
-        truncated: How many contexts were cut to fit the model.
+        truncated: Number of contexts truncated to fit the model.
     """
 
     task: LoadedTask
@@ -73,7 +71,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Everything to run.
+    """All stages of a run.
 
     Attributes:
         stages: The models with their jobs.
@@ -85,11 +83,11 @@ class RunPlan:
 
 
 class JobName(NamedTuple):
-    """What tells the jobs of a grid apart.
+    """Identity of a job in its grid.
 
     Attributes:
         model: Name of the model.
-        task: Name of the leaf task.
+        task: Name of the task.
         length: Its length; 0 if its data is not sized.
     """
 
@@ -99,7 +97,7 @@ class JobName(NamedTuple):
 
     @classmethod
     def of(cls, stage: Stage, job: Job) -> JobName:
-        """The name of a planned job."""
+        """Return the name of a planned job."""
         return cls(stage.model, job.task.name, job.task.length)
 
 
@@ -114,15 +112,14 @@ def plan(
     """Load the tasks and name the cells, without any model weights.
 
     Args:
-        grid: What to run.
-        notify: Told of tasks and policies that are left out.
+        notify: Receives messages about tasks and policies that are left out.
         scored: Whether responses are scored; otherwise no task needs a judge.
         only: The job to plan; None plans all of them.
-        reporter: Told how far reading and tokenising are, where they take seconds.
+        reporter: Progress reporter of reading and tokenising, if they take seconds.
 
     Raises:
-        UserError: A policy, task, model or option is unknown or out of range, or a prompt is longer
-            than the model's window.
+        UserError: A policy, task, model or option is unknown or out of range, or a prompt is longer than the model's
+            window.
     """
     quiet_libraries()
     variants = grid.variants()
@@ -140,17 +137,14 @@ def plan(
 
 @dataclass(frozen=True)
 class _Model:
-    """What planning needs to know about a model.
+    """Facts about a model that planning needs.
 
     Attributes:
         name: As the user names it.
-        tokenizer: Its tokenizer.
         vision: Turns images into tokens and pixels; None for a text model.
-        device: Where it runs.
-        dtype: Its dtype.
         dtype_label: The dtype, with the quantisation in brackets.
         revision: Commit of a hub model, or digest of a local one.
-        window: How many tokens it takes.
+        window: Its maximum number of tokens.
         template: Whether its chat template is applied.
         thinks: Whether its tokenizer has a token that ends thinking.
         depth: Number of its layers.
@@ -200,12 +194,12 @@ class _Planner:
         return Stage(model_name, model.device, model.dtype, model.tokenizer, jobs, model.vision)
 
     def _policy_files(self, model_name: str) -> dict[Policy, str]:
-        """Digests of the files that policies read for a model, by policy.
+        """Return digests of the files that policies read for a model, by policy.
 
-        A policy that only `all` includes is left out if the model has no files for it.
+        A policy included only through `all` is left out if the model has no files for it.
 
         Raises:
-            UserError: A policy that is named has no files for the model, or needs a package.
+            UserError: A policy named explicitly has no files for the model, or needs a package.
         """
         model_source = resolve_model(model_name)
         fingerprints = {}
@@ -279,7 +273,7 @@ class _Planner:
         return Job(task, prompts, cells, judge, truncated)
 
     def _judge_of(self, benchmark: Benchmark) -> Judge | None:
-        """The judge of a benchmark's responses; None if none is needed.
+        """Return the judge of a benchmark's responses; None if it needs none.
 
         Raises:
             LeftOut: It needs a judge and none is configured.
@@ -293,7 +287,7 @@ class _Planner:
         return self._judge
 
     def _load(self, model: _Model, task_name: str, benchmark: Benchmark, length: int) -> LoadedTask:
-        """Load a task, and apply the flags about its answers."""
+        """Load a task and apply the generation flags."""
         if benchmark.harness not in HARNESSES:
             harness_names = ", ".join(HARNESSES)
             raise UserError(
@@ -326,12 +320,12 @@ class _Planner:
 
     def _generation(self, model: _Model, task_name: str, benchmark: Benchmark, task: LoadedTask) -> str:
         flags = self.grid.generation
-        if task_name in benchmark.plain:  # without a template, nothing says whether to think
+        if task_name in benchmark.plain:  # without a template the thinking flag has no effect
             flags = replace(flags, thinking=None)
         return flags.record(task.requests[0], model.thinks)
 
     def _say_left_out(self) -> None:
-        """Say what is left out, once for each reason."""
+        """Report what is left out, once per reason."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.left_out.items():
             if name not in self._said:
@@ -343,7 +337,7 @@ class _Planner:
             self.say(f"{', '.join(group_names)} {verb} left out: {reason}")
 
     def _by_group(self, names: list[str]) -> list[str]:
-        """Names of policies and tasks, a group instead of its tasks if all of them are included."""
+        """Replace the tasks of a benchmark by its name if all of them are included."""
         by_benchmark: dict[str, list[str]] = {}
         for task_name, benchmark in self.leaves:
             by_benchmark.setdefault(benchmark.name, []).append(task_name)
@@ -396,7 +390,7 @@ def _model_facts(grid: Grid, model_name: str) -> _Model:
 
 
 def _prompt_digest(task: LoadedTask) -> str:
-    """Digest of how the task asks: its first request (the data itself is in the data hash)."""
+    """Return a digest of the prompt format, from the first request (the data hash covers the data)."""
     first_request = task.requests[0]
     prompt_fields = (
         first_request.context,
@@ -408,7 +402,7 @@ def _prompt_digest(task: LoadedTask) -> str:
 
 
 def quiet_libraries() -> None:
-    """Silence what transformers reports to developers."""
+    """Silence transformers' messages for developers."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""From a task's requests to prompts: tokenised, made to fit the model, one for each repeat."""
+"""Conversion of a task's requests to prompts: tokenised, truncated to the model, one per repeat."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvbench.runs.generation import Truncation
 
 @dataclass(frozen=True)
 class Window:
-    """How many tokens a model takes.
+    """Context window of a model.
 
     Attributes:
         model: Name of the model.
@@ -39,25 +39,21 @@ class Window:
         """
         if self.tokens and length > self.tokens:
             raise UserError(
-                f"{label}: {length} tokens do not fit into the {self.tokens} of model "
-                f"{self.model}; "
+                f"{label}: {length} tokens do not fit into the {self.tokens} of model {self.model}; "
                 f"nothing is truncated, so use {advice}"
             )
 
 
 class Prompts(Sequence[Prompt]):
-    """The prompts of a task: their tokens lie on the disk, so that memory holds few at a time.
+    """The prompts of a task, with tokens on disk so that memory holds few at a time.
 
-    Every access makes a prompt anew.
-
-    Args:
-        requests: What is asked.
+    Every access creates a new prompt object.
 
     Attributes:
         shows: Whether a prompt has images or videos.
         dialogues: Whether all prompts are turns of dialogues.
         longest: Tokens of the longest prompt, without its answer.
-        limit: Most tokens that follow a prompt.
+        limit: Maximum number of tokens after a prompt.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
@@ -70,7 +66,7 @@ class Prompts(Sequence[Prompt]):
         self._repeats = array("Q")
 
     def tokenised(self, prompt: Prompt) -> None:
-        """Take the tokens of the next request."""
+        """Store the tokens of the next request."""
         token_parts = (prompt.context_ids, prompt.question_ids, prompt.given_ids)
         self._ids.append(tuple(array("I", ids).tobytes() for ids in token_parts))
         self._context_lengths.append(len(prompt.context_ids))
@@ -89,12 +85,12 @@ class Prompts(Sequence[Prompt]):
         return [sum(vision.counts(self._requests[i].media)) for i in self._order]
 
     def ask(self, request_index: int, repeat: int) -> None:
-        """Add a prompt: a repeat of a request, by its place."""
+        """Add a prompt: a repeat of a request, by its index."""
         self._order.append(request_index)
         self._repeats.append(repeat)
 
     def part(self, positions: Iterable[int]) -> Prompts:
-        """Some of the prompts."""
+        """Return some of the prompts."""
         selected = copy.copy(self)
         selected._order, selected._repeats = array("Q"), array("Q")
         for position in positions:
@@ -143,21 +139,19 @@ def prompts_of(
     """Tokenise a task's requests.
 
     Args:
-        task: The task.
         tokenizer: Tokenizer of the model.
         window: Window of the model.
         truncate: Spelling of a `Truncation`; None refuses prompts that do not fit.
         notify: Receives a line if contexts were truncated.
         vision: Turns media into tokens; None for a text model.
-        reporter: Told of every request, once that takes seconds.
+        reporter: Progress reporter, used once tokenising takes seconds.
 
     Returns:
-        A prompt for each request and repeat (a dialogue passes through once per repeat), and the
-        number of contexts that were truncated.
+        One prompt per request and repeat (all turns of a dialogue per repeat), and the number of truncated contexts.
 
     Raises:
-        UserError: A context is empty, a prompt is longer than the model's window, or a context with
-            images would be truncated.
+        UserError: A context is empty, a prompt is longer than the model's window, or a context with images would be
+            truncated.
     """
     prompts = Prompts(task.requests)
     truncated = 0
@@ -177,15 +171,13 @@ def prompts_of(
         if truncation is not None and token_limit and len(prompt.context_ids) > available:
             if request.media:
                 raise UserError(
-                    f"{sample_label}: a context with images or videos is never truncated; leave "
-                    "out "
-                    "--truncate, or choose samples that fit"
+                    f"{sample_label}: a context with images or videos is never truncated; "
+                    "leave out --truncate, or choose samples that fit"
                 )
             if available < 1:
                 raise UserError(
                     f"{sample_label}: question and answer alone have {reserved_tokens} tokens and "
-                    f"only {token_limit} fit; "
-                    "use a smaller --max-new-tokens or another --truncate"
+                    f"only {token_limit} fit; use a smaller --max-new-tokens or another --truncate"
                 )
             prompt = replace(prompt, context_ids=tuple(truncation.cut([*prompt.context_ids], available)))
             truncated += 1
@@ -198,8 +190,8 @@ def prompts_of(
     progress.stop()
     if truncated:
         notify(
-            f"{task.name}: {truncated} of {len(task.requests)} contexts were cut in the middle, so "
-            f"that prompt and answer fit into {token_limit} tokens"
+            f"{task.name}: {truncated} of {len(task.requests)} contexts were truncated in the middle, "
+            f"so that prompt and answer fit into {token_limit} tokens"
         )
     for position, repeat in _repeated(task.requests):
         prompts.ask(position, repeat)
@@ -222,7 +214,7 @@ def _prompt(request: Request, tokenizer: Any, vision: Vision | None) -> Prompt:
 
 
 def _repeated(requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
-    """Place and repeat of every prompt; the turns of a dialogue are repeated together."""
+    """Yield the request index and repeat of every prompt; the turns of a dialogue are repeated together."""
     request_facts = (
         (request_index, request.dialogue or request_index, request.repeats)
         for request_index, request in enumerate(requests)

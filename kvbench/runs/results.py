@@ -1,4 +1,4 @@
-"""From responses to the two result tables: scores, intervals, differences to the full cache."""
+"""Scoring of responses into the two result tables: scores, intervals, differences from the full cache."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvbench.runs.schema import AVERAGED, MEASURED, SCHEMA_VERSION, Columns, Res
 from kvbench.runs.store import RunStore
 
 _PROMPT_END = 400
-"""Characters of a prompt that are stored beside its response."""
+"""Number of prompt characters stored with its response."""
 _SCORES = "score score_se score_lo score_hi full_score diff diff_lo diff_hi".split()
 
 _LARGEST_SCORE = 1e150
-"""Squares of larger scores, and so their intervals, would be infinite."""
+"""Limit of scores, above which their squares and thus their intervals would be infinite."""
 
 Row: TypeAlias = dict[str, Any]
 """A row of `cells.parquet`."""
@@ -33,14 +33,14 @@ Row: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class _FullCache:
-    """Scores of the full cache, which the other cells are compared with."""
+    """Scores of the full cache, the reference of the other cells."""
 
     scores: dict[Key, float]
     estimate: stats.Estimate
 
 
 class _Asked(NamedTuple):
-    """What the tables say about a request; the prompts of all do not fit into memory."""
+    """Table fields of a request, without its prompt: not all prompts fit into memory."""
 
     doc_id: int
     context_id: str
@@ -51,7 +51,7 @@ class _Asked(NamedTuple):
 
     @classmethod
     def of(cls, request: Request) -> _Asked:
-        """What they say about this one."""
+        """Return the fields of a request."""
         return cls(
             request.doc_id,
             request.context_id,
@@ -68,8 +68,7 @@ def scored(jobs: Iterable[Job], responses_of: Callable[[str], Sequence[Response]
     Only the requests of the tasks as loaded count: a store can hold more samples.
 
     Args:
-        jobs: Tasks with their cells.
-        responses_of: Gives the responses of a cell, by its hash.
+        responses_of: Returns the responses of a cell, given its hash.
 
     Yields:
         A cell's row of `cells.parquet`, and the columns of its part of `samples.parquet`.
@@ -81,13 +80,13 @@ def scored(jobs: Iterable[Job], responses_of: Callable[[str], Sequence[Response]
 
 
 def check_requests(jobs: Iterable[Job], store: RunStore) -> None:
-    """Check that the responses of a run answer the requests that its tasks have now.
+    """Check that the responses of a run match the current requests of its tasks.
 
     Raises:
         UserError: The data of a task has changed under the same version.
     """
     for job in jobs:
-        # Their digests, not the requests: the prompts of all do not fit into memory.
+        # Digests instead of requests, because not all prompts fit into memory.
         requests = {
             (task_request.sample_id, task_request.question_id): (
                 task_request.digest,
@@ -100,14 +99,13 @@ def check_requests(jobs: Iterable[Job], store: RunStore) -> None:
                 request = requests.get((response.sample_id, response.question_id))
                 if request is None or response.error:
                     continue
-                # Earlier versions recorded the context alone.
+                # Earlier versions recorded only the context.
                 request_digest, context_id = request
                 if (response.request or response.context_id) != (request_digest if response.request else context_id):
                     raise UserError(
-                        f"{cell.task}: sample {response.sample_id} is not the one that "
-                        f"{store.path} has a response to, though the task's version is the same; "
-                        "restore the data, choose another --out, or discard the responses with "
-                        "--fresh"
+                        f"{cell.task}: sample {response.sample_id} is not the one that {store.path} has a response to, "
+                        "though the task's version is the same; restore the data, choose another --out, or discard the "
+                        "responses with --fresh"
                     )
 
 
@@ -117,11 +115,11 @@ class _Scorer:
     def __init__(self, job: Job) -> None:
         self.job, self.task = job, job.task
         self.requests = {(request.sample_id, request.question_id): _Asked.of(request) for request in job.task.requests}
-        # The full cache of live dialogues has a history of its own, so it is another baseline.
+        # The full cache of live dialogues has its own history, so it is a separate baseline.
         self.full: dict[bool, _FullCache] = {}
 
     def cell(self, cell: Cell, responses: Sequence[Response]) -> tuple[Row, Columns]:
-        """The row of a cell, and the columns of its samples."""
+        """Return the row of a cell and the columns of its samples."""
         counted_responses = [response for response in responses if self._counts(response)]
         cell_row = self._empty_row(cell, counted_responses)
         scores: dict[Key, float] = {}
@@ -140,16 +138,16 @@ class _Scorer:
         return cell_row, self._samples(cell, counted_responses, scores)
 
     def _counts(self, response: Response) -> bool:
-        """Whether a response belongs to the loaded task: a store can hold more of them."""
+        """Return whether a response belongs to the loaded task: a store can hold more of them."""
         request = self.requests.get((response.sample_id, response.question_id))
         return request is not None and response.repeat < request.repeats
 
     def _clusters(self, scores: dict[Key, float]) -> dict[Key, str]:
-        """The context of each score."""
+        """Return the context of each score."""
         return {key: self.requests[key[:2]].context_id for key in scores}
 
     def _empty_row(self, cell: Cell, responses: Sequence[Response]) -> dict[str, Any]:
-        """The row of a cell without its scores; with the error if the cell cannot be scored."""
+        """Return a cell's row without scores; with the error if the cell cannot be scored."""
         error = next((item.error for item in responses if item.error), "")
         expected = sum(item.repeats for item in self.requests.values())
         if not error and len(responses) < expected:
@@ -170,7 +168,7 @@ class _Scorer:
         return cell_row | self._judge_columns(cell_row)
 
     def _judge_columns(self, cell_row: Mapping[str, Any]) -> dict[str, Any]:
-        """What a judge changes in a row; `match` differs because the scores cannot be compared."""
+        """Return the row fields changed by a judge; `match` differs because the scores cannot be compared."""
         judge = self.job.judge
         if judge is None:
             return {}
@@ -183,7 +181,7 @@ class _Scorer:
         }
 
     def _scores(self, responses: Sequence[Response]) -> tuple[dict[Key, float], stats.Estimate]:
-        """The score of each response, and their mean.
+        """Return the score of each response and their mean.
 
         Raises:
             PluginError: The metric failed, or is not a mean of finite numbers.
@@ -191,14 +189,14 @@ class _Scorer:
         metric = self.task.metric
         response_texts = {_key(response): response.response for response in responses}
         try:
-            with plugin_call():  # a metric is foreign code: only its cell fails
+            with plugin_call():  # a metric may be plugin code: only its cell fails
                 scores, aggregate = self.task.score(response_texts, self._marks(response_texts))
         except PluginError as error:
             cause = error.__cause__
             if isinstance(cause, UserError) and not isinstance(cause, JudgeError):
-                raise cause from None  # until the user fixes it, nothing can be scored
+                raise cause from None  # a user error affects all cells
             raise
-        if not all(abs(score) <= _LARGEST_SCORE for score in scores.values()):  # NaN is not either
+        if not all(abs(score) <= _LARGEST_SCORE for score in scores.values()):  # also false for NaN
             raise PluginError(f"{metric} returned a score that is not a finite number of at most {_LARGEST_SCORE:g}")
         clusters = self._clusters(scores)
         estimate = stats.summary(list(scores.values()), list(clusters.values()))
@@ -207,7 +205,7 @@ class _Scorer:
         return scores, estimate
 
     def _marks(self, responses: Mapping[Key, str]) -> list[Marks] | None:
-        """The judge's marks of all responses, asked for together; None if there is no judge.
+        """Return the judge's marks of all responses, requested together; None without a judge.
 
         Raises:
             JudgeError: Some have no verdict; the message names the first and counts them.
@@ -226,7 +224,7 @@ class _Scorer:
         return [verdict for verdict in verdicts if not isinstance(verdict, JudgeError)]
 
     def _comparison(self, cell: Cell, scores: dict[Key, float], full_cache: _FullCache) -> dict[str, Any]:
-        """The paired difference to the full cache on the same samples; 0 for the full cache."""
+        """Return the paired difference from the full cache on the same samples; 0 for the full cache."""
         columns = {
             "full_score": full_cache.estimate.mean,
             "diff": 0.0,
@@ -244,7 +242,7 @@ class _Scorer:
         return columns
 
     def _above_chance(self, full: stats.Estimate) -> bool:
-        """Whether the full cache is better than chance, so that differences have a meaning."""
+        """Return whether the full cache is better than chance, so that differences are meaningful."""
         if self.task.higher_is_better:
             return stats.discriminative(full.lo, self.task.chance)
         return stats.discriminative(-full.hi, -self.task.chance)
@@ -273,7 +271,7 @@ def _key(response: Response) -> Key:
 
 
 def prompt_end(request: Request) -> str:
-    """The last characters of a prompt, as a reader needs them to understand a response."""
+    """Return the end of a prompt, as needed to understand its response."""
     prompt_text = request.context + request.question
     return prompt_text if len(prompt_text) <= _PROMPT_END else f"…{prompt_text[-_PROMPT_END:]}"
 
@@ -292,7 +290,7 @@ def _columns(estimate: stats.Estimate) -> dict[str, float]:
 
 
 def _means(responses: Sequence[Response]) -> dict[str, float]:
-    """Mean costs per response."""
+    """Return the mean costs per response."""
     return {
         column: sum(float(getattr(response, column)) for response in responses) / len(responses) for column in AVERAGED
     }

@@ -1,4 +1,4 @@
-"""From a grid to results: plan, execute, score. Home of `kvbench.run`."""
+"""Runner: plan, execute and score a grid. Home of `kvbench.run`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Run:
 
     Attributes:
         path: Its folder.
-        cells: A row per cell, as in `cells.parquet` (see docs/results.md).
+        cells: One row per cell, as in `cells.parquet` (see docs/results.md).
         failed: Why cells have no score, by cell.
         left_out: Why tasks and policies were left out, by name.
     """
@@ -49,9 +49,9 @@ class Run:
 
     @functools.cached_property
     def samples(self) -> pd.DataFrame:
-        """A row per response, as in `samples.parquet`.
+        """Return one row per response, as in `samples.parquet`.
 
-        The file is read at the first use. A later run that replaces it changes nothing here.
+        The file is read at first use. A later run that replaces it changes nothing here.
         """
         samples: pd.DataFrame = self._samples.read().to_pandas()
         return samples
@@ -60,14 +60,14 @@ class Run:
 def run(grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True, extend: bool = False) -> Run:
     """Run a grid, or continue it where an earlier call stopped.
 
-    A folder that holds more samples or repeats than the grid keeps them.
+    A folder with more samples or repeats than the grid keeps them.
 
     Args:
         grid: A `Grid`, its dictionary, or the path of its YAML file.
-        extend: Whether the folder may hold a smaller grid, with fewer policies, budgets, models,
-            tasks, moments or lengths. Its responses are kept.
-        progress: Whether to show the progress, and why tasks are left out, on stderr. The reasons
-            are also in `Run.left_out`.
+        extend: Whether the folder may hold a smaller grid, with fewer policies, budgets, models, tasks, moments or
+            lengths. Its responses are kept.
+        progress: Whether to print progress, and why tasks are left out, to stderr. `Run.left_out` also holds the
+            reasons.
 
     Raises:
         UserError: Something in the grid is unknown or out of range.
@@ -86,20 +86,19 @@ def run(grid: Grid | Mapping[str, Any] | str | Path, *, progress: bool = True, e
 
 
 def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False, extend: bool = False) -> Run:
-    """Carry out a grid.
+    """Execute a grid.
 
     Args:
-        grid: What to run.
-        reporter: Told of the progress; None reports nothing.
-        fresh: Whether to discard what an earlier run left in the same folder.
+        reporter: Progress reporter; None reports nothing.
+        fresh: Whether to discard earlier results in the same folder.
         extend: Whether the folder may hold a smaller grid; see `run`.
 
     Raises:
-        UserError: Something in the grid is unknown or out of range, and nothing was run; or the
-            device has too little memory.
+        UserError: Something in the grid is unknown or out of range, and nothing was run; or the device has too little
+            memory.
     """
     reporter = Silent() if reporter is None else reporter
-    folder = grid.path.absolute()  # whatever a plugin does to the current folder
+    folder = grid.path.absolute()  # a plugin may change the working directory
     planned = plan(grid, reporter.message, reporter=reporter)
     with RunStore(folder, fresh=fresh) as store:
         stored_grid = _check_same_grid(grid, folder, extend=extend)
@@ -113,7 +112,7 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
         open_stages = [unfinished for unfinished in stage_counts if unfinished.missing]
         jobs = [job for stage in planned.stages for job in stage.jobs]
         check_requests(jobs, store)
-        if open_stages:  # a judge that cannot answer costs seconds here, and hours later
+        if open_stages:  # fail now if a judge cannot answer, not after hours of generation
             for judge in dict.fromkeys(job.judge for job in jobs if job.judge is not None):
                 judge.check()
             _EXECUTORS[grid.executor](open_stages, grid, store, reporter)
@@ -127,7 +126,7 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
 def _check_same_grid(grid: Grid, folder: Path, *, extend: bool) -> Grid | None:
     """Refuse the folder of another grid, whose tables would be lost.
 
-    It is called with the folder locked, so that no other run can change its grid meanwhile.
+    Call it with the folder locked, so that no other run changes its grid meanwhile.
 
     Returns:
         The folder's grid; None if it has none.
@@ -144,8 +143,7 @@ def _check_same_grid(grid: Grid, folder: Path, *, extend: bool) -> Grid | None:
     extend_hint = "add to it with --extend, " if are_lists and not extend else ""
     grid_file = grid.path / GRID
     raise UserError(
-        f"{grid.path} holds the results of another grid ({grid_file}), with other "
-        f"{', '.join(option_names)}; "
+        f"{grid.path} holds the results of another grid ({grid_file}), with other {', '.join(option_names)}; "
         f"{extend_hint}choose another --out, or discard them with --fresh"
     )
 
@@ -153,17 +151,14 @@ def _check_same_grid(grid: Grid, folder: Path, *, extend: bool) -> Grid | None:
 def _with_held(
     grid: Grid, planned: RunPlan, stored_grid: Grid | None, folder: Path, notify: Say
 ) -> tuple[Grid, RunPlan]:
-    """Keep the samples and repeats of a folder whose tables hold more of them than a grid.
+    """Keep a folder's samples and repeats if its tables hold more of them than the grid.
 
     Args:
-        grid: What to run.
-        planned: Its plan.
         stored_grid: The grid of the folder, or None.
-        folder: The folder.
         notify: Receives one line if something is kept.
 
     Returns:
-        The grid, and its plan, with the larger numbers.
+        The grid and its plan, with the larger numbers.
     """
     if stored_grid is None:
         return grid, planned
@@ -185,15 +180,15 @@ def _with_held(
             f"{getattr(larger_grid, option_name) or 'more'} {option_name}" for option_name in option_names
         )
         notify(
-            f"{grid.path} has {description}, which are kept; to run fewer, choose another --out or "
-            "discard them with --fresh"
+            f"{grid.path} has {description}, which are kept; "
+            "to run fewer, choose another --out or discard them with --fresh"
         )
         grid, planned = larger_grid, plan(larger_grid, notify)
     return grid, planned
 
 
 def _shrinks(planned: RunPlan, row_counts: Mapping[str, int]) -> bool:
-    """Whether a table would lose rows of a cell."""
+    """Return whether a table would lose rows of a cell."""
     return any(
         row_counts.get(cell.cell, 0) > sum(request.repeats for request in job.task.requests)
         for stage in planned.stages
@@ -206,15 +201,14 @@ def _shrinks(planned: RunPlan, row_counts: Mapping[str, int]) -> bool:
 
 
 def describe(grid: Grid, notify: Say, *, fresh: bool = False, reporter: Reporter | None = None) -> list[str]:
-    """What `--dry-run` shows: cells, samples, what exists already, and an estimate.
+    """Return the report of `--dry-run`: cells, samples, existing responses, and a time estimate.
 
     The estimate runs some of the missing contexts, with all their cells, on the real model.
 
     Args:
-        grid: What would be run.
-        notify: Told of tasks that are left out.
+        notify: Receives messages about tasks that are left out.
         fresh: Whether existing results would be discarded.
-        reporter: Told how far planning is, where it takes seconds.
+        reporter: Progress reporter of the planning, if it takes seconds.
 
     Returns:
         Lines to print.
@@ -250,7 +244,7 @@ def _check_writable(path: Path) -> None:
     """Refuse a folder that cannot be created or written.
 
     Raises:
-        UserError: The folder cannot be created, or not be written to.
+        UserError: The folder cannot be created or written.
     """
     try:
         nearest_folder = next(parent for parent in (path, *path.absolute().parents) if parent.exists())

@@ -1,4 +1,4 @@
-"""A run on disk: responses as they come, safe against any crash, and the two result tables."""
+"""A run on disk: a crash-safe journal of responses and the two result tables."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ RESPONSES = "responses.jsonl"
 GRID = "grid.yaml"
 LOCK = ".lock"
 _ROW_GROUP = 1 << 18
-"""Rows of `samples.parquet` that are held in memory: some 200 MB, if prompts are long."""
+"""Rows of `samples.parquet` held in memory: some 200 MB if prompts are long."""
 
 
 class RunStore:
     """The folder of a run, locked while it is open.
 
-    `responses.jsonl` is a `kvbench.files.Journal` of responses: whatever is missing after a crash
-    is generated again, and nothing else. Responses stay on disk; memory holds where they are.
+    `responses.jsonl` is a `kvbench.files.Journal` of responses: after a crash only missing responses are generated
+    again. Responses stay on disk; memory holds their locations.
 
     Args:
         path: The folder; it is created if it does not exist.
-        fresh: Whether to discard what an earlier run left in it.
+        fresh: Whether to discard earlier results in it.
 
     Raises:
-        UserError: Another process has the folder open, it cannot be written, or it holds files that
-            no run of kvbench has written.
+        UserError: Another process has the folder open, it cannot be written, or it holds files that were not written by
+            a kvbench run.
     """
 
     def __init__(self, path: str | Path, fresh: bool = False) -> None:
@@ -78,7 +78,7 @@ class RunStore:
         self.close()
 
     def close(self) -> None:
-        """Release the folder. Everything that was appended is already on disk."""
+        """Release the folder. Appended responses are already on disk."""
         if self._journal is not None:
             self._journal.close()
         if self._lock >= 0:
@@ -86,14 +86,11 @@ class RunStore:
         self._lock = -1
 
     def keys(self) -> Set[Key]:
-        """The keys of the responses that did not end in an error: they are not generated again.
-
-        The set follows what is appended later.
-        """
+        """Return a live set of the keys of responses without an error, which are not generated again."""
         return self._index.done()
 
     def responses(self) -> list[Response]:
-        """The last response of each key, in the order in which the keys first came.
+        """Return the last response of each key, in the order of first responses.
 
         Raises:
             UserError: The file cannot be read any more.
@@ -101,7 +98,7 @@ class RunStore:
         return self._read(self._index.all_places())
 
     def responses_of(self, cell: str) -> list[Response]:
-        """`responses` of one cell: of a large run, all at once do not fit into memory.
+        """Return `responses` of one cell, because those of a large run do not fit into memory.
 
         Args:
             cell: Hash of the cell.
@@ -112,7 +109,7 @@ class RunStore:
         return self._read(self._index.places(cell))
 
     def append(self, responses: Sequence[Response]) -> None:
-        """Write responses and wait until the disk has them.
+        """Write responses and wait until they are on disk.
 
         Raises:
             UserError: The disk is full or fails; none of these responses remains in the file.
@@ -128,7 +125,7 @@ class RunStore:
             self._index.add(response.key, location, done=not response.error)
 
     def save_grid(self, grid: Mapping[str, Any]) -> None:
-        """Write the grid as YAML, which `kvbench run --config` can read."""
+        """Write the grid as YAML for `kvbench run --config`."""
         with replacing(self.path / GRID) as partial_file:
             partial_file.write_text(yaml.safe_dump(dict(grid), sort_keys=False), encoding="utf-8")
 
@@ -141,7 +138,7 @@ class RunStore:
 
         Args:
             scored: The row of each cell, and the columns of its samples.
-            facts: What `kvbench.runs.integrity` records beside the digests.
+            facts: Further facts for the record of `kvbench.runs.integrity`.
 
         Returns:
             The frame of the cells.
@@ -156,7 +153,7 @@ class RunStore:
         return self._write(samples(), lambda: pd.DataFrame(cell_rows, columns=CELLS_SCHEMA.names), facts)
 
     def samples(self) -> pq.ParquetFile:
-        """The table of samples, open: it stays what it is if another run replaces the file."""
+        """Open the table of samples, unaffected if another run replaces the file."""
         samples_file = pa.OSFile(str(self.path / SAMPLES))
         return pq.ParquetFile(samples_file, page_checksum_verification=True)
 
@@ -166,7 +163,7 @@ class RunStore:
         cells: Callable[[], pd.DataFrame],
         facts: Mapping[str, Any],
     ) -> pd.DataFrame:
-        """Write the samples, then the cells, which are complete once all samples are there."""
+        """Write the samples, then the cells, which are complete only after all samples."""
         with (
             replacing(self.path / SAMPLES) as partial_file,
             pq.ParquetWriter(partial_file, SAMPLES_SCHEMA, write_page_checksum=True) as writer,
@@ -180,16 +177,15 @@ class RunStore:
         return cells_frame
 
     def _check_owner(self) -> None:
-        """Refuse a folder with results that kvbench did not write: they would be lost."""
+        """Refuse a folder with results that kvbench did not write, because they would be lost."""
         if (self.path / GRID).exists():
             return
         for file_name in (RESPONSES, CELLS, SAMPLES):
             file_path = self.path / file_name
-            # A run that was killed at its very start leaves an empty journal and no grid.
+            # A run killed at its very start leaves an empty journal and no grid.
             if file_path.exists() and (file_name != RESPONSES or file_path.stat().st_size > 0):
                 raise UserError(
-                    f"{self.path} holds {file_name} but no {GRID}, so it was not written by "
-                    "kvbench; "
+                    f"{self.path} holds {file_name} but no {GRID}, so it was not written by kvbench; "
                     "choose another --out"
                 )
 
@@ -208,7 +204,7 @@ class RunStore:
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def _clear_parts(self) -> None:
-        """Remove half-written files of runs that were killed; nobody else writes now."""
+        """Remove half-written files of killed runs; the lock excludes other writers."""
         for file_name in (RESPONSES, GRID, CELLS, SAMPLES):
             for partial_file in unfinished(self.path / file_name):
                 partial_file.unlink()
@@ -236,12 +232,12 @@ class RunStore:
 
 
 def _response(entry: Mapping[str, Any]) -> Response:
-    """A response from its record; before there were readers, all that was held was read."""
+    """Return a response from its record; records older than readers lack the read entries."""
     return Response(**{"kv_bytes_read": entry.get("kv_bytes_live", 0), **entry})
 
 
 def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Tables of about `_ROW_GROUP` rows each, of many small ones."""
+    """Regroup many small tables into tables of about `_ROW_GROUP` rows."""
     pending_tables: list[pa.Table] = []
     row_count = 0
     for table in tables:

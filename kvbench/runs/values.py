@@ -1,4 +1,4 @@
-"""Reads the values of a grid from flags, Python or a YAML file, and says where an error is."""
+"""Parsing of grid values from flags, Python or a YAML file, with error locations."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _HOT, _TINY = 100, 1e-6
 _MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)i?B?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _MOST = 1000
-"""Values of one list; building that many policies takes seconds."""
+"""Maximum number of values in one list; building that many policies takes seconds."""
 _INT32 = 2**31 - 1
 INT64 = 2**63 - 1
 _DIGITS = 400
-"""Longer texts are not read as integers; Python refuses those of more than 4,300 digits."""
+"""Maximum length of an integer's text; Python refuses integers of more than 4,300 digits."""
 
 
 def read_yaml(path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
@@ -61,7 +61,7 @@ def read_yaml(path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
 
 
 def _mapping(loader: Loader, path: str | Path) -> tuple[dict[Any, Any], dict[Any, int]]:
-    """The mapping of a document, and the line of each key."""
+    """Return the mapping of a document, and the line of each key."""
     mapping: dict[Any, Any] = {}
     key_lines: dict[Any, int] = {}
     try:
@@ -93,7 +93,7 @@ _AS_WRITTEN = {
     ),
     "timestamp": (re.compile(r"(?!)"), "a date"),
 }
-"""By type, which words YAML takes for what they say, and what it takes the others for."""
+"""By type, the words that YAML reads as written, and what it takes others for."""
 
 
 def _check_plain(node: yaml.Node, path: str | Path, checked: set[int]) -> None:
@@ -114,8 +114,7 @@ def _check_plain(node: yaml.Node, path: str | Path, checked: set[int]) -> None:
         if not plain_pattern.fullmatch(node.value):
             raise UserError(
                 f"{path}:{node.start_mark.line + 1}: YAML takes {node.value} for {wrong_type}; "
-                "quote "
-                "it, or write the value that you mean"
+                "quote it, or write the value that you mean"
             )
 
 
@@ -298,7 +297,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def check_texts(label: str, value: Any) -> None:
-    """Refuse texts that no file can be named after, and that no table can hold."""
+    """Refuse texts that cannot be used in file names or tables."""
     for contained in _texts(value):
         if "\0" in contained:
             raise UserError(f"{label} contains a NUL character: {quoted(contained)}")

@@ -1,4 +1,4 @@
-"""Loads YAML that people write: plain values only, of a limited size."""
+"""Loading of user-written YAML: plain values only, of limited size."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvbench.errors import quoted
 
 _MOST_BYTES = 1 << 22
 _MOST_VALUES = 100_000
-"""Values of a document, counted as often as aliases repeat them."""
+"""Maximum number of values in a document, counting repetitions by aliases."""
 
 
 class Loader(yaml.SafeLoader):
-    """A `yaml.SafeLoader` that refuses aliases that multiply, and names values it cannot read.
+    """A `yaml.SafeLoader` that refuses exponential aliases and names unreadable values.
 
-    A few lines in which each alias repeats the one before it stand for billions of values.
+    A few lines in which each alias repeats the one before stand for billions of values.
     """
 
     def __init__(self, text: str) -> None:
@@ -45,7 +45,7 @@ class Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Construct the value of a node; PyYAML itself raises errors of many kinds."""
+        """Construct the value of a node; PyYAML itself raises many kinds of errors."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, TypeError, OverflowError):
@@ -62,6 +62,6 @@ def read_text(path: Path) -> str:
     """
     with path.open("rb") as yaml_file:
         content = yaml_file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:  # a device, such as /dev/zero, has no end
+    if len(content) > _MOST_BYTES:  # a device such as /dev/zero never ends
         raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MB")
     return content.decode()

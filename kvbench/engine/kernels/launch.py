@@ -1,10 +1,8 @@
-"""What all kernels share: when Triton runs them, and how they are compiled without a GPU.
+"""Shared by all kernels: when Triton runs them, and how they are compiled without a GPU.
 
-Triton is optional (`pip install 'kvbench[gpu]'`). It is imported when a tensor is on a GPU, or when
-`TRITON_INTERPRET=1` asks for its interpreter; everything else runs on blocked torch code.
-
-Triton reads that variable when a kernel is decorated, so it must be set before kernels are
-imported.
+Triton is optional (`pip install 'kvbench[gpu]'`). It is imported when a tensor is on a GPU or `TRITON_INTERPRET=1`
+requests its interpreter; everything else runs on blocked torch code. Triton reads that variable when a kernel is
+decorated, so set it before kernels are imported.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ R = TypeVar("R")
 
 @cache
 def interpreting() -> bool:
-    """Whether Triton's interpreter runs the kernels, on CPU tensors."""
+    """Return whether Triton's interpreter runs the kernels, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -35,7 +33,7 @@ def _has_triton() -> bool:
 
 
 def by_triton(tensor: Tensor) -> bool:
-    """Whether a kernel should run on `tensor`: it is on an NVIDIA GPU, or the interpreter is on.
+    """Return whether a kernel should run on `tensor`: on an NVIDIA GPU, or with the interpreter.
 
     float64 is for oracles and gradient checks and takes the torch path on any device.
     """
@@ -45,14 +43,14 @@ def by_triton(tensor: Tensor) -> bool:
 
 
 def architecture(device: torch.device) -> int:
-    """The architecture that a device is tuned as: 90 from Hopper on, 80 before."""
+    """Return the architecture whose tuning a device uses: 90 from Hopper on, 80 before."""
     if device.type != "cuda":
         return 90
     return 90 if torch.cuda.get_device_capability(device)[0] >= 9 else 80
 
 
 def dot_ready(tensor: Tensor) -> Tensor:
-    """Give `tensor`, contiguous, in a type that the kernel's `tl.dot` multiplies correctly.
+    """Return `tensor`, contiguous, in a dtype that the kernel's `tl.dot` multiplies correctly.
 
     The interpreter stores bfloat16 as integers and multiplies those, so it gets float32.
     """
@@ -64,7 +62,7 @@ def dot_ready(tensor: Tensor) -> Tensor:
 def on_its_device(
     launch: Callable[Concatenate[Tensor, P], R],
 ) -> Callable[Concatenate[Tensor, P], R]:
-    """Launch kernels on the GPU of the first tensor; Triton alone would take the current GPU.
+    """Launch kernels on the GPU of the first tensor; Triton alone would use the current GPU.
 
     The layers of a model can be on several GPUs.
     """
@@ -79,19 +77,19 @@ def on_its_device(
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel as a GPU would run it, for the gate in `benchmarks/compile_kernels.py`.
+    """A kernel compiled ahead of time for the CI check in `benchmarks/compile_kernels.py`.
 
     Attributes:
         name: Name in the table.
         kernel: The `triton.jit` function.
-        types: Triton type of every argument that is not a constant, such as `*bf16`, `i32`, `fp32`.
+        types: Triton type of every non-constant argument, such as `*bf16`, `i32`, `fp32`.
         constants: Values of the `tl.constexpr` arguments.
         warps: Warps per program.
         stages: Stages of software pipelining.
-        aligned: Integer arguments that the launch guarantees to be multiples of 16 (pointers are).
+        aligned: Integer arguments guaranteed by the launch to be multiples of 16 (pointers are).
         expect: Instructions that the code must contain, each a choice of opcodes separated by `|`:
-            `("HGMMA|HMMA", "LDGSTS|UBLKCP|UTMALDG")` requires that a dot runs on the tensor cores
-            and that its operands arrive by asynchronous copies.
+            `("HGMMA|HMMA", "LDGSTS|UBLKCP|UTMALDG")` requires that a dot runs on the tensor cores and that its operands
+            arrive by asynchronous copies.
         variant: Whether this is a second size of another kernel; `--quick` leaves it out.
     """
 
@@ -107,6 +105,6 @@ class Compiled:
 
 
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA"}
-"""The opcode of a dot that runs on the tensor cores of an architecture."""
+"""Opcodes of a dot that runs on the tensor cores, by architecture."""
 ASYNC_COPY = "LDGSTS|UBLKCP|UTMALDG"
-"""Opcodes with which a pipelined loop copies operands to shared memory."""
+"""Opcodes that copy operands of a pipelined loop to shared memory."""

@@ -1,1 +1,1 @@
-"""Where responses are generated: in this process, or by Ray workers on one machine or many."""
+"""Executors: responses are generated in this process, or by Ray workers on one machine or many."""

@@ -1,4 +1,4 @@
-"""What every executor does with a model, and what it is given."""
+"""Interface and common steps of the executors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvbench.runs.worker import ResponseSink, Worker, model_of
 
 
 class Unfinished(NamedTuple):
-    """A model with all its jobs, and how many responses of them are missing."""
+    """A model with all its jobs and the number of missing responses."""
 
     stage: Stage
     missing: int
@@ -36,9 +36,8 @@ class Executor(Protocol):
 
         Args:
             unfinished: The models that lack responses.
-            grid: How to run them.
-            store: Has the finished responses; only this process writes to it.
-            reporter: Told of every response.
+            store: Holds the finished responses; only this process writes to it.
+            reporter: Progress reporter.
 
         Raises:
             UserError: The device has too little memory, or a machine cannot do its part.
@@ -47,7 +46,7 @@ class Executor(Protocol):
 
 
 def worker_of(model: nn.Module, stage: Stage, grid: Grid, store: ResponseSink, reporter: Reporter) -> Worker:
-    """The worker that runs a stage's model as a grid says."""
+    """Return a worker for a stage's model with the options of a grid."""
     return Worker(
         model,
         reporter,
@@ -64,7 +63,7 @@ def worker_of(model: nn.Module, stage: Stage, grid: Grid, store: ResponseSink, r
 def answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> None:
     """Answer the prompts of one task for cells at any moment.
 
-    If memory runs out, what is not stored yet is generated again in batches of half the size.
+    If memory runs out, missing responses are generated again in batches of half the size.
     """
     while True:
         try:
@@ -73,7 +72,7 @@ def answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> 
             if not out_of_memory(error) or not worker.batching.halve():
                 raise
         row_count = worker.batching.rows
-        worker.reporter.message(f"out of memory: from here on {row_count} responses are decoded at once")
+        worker.reporter.message(f"out of memory: now decoding {row_count} responses at once")
 
 
 def _answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> None:
@@ -87,7 +86,7 @@ def _answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) ->
 
 @contextmanager
 def memory_of(model: str) -> Iterator[None]:
-    """Turn running out of memory into an error that says what to do.
+    """Turn an out-of-memory error into a message that says what to do.
 
     Raises:
         UserError: The machine or the device has too little memory for the model's work.
@@ -98,6 +97,6 @@ def memory_of(model: str) -> Iterator[None]:
         if not out_of_memory(error):
             raise
         raise UserError(
-            f"model {model}: {reason_of(error)}; use a smaller --batch-size or shorter "
-            "prompts (the same command continues from here)"
+            f"model {model}: {reason_of(error)}; use a smaller --batch-size or shorter prompts "
+            "(the same command continues from here)"
         ) from error

@@ -1,4 +1,4 @@
-"""Generates responses in this process, one model after the other."""
+"""Local executor: generates responses in this process, one model after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvbench.runs.worker import loaded_model
 
 
 def run_here(unfinished: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter) -> None:
-    """See `kvbench.runs.executors.base.Executor`."""
+    """Run the local executor; see `kvbench.runs.executors.base.Executor`."""
     for stage, missing_count in unfinished:
         reporter.message(f"loading model {stage.model}")
         with loaded_model(stage, grid, reporter.message) as model:

@@ -1,4 +1,4 @@
-"""A worker in a process of its own: it plans and answers shards, and sends the responses back."""
+"""A worker in its own process: it plans and answers shards, and sends the responses back."""
 
 from __future__ import annotations
 
@@ -22,31 +22,30 @@ from kvbench.runs.schema import Response
 from kvbench.runs.worker import Worker, loaded_model
 
 Sent = Response | str
-"""What a worker sends: a response, or a line for the user."""
+"""Item sent by a worker: a response, or a message for the user."""
 
 
 class RemoteWorker:
-    """Answers parts of a grid. It keeps its model, and the plan of its last job.
+    """Answers parts of a grid. It keeps its model and the plan of its last job.
 
-    The worker plans its jobs itself: models, policies and data are read on its machine, nothing of
-    them is sent. A machine that would ask or answer differently therefore has other keys, and is
-    refused.
+    The worker plans its jobs itself: models, policies and data are read on its own machine and never sent. A machine
+    whose prompts or answers would differ therefore has other keys, and is refused.
 
     Args:
-        grid: The grid, as `Grid.to_dict` gives it.
-        folder: The folder that relative paths in the grid start from.
+        grid: The grid, as `Grid.to_dict` returns it.
+        folder: Base folder of relative paths in the grid.
     """
 
     def __init__(self, grid: Mapping[str, Any], folder: str) -> None:
         self._grid, self._folder = Grid.from_dict(grid), folder
-        # Everything about the model happens in one thread: torch counts threads per thread.
+        # Everything about the model runs in one thread, because torch sets its thread count per thread.
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._planned: tuple[JobName, Stage, Job] | None = None
         self._worker: tuple[str, Worker] | None = None
         self._held = ExitStack()
 
     def start(self) -> None:
-        """Go to the folder.
+        """Change to the folder.
 
         Raises:
             UserError: The machine has no such folder.
@@ -55,17 +54,16 @@ class RemoteWorker:
             os.chdir(self._folder)
         except OSError as error:
             raise UserError(
-                f"{socket.gethostname()} cannot use {self._folder}: {error.strerror}; start the "
-                "run from a folder that all machines share"
+                f"{socket.gethostname()} cannot use {self._folder}: {error.strerror}; "
+                "start the run from a folder that all machines share"
             ) from None
 
     def answer(self, job_name: JobName, keys: frozenset[Key], failures: Mapping[str, str]) -> Iterator[list[Sent]]:
         """Generate responses of a job; yield them as soon as they exist.
 
         Args:
-            job_name: The job.
-            keys: The keys of the responses, of whole contexts or what is missing of them.
-            failures: Why cells have failed so far, by cell; they are not tried again.
+            keys: Keys of the responses, covering whole contexts or what is missing of them.
+            failures: Errors of failed cells so far, by cell; they are not retried.
 
         Raises:
             UserError: The machine has too little memory, or plans other responses than the driver.
@@ -98,7 +96,7 @@ class RemoteWorker:
             answer(worker, job.prompts, job.cells)
 
     def _plan(self, job_name: JobName, keys: frozenset[Key]) -> tuple[Stage, Job]:
-        """Plan a job, if it is not the last one, and check that it has these keys."""
+        """Plan a job unless it is the last one planned, and check that it has these keys."""
         if self._planned is None or self._planned[0] != job_name:
             self._planned = None
             try:
@@ -113,14 +111,13 @@ class RemoteWorker:
         planned_keys = {key_of(cell, prompt) for cell in job.cells for prompt in job.prompts}
         if not keys <= planned_keys:
             raise UserError(
-                f"{socket.gethostname()} plans other cells of {job_name.task} than the machine "
-                "that the run was started on; give all machines the same packages, models, data "
-                "and kind of device"
+                f"{socket.gethostname()} plans other cells of {job_name.task} than the machine that started the run; "
+                "give all machines the same packages, models, data and kind of device"
             )
         return stage, job
 
     def _load(self, stage: Stage, send: Callable[[Sent], None]) -> Worker:
-        """The worker of a stage's model; another model is given up first."""
+        """Return the worker of a stage's model, freeing any other model first."""
         if self._worker is None or self._worker[0] != stage.model:
             self._worker = None
             self._held.close()
@@ -133,7 +130,7 @@ class RemoteWorker:
 
 @dataclass(frozen=True)
 class _AllBut(Container[Key]):
-    """Every key but these."""
+    """All keys except a given set."""
 
     keys: frozenset[Key]
 
@@ -143,7 +140,7 @@ class _AllBut(Container[Key]):
 
 @dataclass
 class _Channel:
-    """A worker's `ResponseSink` that sends responses away; only `wanted` are still to be generated."""
+    """A worker's response sink, which sends responses away; only `wanted` keys are still missing."""
 
     wanted: set[Key]
     send: Callable[[Sent], None]

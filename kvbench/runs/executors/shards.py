@@ -1,4 +1,4 @@
-"""How the missing responses of a run are cut into pieces that workers take."""
+"""Partition of a run's missing responses into shards for workers."""
 
 from __future__ import annotations
 
@@ -11,47 +11,45 @@ from kvbench.runs.index import Key
 from kvbench.runs.planning import Job, JobName, Stage
 
 _FULL = 64
-"""Responses of a shard that keep a worker's batches full; more shards balance the load better."""
+"""Responses per shard that keep a worker's batches full; more shards balance the load better."""
 
 _PER_WORKER = 4
-"""Shards for each worker, if they are full: the last ones end at about the same time."""
+"""Full shards per worker, so that the last ones end at about the same time."""
 
 
 @dataclass(frozen=True)
 class Shard:
     """Prompts of one job that one worker answers for all cells.
 
-    The contexts of a job are never divided: each is prefilled once for all cells. Which contexts
-    share a shard depends on what is missing, and changes no response: a worker always plans the
-    whole job, so that the room and the width of its batches are those of a run in one process.
-
-    A shard does not hold the keys of its responses: those of a large grid take gigabytes.
+    The contexts of a job are never divided: each is prefilled once for all cells. How contexts are grouped depends on
+    what is missing but changes no response, because a worker always plans the whole job and thus sizes its batches as a
+    run in one process does. A shard does not hold the keys of its responses: those of a large grid take gigabytes.
 
     Attributes:
-        job: Whose prompts they are.
-        prompts: Their places among the prompts of the job.
+        job: The job of the prompts.
+        prompts: Their indices among the prompts of the job.
     """
 
     job: JobName
     prompts: range
 
     def missing(self, job: Job, done_keys: Container[Key]) -> frozenset[Key]:
-        """The keys of its responses that are still to be generated.
+        """Return the keys of its missing responses.
 
         Args:
             job: The job that it names.
-            done_keys: Keys of the responses that exist.
+            done_keys: Keys of the existing responses.
         """
         return frozenset(_missing(job, self.prompts, done_keys))
 
 
 def shards_of(stages: Sequence[Stage], done_keys: Container[Key], worker_count: int) -> list[Shard]:
-    """Cut the missing responses into shards, in the order of the plan.
+    """Partition the missing responses into shards, in the order of the plan.
 
     Args:
         stages: The models with their jobs.
-        done_keys: Keys of the responses that exist.
-        worker_count: How many workers there are at most.
+        done_keys: Keys of the existing responses.
+        worker_count: Maximum number of workers.
     """
     job_contexts = [
         (JobName.of(stage, job), contexts)
@@ -67,7 +65,7 @@ def shards_of(stages: Sequence[Stage], done_keys: Container[Key], worker_count: 
 
 
 def _contexts(job: Job, done_keys: Container[Key]) -> Iterator[tuple[range, int]]:
-    """The prompts of each context that lacks responses, and how many; a dialogue has one."""
+    """Yield the prompt range and missing count of each incomplete context; a dialogue has one."""
     start_index = 0
     for _, group in groupby(job.prompts, key=lambda prompt: prompt.request.context_id):
         prompts = range(start_index, start_index + sum(1 for _ in group))
@@ -82,13 +80,10 @@ def _missing(job: Job, prompts: range, done_keys: Container[Key]) -> Iterator[Ke
 
 
 def _packed(contexts: Sequence[tuple[range, int]], shard_size: float) -> Iterator[range]:
-    """Join contexts until they lack `shard_size` responses; what lies between them lacks none."""
+    """Join contexts until they lack `shard_size` responses; those in between are complete."""
     start_index, packed_count = -1, 0
     for prompts, response_count in contexts:
-        start_index, packed_count = (
-            (prompts.start if packed_count == 0 else start_index),
-            packed_count + response_count,
-        )
+        start_index, packed_count = prompts.start if packed_count == 0 else start_index, packed_count + response_count
         if packed_count >= shard_size:
             yield range(start_index, prompts.stop)
             packed_count = 0
@@ -98,19 +93,15 @@ def _packed(contexts: Sequence[tuple[range, int]], shard_size: float) -> Iterato
 
 @dataclass
 class Queue:
-    """The shards that nobody works on, and who takes which.
-
-    Args:
-        pending: The shards.
-    """
+    """The unassigned shards, and their assignment to workers."""
 
     pending: list[Shard]
     taken: list[Shard] = field(default_factory=list)
 
     def take(self, last_job: JobName | None) -> Shard:
-        """Take a shard: of the job that the worker has planned, else of one that nobody works on.
+        """Take a shard, preferably of the worker's planned job, else of a job without workers.
 
-        A worker plans a job, and loads a model, only if it must.
+        A worker thus plans a job, and loads a model, only if necessary.
 
         Args:
             last_job: The job of the worker's previous shard.
@@ -127,10 +118,10 @@ class Queue:
         return shard
 
     def finish(self, shard: Shard) -> None:
-        """A shard is done."""
+        """Mark a shard as done."""
         self.taken.remove(shard)
 
     def give_back(self, shard: Shard) -> None:
-        """What a lost worker has left of a shard is the first to be taken again."""
+        """Return a lost worker's shard to the front of the queue."""
         self.taken.remove(shard)
         self.pending.insert(0, shard)

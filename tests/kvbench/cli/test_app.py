@@ -83,7 +83,7 @@ def test_help_is_never_an_error(arguments: list[str], capsys: pytest.CaptureFixt
 def test_help_says_that_a_budget_is_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     cli.call(["run", "--help"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "What is KEPT of the cache" in text
+    assert "Part of the cache that is KEPT" in text
     assert "In kvpress a ratio is the fraction removed" in text
 
 

@@ -55,7 +55,7 @@ NOT_YET = {
     "jetmoe": ({}, "kvbench cannot find the attention of JetMoeForCausalLM: layer 0 has no self_a"),
     "lfm2": (
         {"layer_types": ["conv", "full_attention", "conv"]},
-        "layers of kind LinearAttentionLayer cannot be evicted from",
+        "layers of kind LinearAttentionLayer do not support eviction",
     ),
 }
 """By family: what its configuration needs, and how the refusal begins."""

@@ -280,7 +280,7 @@ def test_too_little_disk_is_refused(write: Write, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     message = refused(path)
     assert message.startswith("the converted copy needs 0.05 GB in ")
-    assert message.endswith("make room, or set KVBENCH_CACHE to another folder")
+    assert message.endswith("free some space, or set KVBENCH_CACHE to another folder")
 
 
 def test_missing_packages_are_named(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

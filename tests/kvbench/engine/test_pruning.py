@@ -262,6 +262,6 @@ def test_attached_layers_all_keep_the_tokens_that_were_not_pruned() -> None:
 @pytest.mark.parametrize("policy", ["fastv:layer=3", "dart:layer=9"])
 def test_a_layer_that_the_model_does_not_have_is_refused(policy: str) -> None:
     family = build("qwen2_vl")  # three layers
-    message = r"drops visual tokens from layer \d on, and the model has only 3 layers; use layer=2"
+    message = r"drops visual tokens from layer \d on, but the model has only 3 layers; use layer=2"
     with pytest.raises(UserError, match=message), kvbench.attach(family.model, policy, "visual:4"):
         pass

@@ -146,7 +146,7 @@ def test_an_image_that_cannot_be_read_is_named_with_its_task_and_row(tmp_path: P
     unknown = bench(tmp_path, [row(), row(media=[image(b"no image")])])
     task = load_task("look", unknown, tmp_path)
     window, vision = Window("tiny", 0), Vision(processor(), "tiny")
-    message = "^look, 1: an image cannot be read: it is in no format that Pillow knows$"
+    message = "^look, 1: an image cannot be read: Pillow does not know its format; convert it to PNG or JPEG$"
     with pytest.raises(UserError, match=message):
         prompts_of(task, processor().tokenizer, window, None, print, vision)
 

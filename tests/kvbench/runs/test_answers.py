@@ -280,7 +280,7 @@ def test_contexts_are_cut_in_the_middle_only_where_asked(folder: str, own: str, 
     error = capsys.readouterr().err
     assert "do not fit into the 512" in error and "use --truncate middle" in error
     assert run(folder, str(long), tmp_path / "a", "--truncate", "middle") == 0
-    assert "long: 1 of 3 contexts were cut in the middle" in capsys.readouterr().err
+    assert "long: 1 of 3 contexts were truncated in the middle" in capsys.readouterr().err
     cells, samples = kvbench.load(tmp_path / "a")
     recorded = [json.loads(v)["generation"] for v in cells.versions]
     assert all(r["truncate"] == "middle" and r["truncated"] == 1 for r in recorded)

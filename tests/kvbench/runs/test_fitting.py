@@ -21,7 +21,7 @@ def said(policies: str, budgets: str, moment: str = "context") -> list[str]:
 def test_windows_that_fill_a_budget_are_named(moment: str) -> None:
     # About 50 entries a head at 0.1, and 128, 100, 144 and 32 that stay for their place alone.
     (line,) = said("kvzap,locret,lagkv,snapkv,local,snapkv:window=64", "0.1,0.5", moment)
-    assert line.startswith("vt: a window of a fixed size fills the budget of kvzap (0.1), ")
+    assert line.startswith("vt: a fixed-size window fills the budget of kvzap (0.1), ")
     assert "locret (0.1), lagkv (0.1), snapkv:window=64 (0.1), so that no score" in line
 
 

@@ -83,8 +83,8 @@ def test_greedy_repeats_are_made_once_and_that_is_said_once(settings: Generation
     made, said = applied(settings, request(sampling=own, repeats=4), request(repeats=4))
     assert all(r.repeats == 1 and r.sampling is None for r in made)
     assert said == [
-        "t is answered greedily, so its 4 repeats would be the same; only one is made "
-        "(use --temperature 0.6 to draw answers)"
+        "t is answered greedily, so its 4 repeats would be the same; only one is run "
+        "(use --temperature 0.6 to sample answers)"
     ]
 
 

@@ -208,7 +208,7 @@ def test_budgets_that_keep_none_or_all_of_the_images_are_told_in_a_line(
 
     bare, said = told(policy="divprune,random", budget="0.2,visual:0.2")
     line = (
-        "pictures: budget 0.2 is spent on text first, so divprune keeps nothing of the images in 4 "
+        "pictures: budget 0.2 is spent on text first, so divprune keeps no image tokens in 4 "
         "of 4 prompts; use a budget such as visual:0.2"
     )
     assert said.count("is spent on text first") == 1 and line in said

@@ -1,4 +1,4 @@
-"""Attention over ragged segments written plainly: the oracle of its tests."""
+"""Reference attention over ragged segments, the oracle of the kernel tests."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def ragged_attention(
         col: Logical column of every row, `[rows]`.
         start, length: First row and number of rows of every segment `b * H + h`, `[B, H, 1]`.
         first: Logical column of the first query.
-        scale: Factor of the logits.
+        scale: Scaling factor of the logits.
         powers: Powers of the weights to sum over the queries.
         valid: Queries whose weights are summed, bool `[B, n]`; None: all.
 
     Returns:
-        Output `[B, H_q, n, d]` and mass `[powers, entries, G]`, segment by segment, both in the
-        dtype of the input (float64 for checks).
+        Output `[B, H_q, n, d]` and accumulated attention `[powers, entries, G]`, segment by segment, both in the dtype
+        of the input (float64 for checks).
     """
     batch_size, query_heads, query_count, _ = query.shape
     kv_heads = length.shape[1]
