@@ -15,7 +15,7 @@ MOVED = {
     "kvbench.published": "kvbench.papers.published",
     "kvbench.published.figures": "kvbench.papers.published.results",
     "kvbench.recipes": "kvbench.papers.recipes",
-    "kvbench.report.write": "kvbench.report.render",
+    "kvbench.report.write": "kvbench.report.rendering",
 }
 """New names by old name; the modules of a package move with it."""
 

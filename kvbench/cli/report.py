@@ -68,7 +68,7 @@ def report(
     from kvbench.report import choosing
     from kvbench.report.frames import prepare
     from kvbench.report.overall import group_means
-    from kvbench.report.render import write_report
+    from kvbench.report.rendering import write_report
     from kvbench.report.sorted_samples import COLUMNS, Samples
     from kvbench.report.terminal import RunTable
     from kvbench.runs.load import load_frames, responses_of

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,21 +92,6 @@ class _AttentionContext:
     layer: RaggedLayer
     index: int
     hidden: Tensor
-
-
-@dataclass
-class Attachment:
-    """State of a model that runs kvbench's attention.
-
-    Attributes:
-        active: The forward in progress.
-        tokens: Token ids of the call in progress; the decoder of a vision model receives embeddings instead.
-        handles: Hooks to remove.
-    """
-
-    active: Forward | None = None
-    tokens: Tensor | None = None
-    handles: list[Any] = field(default_factory=list)
 
 
 _ATTACHED: set[int] = set()
@@ -306,13 +292,8 @@ AttentionInterface.register(NAME, kvbench_attention)
 AttentionMaskInterface.register(NAME, kvbench_mask)
 
 
-@contextmanager
-def attached(
-    model: nn.Module,
-    before_forward: Callable[[RaggedCache, Forward], None],
-    after_forward: Callable[[RaggedCache, Forward], None],
-) -> Iterator[None]:
-    """Install kvbench's attention in the model's text decoder; restore everything on exit.
+class Attachment:
+    """Runs kvbench's attention in a model's text decoder, by hooks that it installs and removes.
 
     Args:
         model: A causal language model of a supported family.
@@ -322,35 +303,79 @@ def attached(
     Raises:
         ValueError: The model is already attached.
     """
-    decoder = decoder_of(model)
-    if id(decoder) in _ATTACHED:
-        raise ValueError("this model is attached already; attachments cannot be nested")
-    previous_attention = decoder.config._attn_implementation
-    visual_token_ids = torch.tensor(visual_ids(model), dtype=torch.int64)
-    attachment = Attachment()
-    outer_depth = len(_ACTIVE)
 
-    def record_tokens(called_module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
-        attachment.tokens = keywords.get("input_ids", arguments[0] if arguments else None)
+    def __init__(
+        self,
+        model: nn.Module,
+        before_forward: Callable[[RaggedCache, Forward], None],
+        after_forward: Callable[[RaggedCache, Forward], None],
+    ) -> None:
+        self.model, self.decoder = model, decoder_of(model)
+        if id(self.decoder) in _ATTACHED:
+            raise ValueError("this model is attached already; attachments cannot be nested")
+        self.before_forward, self.after_forward = before_forward, after_forward
+        self._visual_ids = torch.tensor(visual_ids(model), dtype=torch.int64)
+        self._previous_attention = self.decoder.config._attn_implementation
+        self._outer_depth = len(_ACTIVE)
+        self._active: Forward | None = None  # the forward in progress
+        self._token_ids: Tensor | None = None  # of the call in progress: a vision model's decoder gets embeddings
+        self._handles: list[Any] = []
 
-    def open_forward(called_module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> Any:
+    def install(self) -> None:
+        """Install the attention and its hooks."""
+        _ATTACHED.add(id(self.decoder))
+        output_head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        if isinstance(output_head, nn.Module):
+            self._handles.append(output_head.register_forward_pre_hook(_make_contiguous))
+        self.decoder.set_attn_implementation(NAME)
+        if self.model is not self.decoder:
+            self._handles.append(self.model.register_forward_pre_hook(self._record_tokens, with_kwargs=True))
+        self._handles += [
+            self.decoder.register_forward_pre_hook(self._open_forward, with_kwargs=True),
+            self.decoder.register_forward_hook(self._close_forward, with_kwargs=True, always_call=True),
+        ]
+        if len(self._visual_ids):
+            self._handles += [
+                layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True) for layer in self.decoder.layers
+            ]
+        for layer_index, module in attention_modules(self.model):
+            enter_attention = partial(self._enter_attention, layer_index)
+            self._handles += [
+                module.register_forward_pre_hook(enter_attention, with_kwargs=True),
+                module.register_forward_hook(_leave_attention, with_kwargs=True, always_call=True),
+            ]
+
+    def remove(self) -> None:
+        """Restore the model."""
+        for handle in self._handles:
+            handle.remove()
+        for _, module in attention_modules(self.model):
+            module.__dict__.pop("_kvbench", None)
+        del _ACTIVE[self._outer_depth :]
+        self.decoder.set_attn_implementation(self._previous_attention)
+        _ATTACHED.discard(id(self.decoder))
+
+    def _record_tokens(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        self._token_ids = keywords.get("input_ids", arguments[0] if arguments else None)
+
+    def _open_forward(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> Any:
         # A forward interrupted by Ctrl-C leaves this state behind, because torch then runs no hooks.
-        attachment.active = None
-        del _ACTIVE[outer_depth:]
+        self._active = None
+        del _ACTIVE[self._outer_depth :]
         cache = keywords.get("past_key_values")
         if not isinstance(cache, RaggedCache):
             return None
         cache.ready()
         token_ids = keywords.get("input_ids", arguments[0] if arguments else None)
         model_input = token_ids if token_ids is not None else keywords["inputs_embeds"]
-        if token_ids is None and attachment.tokens is not None:
-            token_ids = attachment.tokens if attachment.tokens.shape == model_input.shape[:2] else None
-        attachment.tokens = None
+        if token_ids is None and self._token_ids is not None:
+            token_ids = self._token_ids if self._token_ids.shape == model_input.shape[:2] else None
+        self._token_ids = None
         if model_input.dim() < 2 or model_input.shape[0] == 0 or model_input.shape[1] == 0:
             raise ValueError(f"the input has shape {list(model_input.shape)}; give [batch, tokens]")
         visual_mask = None
-        if len(visual_token_ids) and token_ids is not None:
-            visual_mask = torch.isin(token_ids, visual_token_ids.to(token_ids.device))
+        if len(self._visual_ids) and token_ids is not None:
+            visual_mask = torch.isin(token_ids, self._visual_ids.to(token_ids.device))
         batch_size, new_columns = model_input.shape[:2]
         forward = _open_forward(
             cache,
@@ -366,8 +391,8 @@ def attached(
         elif cache.ids is not None:
             cache.ids.append(token_ids)
         _ACTIVE.append(forward)
-        attachment.active = forward
-        before_forward(cache, forward)
+        self._active = forward
+        self.before_forward(cache, forward)
         keywords = _prune_before(forward, keywords)
         if cache.padded and keywords.get("position_ids") is None:
             # The model would count padding columns by default, unlike a later `generate`.
@@ -380,70 +405,51 @@ def attached(
             keywords = {**keywords, "attention_mask": cache.valid.long()}
         return arguments, keywords
 
-    def close_forward(called_module: nn.Module, arguments: Any, keywords: dict[str, Any], outputs: Any) -> None:
-        forward, attachment.active = attachment.active, None
-        del _ACTIVE[outer_depth:]
+    def _close_forward(self, module: nn.Module, arguments: Any, keywords: dict[str, Any], outputs: Any) -> None:
+        forward, self._active = self._active, None
+        del _ACTIVE[self._outer_depth :]
         if forward is not None and outputs is not None:
             forward.hidden = getattr(outputs, "last_hidden_state", None)
-            after_forward(forward.cache, forward)
+            self.after_forward(forward.cache, forward)
 
-    def enter_attention(layer_index: int, called_module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+    def _enter_layer(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        if self._active is not None and self._active.pruner is not None:
+            output: Tensor = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
+            _prune_between(self._active, self.decoder.norm(output))
+
+    def _enter_attention(self, layer_index: int, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
         layer = None
-        if attachment.active is not None:
-            layer = attachment.active.cache.layers[int(called_module.layer_idx)]  # type: ignore[arg-type]
-        if attachment.active is None or not isinstance(layer, RaggedLayer):
-            called_module.__dict__["_kvbench"] = None
+        if self._active is not None:
+            layer = self._active.cache.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+        if self._active is None or not isinstance(layer, RaggedLayer):
+            module.__dict__["_kvbench"] = None
             return
         hidden_states: Tensor = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
-        called_module.__dict__["_kvbench"] = _AttentionContext(attachment.active, layer, layer_index, hidden_states)
+        module.__dict__["_kvbench"] = _AttentionContext(self._active, layer, layer_index, hidden_states)
 
-    def arriving(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if attachment.active is not None and attachment.active.pruner is not None:
-            output: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            _prune_between(attachment.active, decoder.norm(output))
 
-    def leave_attention(called_module: nn.Module, arguments: Any, keywords: dict[str, Any], outputs: Any) -> None:
-        context: _AttentionContext | None = called_module.__dict__.get("_kvbench")
-        called_module.__dict__["_kvbench"] = None
-        if context is not None and outputs is not None:  # None: the module raised
-            check_consumed(called_module, context.layer.pending)
+def _leave_attention(module: nn.Module, arguments: Any, keywords: dict[str, Any], outputs: Any) -> None:
+    context: _AttentionContext | None = module.__dict__.get("_kvbench")
+    module.__dict__["_kvbench"] = None
+    if context is not None and outputs is not None:  # None: the module raised
+        check_consumed(module, context.layer.pending)
 
-    def make_contiguous(called_module: nn.Module, arguments: Any) -> Any:
-        # A slice of several rows is not contiguous, and its product would copy the head once per row.
-        return (arguments[0].contiguous(), *arguments[1:]) if arguments else None
 
-    _ATTACHED.add(id(decoder))
+def _make_contiguous(module: nn.Module, arguments: Any) -> Any:
+    # A slice of several rows is not contiguous, and its product would copy the head once per row.
+    return (arguments[0].contiguous(), *arguments[1:]) if arguments else None
+
+
+@contextmanager
+def attached(
+    model: nn.Module,
+    before_forward: Callable[[RaggedCache, Forward], None],
+    after_forward: Callable[[RaggedCache, Forward], None],
+) -> Iterator[None]:
+    """Install kvbench's attention in a model; restore everything on exit. See `Attachment`."""
+    attachment = Attachment(model, before_forward, after_forward)
     try:
-        output_head = getattr(model, "get_output_embeddings", lambda: None)()
-        if isinstance(output_head, nn.Module):
-            attachment.handles.append(output_head.register_forward_pre_hook(make_contiguous))
-        decoder.set_attn_implementation(NAME)
-        if model is not decoder:
-            attachment.handles.append(model.register_forward_pre_hook(record_tokens, with_kwargs=True))
-        attachment.handles += [
-            decoder.register_forward_pre_hook(open_forward, with_kwargs=True),
-            decoder.register_forward_hook(close_forward, with_kwargs=True, always_call=True),
-        ]
-        if len(visual_token_ids):
-            attachment.handles += [
-                layer.register_forward_pre_hook(arriving, with_kwargs=True) for layer in decoder.layers
-            ]
-        for layer_index, attention_module in attention_modules(model):
-            attachment.handles += [
-                attention_module.register_forward_pre_hook(
-                    lambda called_module, arguments, keywords, bound_index=layer_index: enter_attention(
-                        bound_index, called_module, arguments, keywords
-                    ),
-                    with_kwargs=True,
-                ),
-                attention_module.register_forward_hook(leave_attention, with_kwargs=True, always_call=True),
-            ]
+        attachment.install()
         yield
     finally:
-        for hook_handle in attachment.handles:
-            hook_handle.remove()
-        for _, attention_module in attention_modules(model):
-            attention_module.__dict__.pop("_kvbench", None)
-        del _ACTIVE[outer_depth:]
-        decoder.set_attn_implementation(previous_attention)
-        _ATTACHED.discard(id(decoder))
+        attachment.remove()

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvbench.report.overall import group_means
-    from kvbench.report.render import render
+    from kvbench.report.rendering import render
     from kvbench.report.terminal import run_table
 
 __all__ = ["group_means", "render", "run_table"]
 
 _HOMES = {
     "group_means": "kvbench.report.overall",
-    "render": "kvbench.report.render",
+    "render": "kvbench.report.rendering",
     "run_table": "kvbench.report.terminal",
 }
 

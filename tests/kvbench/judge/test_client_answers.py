@@ -187,11 +187,11 @@ import signal, sys
 from pathlib import Path
 from kvbench.benchmark import Ask
 from kvbench.judge.client import EndpointJudge
-from kvbench.judge.settings import Settings
+from kvbench.judge.settings import JudgeSettings
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 fields = {"question": "Where?", "answer": "Rome"}
 asks = [Ask("correct", {**fields, "response": f"Rome {i}"}) for i in range(40)]
-judge = EndpointJudge(Settings(sys.argv[1], "judge-1", jobs=2), Path(sys.argv[2]), print)
+judge = EndpointJudge(JudgeSettings(sys.argv[1], "judge-1", jobs=2), Path(sys.argv[2]), print)
 judge.judge(asks)
 """
 

@@ -57,8 +57,8 @@ def row(judge: LocalJudge, *texts: str) -> dict[str, Any]:
     cell = make_cell("full", "0.5", task="t", group="g", length=64)
     responses = [
         Response(
-            cell.cell, f"{i}", 0, 0, i, f"context{i}", text, "stop", "",
-            60, 4, 2, 10, 10, 80, 100, 160, 0.5, 0.25, 1.0,
+            cell.cell, f"{i}", i, 0, 0, f"context{i}", text, "stop", "",
+            60, 4, 2, 10, 10, 80, 80, 100, 160, 0, 0, 0.5, 0.25, 1.0,
         )
         for i, text in enumerate(texts)
     ]  # fmt: skip
