@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,8 +27,24 @@ from kvbench.engine.channels import order_dtype
 from kvbench.engine.segments import runs
 from kvbench.plugin import Policy
 
-if TYPE_CHECKING:  # a layer calls this module
-    from kvbench.engine.layer import RaggedLayer
+
+class PackedLayer(Protocol):
+    """The part of a packed layer that coding reads and writes; see `kvbench.engine.layer`."""
+
+    key: Any
+    value: Any
+    col: Tensor
+    start: list[int]
+    length: list[int]
+    coded: list[int]
+    dim: int
+
+    def rows(self) -> Tensor:
+        """Return the rows that hold entries, int64 `[m]`."""
+        ...
+
+
+_Layer = TypeVar("_Layer", bound=PackedLayer)
 
 
 @dataclass(frozen=True)
@@ -98,7 +114,7 @@ class Coding:
         code_bytes = coded_total * (_code_bytes(key_width, self.bits) + _code_bytes(head_dim, self.bits))
         return exact_bytes + code_bytes + 2 * number_bytes * block_count
 
-    def pack(self, layer: RaggedLayer) -> None:
+    def pack(self, layer: PackedLayer) -> None:
         """Encode the keys and values of a newly packed layer."""
         assert layer.key is not None and layer.value is not None
         layer.coded = [self.coded(entry_count) for entry_count in layer.length]
@@ -111,7 +127,7 @@ class Coding:
             code_layout = CodeLayout(self.bits, 1, self.channels(head_dim), head_dim, *block_settings)
             layer.value = _encoded(code_layout, layer.value, live_rows, coded_rows)
 
-    def decoded(self, layer: RaggedLayer) -> RaggedLayer:
+    def decoded(self, layer: _Layer) -> _Layer:
         """Return a read-only layer to attend to, with all rows decoded."""
         assert isinstance(layer.key, Coded)
         decoded_layer = copy.copy(layer)
@@ -120,7 +136,7 @@ class Coding:
             decoded_layer.value = layer.value.decode()
         return decoded_layer
 
-    def age(self, layer: RaggedLayer) -> None:
+    def age(self, layer: PackedLayer) -> None:
         """Quantise the groups that have left the residual with the last append.
 
         Called after the attention of a forward, whose own tokens see one another unquantised. Keys that are pruned but
@@ -143,7 +159,7 @@ class Coding:
 
     def carry(
         self,
-        layer: RaggedLayer,
+        layer: PackedLayer,
         key: Tensor,
         value: Tensor,
         source_rows: Tensor,
