@@ -248,7 +248,7 @@ def test_a_template_without_a_switch_is_refused(llama_folder: str, own: str, tmp
     assert run(llama_folder, own, tmp_path, "--thinking") == 2
     assert "ignores enable_thinking" in capsys.readouterr().err
     assert run(llama_folder, own, tmp_path, "--thinking", "--no-chat-template") == 2
-    assert "and none is applied" in capsys.readouterr().err
+    assert "but none is applied" in capsys.readouterr().err
 
 
 def test_stop_strings_do_not_end_thinking(tokenizer: Any) -> None:
