@@ -164,7 +164,7 @@ def test_keywords_win_over_the_spelling_and_are_typed() -> None:
         ("full:key_channels=1.5", "fraction of the channels"),
         ("full:key_channels=nan", "fraction of the channels"),
         ("full:key_channels=most", "a number"),
-        ("full:buffer=8", "has no buffer"),
+        ("full:buffer=8", "buffer= does not apply"),
         ("snapkv:allocate=head_adaptiv", "did you mean head_adaptive"),
         ("snapkv:select=top_k", "topk"),
         ("snapkv:score=windows", "did you mean window"),
