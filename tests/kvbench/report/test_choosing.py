@@ -48,7 +48,7 @@ def test_a_wider_interval_says_what_the_samples_can_show_and_what_is_certain() -
     text = said(2, SURE, WIDE)
     assert text.startswith("b at 0.2")
     assert "Not certain: the interval includes losses of more than 2 points" in text
-    assert "20 samples can show only drops of more than 7.0 points" in text  # 8 below, from 1
+    assert "20 samples can detect only drops of more than 7.0 points" in text  # 8 below, from 1
     assert text.endswith("The cheapest whose whole interval is within: a at 0.4 (40.0%).")
 
 
