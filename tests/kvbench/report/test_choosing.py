@@ -110,7 +110,7 @@ def test_moments_that_count_more_than_the_context_tell_nothing(moment: str) -> N
 def test_a_longer_context_than_the_run_has_is_remarked() -> None:
     cells, samples = make_run(["snapkv"], ("0.2",), ["vt"], samples=6)
     panel, memory = panel_of(cells, samples)
-    assert "does not say what a policy loses at 32768" in memory.note(panel, Serving(1, 32768))
+    assert "does not show what a policy loses at 32768" in memory.note(panel, Serving(1, 32768))
     assert "does not say" not in memory.note(panel, Serving(1, 512))
     assert "does not say" not in memory.note(panel, Serving())
 
