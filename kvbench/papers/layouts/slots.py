@@ -27,7 +27,7 @@ class MeasuredSlot:
 
     @property
     def rivals(self) -> tuple[object, ...]:
-        """What the cells that it competes with share: all but the policy."""
+        """Key shared by competing cells: everything but the policy."""
         config = self.config
         return (
             config.model,
@@ -62,7 +62,7 @@ class ComputedSlot:
 
     @property
     def rivals(self) -> tuple[object, ...]:
-        """What the cells that it competes with share: all but the policy."""
+        """Key shared by competing cells: everything but the policy."""
         config = self.config
         return config.model, config.budget, config.moment, config.length, config.seed, self.name
 
