@@ -96,7 +96,7 @@ class Queries(Need):
 
 @dataclass(frozen=True)
 class AttentionMass(Need):
-    """Accumulated attention: attention that every entry received, summed over queries, float32 `[B, H_q, n]`.
+    """Accumulated attention of every entry, summed over queries, float32 `[B, H_q, n]`.
 
     The sums are exact; they are computed in blocks of queries, never as a `T x T` matrix. Between eviction steps, the
     engine keeps the sum of every entry and adds the attention of each new query.
