@@ -1,6 +1,6 @@
 """kvbench: one benchmark for KV-cache eviction, policy x budget x model x task.
 
-The public names are loaded when they are first used, so that `import kvbench` is cheap.
+Public names are loaded on first use, so that `import kvbench` is fast.
 """
 
 from __future__ import annotations

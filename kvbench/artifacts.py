@@ -1,11 +1,11 @@
-"""Files that are made for one model and read by policies: learned gates and head profiles.
+"""Model-specific files that policies load: learned gates and head profiles.
 
-An `Artifacts` describes one sort of them. It finds the files of a model, reports problems in one
-line, and computes the digest that becomes part of a cell's hash. The order of search is:
+An `Artifacts` describes one kind of file. It finds the files of a model, reports problems in one line, and computes the
+digest that becomes part of a cell's hash. The search order is:
 
-1. what the user names (a path, or the name of a shipped artifact);
-2. what ships with the package, for the model's own name and weights;
-3. what the user has made, in the user's cache.
+1. the path or shipped artifact that the user names;
+2. an artifact shipped with the package for the same model name and weights;
+3. an artifact in the user's cache.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvbench.named import local_model, model_digest
 
 @dataclass(frozen=True)
 class MadeFor:
-    """The model that an artifact says it was made for.
+    """The model that an artifact was made for, according to its metadata.
 
     Attributes:
         model: The model as the user named it; "" if unknown.
-        revision: Commit of the hub, or digest of the local weights; "" if unknown.
+        revision: Hub commit, or digest of the local weights; "" if unknown.
     """
 
     model: str = ""
@@ -37,18 +37,18 @@ class MadeFor:
 
 @dataclass(frozen=True)
 class Artifacts:
-    """One sort of files made for models: a file, or a folder of files, per model and kind.
+    """One kind of model-specific artifact: a file or folder per model and kind.
 
     Attributes:
-        noun: What one of them is called in messages, for example "head profile".
-        option: The parameter of a policy by which the user names one.
-        shipped: Folder of those that ship with the package.
-        folder: Name of their folder in the user's cache.
+        noun: Name in messages, for example "head profile".
+        option: Policy parameter with which the user names an artifact.
+        shipped: Folder of the artifacts shipped with the package.
+        folder: Folder name in the user's cache.
         pattern: Name of a model's file or folder, with the fields `{model}` and `{kind}`.
-        command: Command that makes one, with the fields `{model}` and `{kind}`.
-        made_for: Reads from an artifact what it was made for.
-        files: Files that make up an artifact which is a folder, the one that describes it first;
-            empty for an artifact that is itself a file. Folders can also be fetched from the hub.
+        command: Command that creates an artifact, with the fields `{model}` and `{kind}`.
+        made_for: Returns the model that an artifact was made for.
+        files: Files of an artifact that is a folder, the descriptive one first; empty if the artifact is a file.
+            Folders can also be downloaded from the hub.
     """
 
     noun: str
@@ -61,16 +61,16 @@ class Artifacts:
     files: tuple[str, ...] = ()
 
     def find(self, model: str, artifact_kinds: Sequence[str], requested_path: str | None = None) -> Path:
-        """Find the artifact of a model: the named one, a shipped one, or the user's own.
+        """Find the artifact of a model: the named one, a shipped one, or one in the user's cache.
 
         Args:
-            model: `ModelInfo.name` or what `--model` names: `reference`, a folder or a hub id.
-            artifact_kinds: Kinds to look for, the preferred one first; "" if there is only one.
-            requested_path: What the user names, or None; it is not compared with the model.
+            model: `ModelInfo.name`, or a value of `--model`: `reference`, a folder or a hub id.
+            artifact_kinds: Kinds to look for, in order of preference; "" if there is only one.
+            requested_path: Path or name given by the user, or None; not checked against the model.
 
         Raises:
-            UserError: There is none, or the user's own was made for other weights; the message
-                names the command that makes it.
+            UserError: There is none, or the one in the cache was made for other weights; the message names the command
+                that creates it.
         """
         if requested_path is not None:
             return self.locate(requested_path)
@@ -88,13 +88,12 @@ class Artifacts:
             return artifact_path
         artifact_kind = f"{artifact_kinds[0]} " if len(artifact_kinds) == 1 and artifact_kinds[0] else ""
         raise UserError(
-            f"model {model} has no {artifact_kind}{self.noun}; run "
-            f"{self.how(model, artifact_kinds[0])}, or set "
+            f"model {model} has no {artifact_kind}{self.noun}; run {self.how(model, artifact_kinds[0])}, or set "
             f"{self.option}= to a {'folder' if self.files else 'file'}"
         )
 
     def locate(self, requested_path: str) -> Path:
-        """Find what the user names: a path, a shipped artifact or, for folders, a hub id.
+        """Find an artifact by path, shipped name or, for folders, hub id.
 
         Raises:
             UserError: There is no such artifact.
@@ -114,17 +113,17 @@ class Artifacts:
         raise UserError(f"{self.option}={requested_path}: no such {'folder' if self.files else 'file'}")
 
     def shipped_path(self, model: str, artifact_kind: str) -> Path | None:
-        """The artifact that ships with the package for a model, or None."""
+        """Return the shipped artifact of a model, or None."""
         artifact_path = self.shipped / self.pattern.format(model=shipped_name(model), kind=artifact_kind)
         return artifact_path if self._exists(artifact_path) and self._fits(model, artifact_path) else None
 
     def user_path(self, model: str, artifact_kind: str) -> Path:
-        """Where the user's own artifact of a model is kept: in the user's cache."""
+        """Return the path of a model's artifact in the user's cache."""
         file_name = self.pattern.format(model=slug(model), kind=artifact_kind)
         return cache_dir() / self.folder / file_name
 
     def digest(self, artifact_path: Path) -> str:
-        """16 hex digits of the content of an artifact.
+        """Return a digest of the content of an artifact, 16 hex digits.
 
         Raises:
             UserError: A file cannot be read.
@@ -143,26 +142,26 @@ class Artifacts:
         return combined_hash.hexdigest()[:16]
 
     def how(self, model: str, artifact_kind: str) -> str:
-        """The command that makes an artifact of a model, in backquotes."""
+        """Return the command that creates an artifact of a model, in backquotes."""
         return f"`{self.command.format(model=model, kind=artifact_kind)}`"
 
     def _exists(self, artifact_path: Path) -> bool:
         return (artifact_path / self.files[0] if self.files else artifact_path).is_file()
 
     def _fits(self, model: str, artifact_path: Path) -> bool:
-        """Whether an artifact was made for a model, as far as can be told."""
+        """Return whether an artifact was made for a model; True if its metadata does not say."""
         main_file = artifact_path / self.files[0] if self.files else artifact_path
         return _compared(self, model, artifact_path, state_of(main_file))
 
 
 def shipped_name(model: str) -> str:
-    """The model's part in the name of an artifact that ships: folder, GGUF file or hub name."""
+    """Return the model's part in the name of a shipped artifact: folder, GGUF file or hub name."""
     local_path = local_model(model)
     return model.rpartition("/")[2] if local_path is None else _base_name(local_path)
 
 
 def slug(model: str) -> str:
-    """File name for a model: its hub id, or the name and a hash of its folder or GGUF file."""
+    """Return a file name for a model: its hub id, or the name and a hash of its folder or GGUF file."""
     local_path = local_model(model)
     base_name = model if local_path is None else _base_name(local_path)
     slug_text = re.sub(r"[^A-Za-z0-9._]+", "--", base_name).strip("-") or "model"
@@ -172,14 +171,14 @@ def slug(model: str) -> str:
 
 
 def _base_name(local_path: Path) -> str:
-    """The name of a model's folder, or of its GGUF file without the suffix."""
+    """Return the name of a model's folder, or of its GGUF file without the suffix."""
     resolved_path = local_path.resolve()
     return resolved_path.stem if resolved_path.is_file() else resolved_path.name
 
 
 @functools.lru_cache(maxsize=64)
 def _compared(artifacts: Artifacts, model: str, artifact_path: Path, file_state: State) -> bool:
-    """Compare once for each state of the artifact, since its description has to be read."""
+    """Compare an artifact with a model, once per file state, because the metadata must be loaded."""
     made_for, local_path = artifacts.made_for(artifact_path), local_model(model)
     if local_path is None:
         return made_for.model == model
@@ -188,8 +187,8 @@ def _compared(artifacts: Artifacts, model: str, artifact_path: Path, file_state:
 
 @functools.cache
 def _fetched(option: str, requested_path: str, file_names: tuple[str, ...]) -> Path:
-    """Files of a hub repository, in the hub's own cache."""
-    from huggingface_hub import hf_hub_download  # imports slowly, and few users need it
+    """Download files of a hub repository to the hub's cache and return their folder."""
+    from huggingface_hub import hf_hub_download  # slow to import, and few users need it
 
     repository, _, revision = requested_path.partition("@")
     try:
@@ -199,5 +198,5 @@ def _fetched(option: str, requested_path: str, file_names: tuple[str, ...]) -> P
             (message_line for message_line in str(error).splitlines() if message_line.strip()),
             type(error).__name__,
         )
-        raise UserError(f"{option}={requested_path}: no such folder, and the hub does not give it: {reason}") from None
+        raise UserError(f"{option}={requested_path}: no such folder, and the download failed: {reason}") from None
     return Path(local_paths[0]).parent

@@ -1,4 +1,4 @@
-"""The page for authors of tasks: a benchmark, its rows and the tables of the hub that it reads."""
+"""The task API: a benchmark, its rows, and the hub tables that it loads."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ DocsHook = Callable[..., "Sequence[Doc] | Path"]
 LEXICONS = ("natural", "reference")
 
 IMAGE, VIDEO = "<|kvb_image|>", "<|kvb_video|>"
-"""Stand in the `context` of a row where its next medium belongs."""
+"""Markers in the `context` of a row, one in the place of each image or video."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One table of the hub that a leaf task reads.
+    """One hub table that a task loads.
 
     Attributes:
-        dataset: Id on the hub.
-        config: Configuration.
-        split: Split.
-        file: A raw file of the dataset's repository, read instead of the table that `load_dataset`
-            returns: `x.jsonl`, `x.json` (a list, or one object), `x.csv`, `x.tsv` or `x.parquet`,
-            each also with `.gz`. `*` matches anything; matching files are read in order of name.
-            `data.zip:data/x.jsonl` names a member of an archive, and `data.zip:pics/*` the images
-            of one, which are rows with `path` and `bytes`. Use it for repositories that hold
-            only a loading script (scripts are never run), and for the hub's own conversion of a
-            table: `CONFIG/SPLIT/*.parquet` at the revision `refs/convert/parquet`.
-        columns: The fields of a row to keep; empty keeps all.
-        revision: Branch, tag or commit; None is the newest.
+        dataset: Dataset id on the hub.
+        config: Configuration name.
+        split: Split name.
+        file: A raw file of the dataset's repository, loaded instead of the table that `load_dataset` returns:
+            `x.jsonl`, `x.json` (a list, or one object), `x.csv`, `x.tsv` or `x.parquet`, each also with `.gz`. `*`
+            matches anything; matching files are loaded in order of name. `data.zip:data/x.jsonl` names a member of an
+            archive, and `data.zip:pics/*` its images, as rows with `path` and `bytes`. Use it for repositories with
+            only a loading script (scripts are never run), and for the hub's own conversion of a table:
+            `CONFIG/SPLIT/*.parquet` at the revision `refs/convert/parquet`.
+        columns: Fields of a row to keep; empty keeps all.
+        revision: Branch, tag or commit; None for the newest.
     """
 
     dataset: str
@@ -48,27 +47,24 @@ class Source:
 
     @property
     def label(self) -> str:
-        """Dataset and table, as messages name them."""
+        """Dataset and table, for messages."""
         return f"{self.dataset} {self.table}"
 
     @property
     def table(self) -> str:
-        """The table within the dataset: configuration and split, or file."""
+        """Table within the dataset: configuration and split, or file."""
         return self.file or " ".join(filter(None, [self.config, self.split]))
 
 
 @dataclass(frozen=True)
 class Medium:
-    """An image or a video of a prompt, loaded when the model sees it.
-
-    Two media are equal if they have the same content.
+    """An image or a video of a prompt, loaded on demand. Media with the same content are equal.
 
     Attributes:
         kind: `image` or `video`.
-        digest: Hash of the content; contexts and data are identified by it.
-        load: Returns an RGB image (`PIL.Image.Image`), or the frames of a video as a list of such
-            images.
-        rate: Frames per second of what `load` returns for a video; 0: unknown.
+        digest: Hash of the content; identifies contexts and data.
+        load: Returns an RGB image (`PIL.Image.Image`), or the frames of a video as a list of such images.
+        rate: Frames per second of the frames returned by `load`; 0 if unknown.
     """
 
     kind: Literal["image", "video"]
@@ -79,12 +75,11 @@ class Medium:
 
 @dataclass(frozen=True)
 class Ask:
-    """What a judge is asked about one response. See docs/judge.md.
+    """A judge's question about one response. See docs/judge.md.
 
     Attributes:
         rubric: Name of the rubric, with `:variant` if it has variants.
-        fields: The texts that fill in its prompt, by field: usually `question`, `answer` (the
-            reference answer) and `response`.
+        fields: Texts for the fields of the prompt: usually `question`, `answer` (the reference answer) and `response`.
     """
 
     rubric: str
@@ -92,7 +87,7 @@ class Ask:
 
 
 Marks = Mapping[str, float]
-"""What a judge gives a response: `score`, from 0 to 1, and whatever else its rubric measures."""
+"""A judge's marks for a response: `score`, from 0 to 1, and the other measures of the rubric."""
 
 
 @dataclass(frozen=True)
@@ -101,71 +96,66 @@ class Benchmark:
 
     Attributes:
         name: Name of the group, e.g. "ruler".
-        leaves: Names of its tasks, unique over all benchmarks.
-        docs: `docs(leaf, *, length, samples, seed, tokenizer, lexicon, cache_dir, size)` returns
-            the rows of a leaf; the section below describes them.
-        yaml: Folder with lm-eval's task YAML: `<leaf>.yaml`, or `<name>.yaml` for all leaves. Its
-            `doc_to_text` holds `{{context}}<|kvb_split|>{{question}}`.
+        leaves: Names of its tasks, unique across all benchmarks.
+        docs: `docs(task, *, length, samples, seed, tokenizer, lexicon, cache_dir, size)` returns the rows of a task;
+            see below. The first argument is positional.
+        yaml: Folder with lm-eval's task YAML: `<task>.yaml`, or `<name>.yaml` for all tasks. Its `doc_to_text` contains
+            `{{context}}<|kvb_split|>{{question}}`.
         version: Version of data, prompts and metric.
-        versions: By lexicon and then by leaf, the versions that differ from `version`. A change
-            that leaves the rows of one lexicon or leaf alone leaves its results comparable.
+        versions: Versions that differ from `version`, by lexicon and task, so that results of unchanged tasks stay
+            comparable.
         summary: One line.
         source: URL or paper.
         licence: SPDX name of the licence of prompts and data.
-        sources: By leaf, the tables of the Hugging Face hub that it reads with
-            `kvbench.data.sources.rows`. `kvbench data` fetches and checks these tables.
-        needs_hub: Leaves that cannot run without the hub; None: all that have `sources`.
+        sources: Hugging Face hub tables by task, loaded with `kvbench.data.sources.rows`. `kvbench data` downloads and
+            checks these tables.
+        needs_hub: Tasks that cannot run without the hub; None for all that have `sources`.
         harness: Name of the harness.
-        metric: The metric of the YAML that is the score; `metric,filter` if it has several filters.
-        chance: Score of a responder that has not seen the context: one number, or a mapping by leaf
-            (0 for leaves that it does not name).
-        judge: The rubric by which a judge marks the responses, without its variant; "" if the
-            metric needs no judge. The tasks are left out if no judge is configured.
-        ask: `ask(row, response)` returns what the judge is asked about a response. Required if
-            `judge` is set, and only then. The YAML's `process_results(row, results)` receives
-            `results == [response, marks]`; `marks` is a mapping such as `{"score": 1.0}`.
-        sized: Whether rows are made to fit `length`. The user's own data is not sized: its cells
-            have length 0 at every `--length`.
+        metric: The YAML's metric to use as the score; `metric,filter` if it has several filters.
+        chance: Chance level, the score without seeing the context: one number, or a mapping by task (0 for tasks not
+            in it).
+        judge: Rubric by which a judge marks the responses, without its variant; "" if the metric needs no judge. The
+            tasks are left out if no judge is configured.
+        ask: `ask(row, response)` returns the judge's question about a response. Required if `judge` is set, and only
+            then. The YAML's `process_results(row, results)` receives `results == [response, marks]`; `marks` is a
+            mapping such as `{"score": 1.0}`.
+        sized: Whether rows are generated to fit `length`. The user's own data is not sized: its cells have length 0 at
+            every `--length`.
         lexicons: The lexicons that the benchmark has prompts for.
-        media: The kinds of media in its prompts: `image`, `video`. Only a vision-language model
-            can run its tasks.
-        plain: Leaves whose prompts never use the chat template, because the model continues the
-            text itself.
-        subsets: Leaves by the name of a subset, such as a domain. A subset can be run by its name,
-            and a report shows its means. No leaf or benchmark has the name of a subset.
+        media: Kinds of media in its prompts: `image`, `video`. Only a vision-language model can run its tasks.
+        plain: Tasks whose prompts never use the chat template, because the model continues the text itself.
+        subsets: Tasks by subset name, such as a domain. A subset can be run by its name, and a report shows its means.
+            The name must differ from those of all tasks and benchmarks.
 
-    Where `sized`, `docs` returns the first `samples` rows, and row i must not depend on `samples`.
-    `size(context, question, gen_prefix="", shots=())` counts the tokens of the prompt as the model
-    will see it, with chat template and BOS; prompt and answer must fit into `length`. Elsewhere
-    `docs` returns all rows, or the path of a JSONL file of them. It raises `NeedsHub` where data is
-    not available; the message continues "<leaf> is left out: ".
+    If `sized`, `docs` returns the first `samples` rows, and row i must not depend on `samples`.
+    `size(context, question, gen_prefix="", shots=())` counts the tokens of the prompt as the model sees it, with chat
+    template and BOS; prompt and answer must fit into `length`. Otherwise `docs` returns all rows, or the path of a
+    JSONL file of them. It raises `NeedsHub` if data is not available; the message continues "<task> is left out: ".
 
     A row has `context` (str), `question` (str) and `outputs` (list of str), and may have
 
-    - `gen_prefix` (str): start of the answer, given in the prompt;
-    - `shots` (list): worked examples, each a mapping to the texts `user`, `assistant` and `end`.
-      With a chat template they are turns before the prompt; without one, `user`, `assistant` and
-      `end` are joined in front of `context`;
+    - `gen_prefix` (str): start of the answer, appended to the prompt;
+    - `shots` (list): worked examples, each a mapping to the texts `user`, `assistant` and `end`. With a chat template
+      they are turns before the prompt; without one, `user`, `assistant` and `end` are joined in front of `context`;
     - `max_new_tokens` (int) and `until` (list of str);
-    - `given` (str), in all rows or in none: it follows the prompt directly; see `Request.given`;
-    - `variant` (str): which data the row is made of, where machines differ; it joins the version;
-    - `media` (list): the images and videos of `context`, which has the marker `IMAGE` or `VIDEO`
-      in the place of each, in this order. An image is `{"bytes": base64 of a file}`, as the hub's
-      tables have it; a video is `{"kind": "video", "path": file}`;
+    - `given` (str), in all rows or in none: text directly after the prompt; see `Request.given`;
+    - `variant` (str): name of the data variant, if it differs between machines; appended to the version;
+    - `media` (list): the images and videos of `context`, which has the marker `IMAGE` or `VIDEO` in the place of each,
+      in this order. An image is `{"bytes": base64 of a file}`, as in hub tables; a video is
+      `{"kind": "video", "path": file}`;
     - `extra` (mapping): becomes `Request.extra`.
 
     Further fields are for the YAML and must be of one type in all rows.
 
-    With the harness `lmms_eval` a row is a document in the schema of lmms-eval's task, whose images
-    are encoded as above, and only `extra` is known to kvbench.
+    With the harness `lmms_eval`, a row is a document in the schema of lmms-eval's task, with images encoded as above;
+    kvbench uses only `extra`.
 
-    A row can also be a dialogue: `turns` is a list of rows as above whose `context` is what the
-    turn tells, without `gen_prefix`, `shots` and `given`, and with `answer` (str: the reference
-    answer as later turns have it in their history, stripped of white space). `frame` maps to the
-    texts that stand before a turn (`user`), before its answer (`assistant`) and after that (`end`)
-    where there is no chat template. Other fields of the dialogue hold for all its turns. A dialogue
-    is one sample; `size.dialogue(row)` counts the prompt of its last turn, and the `max_new_tokens`
-    of all turns must fit into `length` beside it.
+    A row can also be a dialogue: `turns` is a list of rows as above without `gen_prefix`, `shots` and `given`. The
+    `context` of a turn is its new text, and `answer` (str, stripped of white space) its reference answer in the history
+    of later turns. `frame` maps to the texts before a turn (`user`), before its answer (`assistant`) and after it
+    (`end`) if there is no chat template. Other fields of the dialogue apply to all turns. A dialogue is one sample;
+    `size.dialogue(row)` counts the prompt of its last turn, which must fit into `length` together with the
+    `max_new_tokens` of all turns.
     """
 
     name: str
@@ -196,10 +186,10 @@ class Benchmark:
             raise UserError(f"benchmark {self.name} sets {present_field} but not {missing_field}; set both")
 
     def version_of(self, leaf: str, lexicon: str) -> str:
-        """The version of a leaf's data, prompts and metric in a lexicon."""
+        """Return the version of a task's data, prompts and metric in a lexicon."""
         return self.versions.get(lexicon, {}).get(leaf, self.version)
 
     @property
     def hub_leaves(self) -> frozenset[str]:
-        """Leaves that cannot run without the hub."""
+        """Tasks that cannot run without the hub."""
         return frozenset(self.sources) if self.needs_hub is None else self.needs_hub

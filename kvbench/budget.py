@@ -1,4 +1,4 @@
-"""A budget as the user writes it, resolved once to a number of cache entries."""
+"""Budgets: parsed from the user's spelling and resolved once to a number of cache entries."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ _LARGEST = 2**63 - 1
 class Budget:
     """Entries kept per (layer, KV head) on average: a fraction of the context or a token count.
 
-    Exactly one of `ratio` and `tokens` is set; `full` is ratio 1. The `int` 1 is ONE token, the
-    `float` 1.0 is the whole cache.
+    Exactly one of `ratio` and `tokens` is set; `full` is ratio 1. The `int` 1 is ONE token, the `float` 1.0 is the
+    whole cache.
 
     Attributes:
-        ratio: The fraction kept.
-        tokens: The number of tokens kept.
-        visual: Whether ratio or tokens are of the visual tokens only, and the budget is as large as
-            all text tokens and these together (arXiv:2605.09649, section 5.1). Which entries are
-            kept is up to the policy.
+        ratio: Fraction of the context to keep.
+        tokens: Number of tokens to keep.
+        visual: Whether ratio or tokens count visual tokens only; the number of text tokens is then added to the budget
+            (arXiv:2605.09649, section 5.1). The policy decides which entries are kept.
     """
 
     ratio: Fraction | None = None
@@ -40,11 +39,11 @@ class Budget:
 
     @classmethod
     def parse(cls, value: object) -> Budget:
-        """Read a budget.
+        """Parse a budget.
 
         Args:
-            value: `"0.2"`, `"512"`, `"full"`, `"visual:0.2"`, `"visual:64"`, an int (tokens, >= 1)
-                or a float in (0, 1].
+            value: `"0.2"`, `"512"`, `"full"`, `"visual:0.2"`, `"visual:64"`, an int (tokens, >= 1) or a float in
+                (0, 1].
 
         Raises:
             UserError: The value is none of these.
@@ -61,7 +60,7 @@ class Budget:
         if spelling.startswith(_VISUAL):
             inner_budget = cls.parse(spelling.removeprefix(_VISUAL))
             if inner_budget.visual:
-                raise UserError(f"budget {quoted(spelling)} says visual twice; {_RIGHT}")
+                raise UserError(f"budget {quoted(spelling)} contains visual twice; {_RIGHT}")
             return inner_budget if inner_budget.is_full else replace(inner_budget, visual=True)
         if spelling == "full":
             return cls(ratio=Fraction(1))
@@ -84,24 +83,24 @@ class Budget:
 
     @property
     def is_full(self) -> bool:
-        """Whether everything is kept, regardless of the context."""
+        """Whether all entries are kept, regardless of the context."""
         return self.ratio == 1
 
     @property
     def absolute(self) -> int | None:
-        """The number of tokens, if the budget is the same for every context."""
+        """The number of tokens if the budget is the same for every context, otherwise None."""
         return None if self.visual else self.tokens
 
     def per_head(self, length: int, visual_tokens: int = 0) -> int:
-        """Entries kept per (layer, KV head) on average, `b`.
+        """Return the entries kept per (layer, KV head) on average, `b`.
 
         Args:
             length: Valid context tokens of the sequence, `T`.
-            visual_tokens: How many of them are of images and videos, `V`.
+            visual_tokens: Number of tokens that belong to images and videos, `V`.
 
         Returns:
-            `max(1, floor(ratio * T + 1/2))` in exact arithmetic, or `min(tokens, T)`. A visual
-            budget is `T - V` plus the same of `V`.
+            `max(1, floor(ratio * T + 1/2))` in exact arithmetic, or `min(tokens, T)`. A visual budget is `T - V` plus
+            the same for `V`.
         """
         if self.visual:
             if not visual_tokens:
@@ -113,11 +112,11 @@ class Budget:
         return max(1, math.floor(self.ratio * length + Fraction(1, 2)))
 
     def is_filled(self, reserved: Callable[[int], int], lengths: Collection[int]) -> bool:
-        """Whether what a policy reserves leaves nothing of the budget in most contexts.
+        """Return whether reserved entries use up the budget in most contexts.
 
         Args:
-            reserved: `Part.reserved`: entries of every head that stay whatever they are worth.
-            lengths: Tokens of the contexts. One that fits the budget whole loses nothing.
+            reserved: `Part.reserved`: number of entries that every head always keeps.
+            lengths: Tokens of the contexts. Contexts that fit into the budget do not count.
         """
         if self.visual:
             return False

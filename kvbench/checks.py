@@ -1,7 +1,7 @@
-"""`kvbench check`: does a policy hold what every policy must hold?
+"""`kvbench check`: test the invariants that every policy must satisfy.
 
-Small models with random weights, built on the spot, decide through `kvbench.kept`, as a run would,
-or through what the first token of an answer reads.
+The checks run `kvbench.kept` on small models with random weights; for a policy with a reader, they use the entries that
+the first answer token reads.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _BUDGETS: tuple[str, ...] = ("1", "0.2", "13", "0.73", str(_TOKENS))
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One invariant.
+    """Result of checking one invariant.
 
     Attributes:
-        name: What was checked.
+        name: The invariant.
         ok: Whether it holds.
-        detail: Where it does not: what was expected and what came; else what was tried.
+        detail: Expected and actual results if it fails, otherwise the cases tried.
     """
 
     name: str
@@ -54,12 +54,12 @@ class CheckResult:
 
 @functools.cache
 def _models() -> dict[str, nn.Module]:
-    """Random weights large enough that attention is far from even."""
+    """Build models with random weights large enough for uneven attention."""
     config_values: dict[str, Any] = {
         "vocab_size": _VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 5,  # a policy may keep some of them whole
+        "num_hidden_layers": 5,  # a policy may treat some of them as dense
         "num_key_value_heads": 2,
         "initializer_range": 0.15,
         "max_position_embeddings": 256,
@@ -69,19 +69,19 @@ def _models() -> dict[str, nn.Module]:
         llama = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **config_values))
         qwen = Qwen3ForCausalLM(Qwen3Config(num_attention_heads=8, head_dim=8, **config_values))
         for parameter in (*llama.parameters(), *qwen.parameters()):
-            if parameter.dim() == 1:  # norms: with weights of 1 all of Qwen3's keys are equally long
+            if parameter.dim() == 1:  # norms: with weights of 1, all keys of Qwen3 have the same norm
                 parameter.data += 0.3 * torch.randn_like(parameter)
     return {"Llama, G=2": llama.eval(), "Qwen3, G=4": qwen.eval()}
 
 
 @functools.cache
 def _folder() -> TemporaryDirectory[str]:
-    """Where made-up files lie until the program ends."""
+    """Return the folder of synthetic files, which exists until the program ends."""
     return TemporaryDirectory()
 
 
 def _tokens(row_count: int, length: int) -> Tensor:
-    """Ids `[rows, length]`, no id twice in a row: two equal keys would tie but for rounding."""
+    """Return ids `[rows, length]`, distinct within a row: equal keys would tie up to rounding."""
     generator = torch.Generator().manual_seed(row_count * 1000 + length)
     return torch.rand(row_count, _VOCABULARY, generator=generator).argsort(1)[:, :length]
 
@@ -94,9 +94,9 @@ def _keep(
     attention_mask: Tensor | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """What is kept, bool `[L, B, H, T]`; files that a model should have are made up.
+    """Return the kept entries, bool `[L, B, H, T]`, using synthetic model files.
 
-    With a reader: what the token after the last one reads, `[L, B, H, T + 1]`.
+    For a policy with a reader, return the entries that the next token reads, `[L, B, H, T + 1]`.
     """
     candidate = candidate.stand_in(model_info(model), Path(_folder().name))
     measure_kept = kept if candidate.read is None else entries_read
@@ -105,13 +105,7 @@ def _keep(
 
 
 def run_checks(policy_spec: str) -> list[CheckResult]:
-    """Try the invariants that every policy must hold.
-
-    Args:
-        policy_spec: A policy's spelling, as `./my_policy.py:MyPolicy`.
-
-    Returns:
-        A result per invariant.
+    """Check a policy such as `./my_policy.py:MyPolicy` and return a result per invariant.
 
     Raises:
         UserError: The policy cannot be loaded.
@@ -119,11 +113,11 @@ def run_checks(policy_spec: str) -> list[CheckResult]:
     candidate = policy(policy_spec)
     results = [CheckResult("loads", True, str(candidate))]
     checks: list[tuple[str, Callable[[Policy], str]]] = [
-        ("parameters are spelled back", _parameters),
-        ("scores are finite and inputs untouched", _clean),
+        ("parameters round-trip", _parameters),
+        ("scores are finite, inputs unmodified", _clean),
         ("exactly N entries", _exact),
         ("odd and short lengths", _odd),
-        ("a padded row keeps what it keeps alone", _padding),
+        ("padding does not change kept entries", _padding),
         ("rows do not depend on their batch", _batch),
         ("deterministic", _deterministic),
         ("bfloat16", _bfloat16),
@@ -142,7 +136,7 @@ def run_checks(policy_spec: str) -> list[CheckResult]:
 
 
 def _where(error: BaseException) -> str:
-    """An error in one line, with the place in the plugin where it came from."""
+    """Describe an error in one line, with its location in the plugin."""
     stack_frames = traceback.extract_tb(error.__traceback__)
     own_files = (__file__, torch.__file__, transformers.__file__)
     own_folders = tuple(str(Path(module_file or "").parent) for module_file in own_files)
@@ -153,12 +147,12 @@ def _where(error: BaseException) -> str:
 
 
 def _small(candidate: Policy) -> str:
-    """A small budget that the policy does not refuse."""
+    """Return a small budget that the policy accepts."""
     try:
         _keep(next(iter(_models().values())), _tokens(1, _TOKENS), candidate, "0.2")
     except BudgetRefused:
         return "0.73"
-    except Exception:  # the check itself says what it is
+    except Exception:  # the check itself reports it
         return "0.2"
     return "0.2"
 
@@ -167,7 +161,7 @@ def _small(candidate: Policy) -> str:
 
 
 def _count(candidate: Policy, kept_masks: Tensor, budget: str, lengths: list[int], description: str) -> None:
-    """Hold the entries of every sequence against the budget."""
+    """Compare the number of entries of every sequence with the budget."""
     layer_count, _, head_count, _ = kept_masks.shape
     for row_index, length in enumerate(lengths):
         head_budget = Budget.parse(budget).per_head(length) if candidate.has_budget else length
@@ -212,7 +206,7 @@ def _odd(candidate: Policy) -> str:
 
 
 def _padded() -> tuple[Tensor, Tensor]:
-    """Ids and mask of a batch padded on the left, `[B, T]` each."""
+    """Return ids and mask of a left-padded batch, `[B, T]` each."""
     attention_mask = torch.arange(_TOKENS) >= _TOKENS - torch.tensor(_LENGTHS)[:, None]
     return _tokens(len(_LENGTHS), _TOKENS), attention_mask
 
@@ -252,7 +246,7 @@ def _batch(candidate: Policy) -> str:
             _same(
                 batch_masks[:, row_index],
                 single_masks[:, 0],
-                f"{model_name}, row {row_index} of 3 against itself alone",
+                f"{model_name}, row {row_index} of 3 vs the same row alone",
             )
     return "three rows together, in another order, and alone"
 
@@ -262,9 +256,9 @@ def _deterministic(candidate: Policy) -> str:
     for model_name, model in _models().items():
         token_ids = _tokens(2, _TOKENS)
         first_masks = _keep(model, token_ids, candidate, budget)
-        _same(_keep(model, token_ids, candidate, budget), first_masks, f"{model_name}, twice the same")
+        _same(_keep(model, token_ids, candidate, budget), first_masks, f"{model_name}, repeated")
         seed_matters |= not torch.equal(_keep(model, token_ids, candidate, budget, seed=1), first_masks)
-    return "twice the same; another seed " + ("keeps others" if seed_matters else "changes nothing")
+    return "identical when repeated; another seed changes " + ("the kept entries" if seed_matters else "nothing")
 
 
 def _same(actual_masks: Tensor, expected_masks: Tensor, description: str) -> None:
@@ -275,8 +269,8 @@ def _same(actual_masks: Tensor, expected_masks: Tensor, description: str) -> Non
         token_index = int(differences[layer_index].flatten(0, -2).any(0).nonzero()[0])
         raise Failed(
             f"{description}: {int((actual_masks & differences).sum())} entries are kept and "
-            f"{int((expected_masks & differences).sum())} evicted otherwise than expected, first "
-            f"token {token_index} in layer {layer_index}"
+            f"{int((expected_masks & differences).sum())} evicted unexpectedly, the first at token {token_index} in "
+            f"layer {layer_index}"
         )
 
 
@@ -301,8 +295,8 @@ def _clean(candidate: Policy) -> str:
             error = raised
         probe.settle()
         if changed_name := weights.changed():
-            raise Failed(f"{model_name}: the model's parameter {changed_name} was changed in place")
-        if probe.problems:  # a change is a better reason than an error that follows from it
+            raise Failed(f"{model_name}: the model's parameter {changed_name} was modified in place")
+        if probe.problems:  # report the modification rather than an error that follows from it
             raise Failed(f"{model_name}: {probe.problems[0]}")
         if error is not None:
             raise error
@@ -319,9 +313,9 @@ def _bfloat16(candidate: Policy) -> str:
                 _same(
                     _keep(half_model, _tokens(1, _TOKENS), candidate, budget),
                     kept_masks,
-                    f"{model_name}, twice the same",
+                    f"{model_name} in bfloat16, repeated",
                 )
-    return "exactly N, twice the same"
+    return "exactly N, identical when repeated"
 
 
 @functools.cache
@@ -334,7 +328,7 @@ def _in_bfloat16(model: nn.Module) -> nn.Module:
 
 def _parameters(candidate: Policy) -> str:
     if policy(str(candidate)) != candidate:
-        raise Failed(f"{candidate} read again gives {policy(str(candidate))}")
+        raise Failed(f"{candidate} is parsed as {policy(str(candidate))}")
     parameter_keys = []
     for part_kind in KINDS:
         component: Part | None = getattr(candidate, part_kind)
@@ -344,34 +338,34 @@ def _parameters(candidate: Policy) -> str:
         for parameter_key, default_value in component.parameters().items():
             parameter_keys.append(parameter_key)
             _spelled_back(candidate, parameter_key, default_value, value_types[parameter_key])
-    return ", ".join(parameter_keys) or "there are none"
+    return ", ".join(parameter_keys) or "no parameters"
 
 
 def _spelled_back(candidate: Policy, parameter_key: str, default_value: object, type_hint: object) -> None:
     if policy(candidate, **{parameter_key: spell(default_value)}) != candidate:
         raise Failed(
-            f"{parameter_key}={spell(default_value)}, its own default, is not read back as "
-            f"{default_value!r}; a parameter is an int, float, bool, str or a Literal"
+            f"{parameter_key}={spell(default_value)}, the default, is not parsed as {default_value!r}; a parameter "
+            "must be an int, float, bool, str or a Literal"
         )
     for other_value in _others(default_value, type_hint):
         try:
             changed_policy = policy(candidate, **{parameter_key: other_value})
         except UserError:
-            continue  # out of its range, and said in one line
+            continue  # out of range and reported in one line, as required
         except Exception as error:
             raise Failed(
-                f"{parameter_key}={spell(other_value)} raises {type(error).__name__}; raise "
-                "UserError with one line instead"
+                f"{parameter_key}={spell(other_value)} raises {type(error).__name__}; raise UserError with "
+                "one line instead"
             ) from error
         reparsed_policy = policy(str(changed_policy))
         if reparsed_policy != changed_policy or str(reparsed_policy) == str(candidate):
             raise Failed(
-                f"{parameter_key}={spell(other_value)} is spelled {changed_policy}, which reads as {reparsed_policy}"
+                f"{parameter_key}={spell(other_value)} is spelled {changed_policy} but parsed as {reparsed_policy}"
             )
 
 
 def _others(default_value: object, type_hint: object) -> Iterator[object]:
-    """Values other than the default, in range or not."""
+    """Yield values other than the default, in range or not."""
     choices = typing.get_args(type_hint)
     if typing.get_origin(type_hint) is typing.Literal:
         yield from (choice for choice in choices if choice != default_value)

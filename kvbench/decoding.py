@@ -1,4 +1,4 @@
-"""How answers are decoded: sampling parameters, and the thinking that models write."""
+"""Decoding of answers: sampling parameters and the thinking text of reasoning models."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from kvbench.errors import UserError
 
 THINK, THOUGHT = "<think>", "</think>"
-"""The tags that models write around their thinking."""
+"""Tags around a model's thinking."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of an answer are drawn. Greedy answers have no `Sampling`.
+    """Sampling parameters of an answer; None stands for greedy decoding.
 
-    The logits are divided by the temperature. Then all but the `top_k` largest are dropped, then
-    all tokens beyond the smallest set with total probability `top_p`: the order of transformers.
+    Logits are divided by the temperature, then restricted to the `top_k` largest, then to the smallest set of tokens
+    with total probability `top_p`, in the order of transformers.
 
     Attributes:
         temperature: Above 0.
@@ -39,11 +39,11 @@ class Sampling:
 
 
 def from_yaml(kwargs: Mapping[str, Any], yaml_label: str) -> Sampling | None:
-    """Read the sampling from the `generation_kwargs` of an lm-eval YAML, as lm-eval does.
+    """Parse the sampling parameters in `generation_kwargs` of an lm-eval YAML, as lm-eval does.
 
     Args:
-        kwargs: Without `do_sample`, a temperature above 0 means sampling. With `do_sample: true`
-            the default temperature is 1.
+        kwargs: Without `do_sample`, a temperature above 0 means sampling. With `do_sample: true`, the default
+            temperature is 1.
         yaml_label: The name of the task, for messages.
 
     Raises:
@@ -67,29 +67,28 @@ def from_yaml(kwargs: Mapping[str, Any], yaml_label: str) -> Sampling | None:
 
 @dataclass(frozen=True)
 class Thinking:
-    """Ids of the tokens that open and close thinking; -1 if the tokenizer has no such token."""
+    """Ids of the tokens that open and close the thinking; -1 for a token that the tokenizer lacks."""
 
     open: int
     close: int
 
     @classmethod
     def of(cls, tokenizer: Any) -> Thinking | None:
-        """The tokens of a tokenizer; None if it has no token that closes thinking."""
+        """Return the ids for a tokenizer; None if it has no token that closes the thinking."""
         token_ids = [_token(tokenizer, marker_text) for marker_text in (THINK, THOUGHT)]
         return None if token_ids[1] < 0 else cls(*token_ids)
 
 
 def _token(tokenizer: Any, marker_text: str) -> int:
-    """Id of a token; -1 if the tokenizer does not have it."""
+    """Return the id of a token; -1 if the tokenizer lacks it."""
     token_id = tokenizer.convert_tokens_to_ids(marker_text)
     return -1 if token_id is None or tokenizer.convert_ids_to_tokens(token_id) != marker_text else int(token_id)
 
 
 def scored_text(response: str, until: Sequence[str]) -> str:
-    """The part of a thinking model's response that is scored.
+    """Return the part of a response to score: the text after the thinking, cut at the first stop string.
 
-    It is the text after the thinking, cut at the first stop string, as lm-eval does with
-    `think_end_token`. If the thinking was never closed, the whole response is scored.
+    As in lm-eval with `think_end_token`. If the thinking is not closed, the whole response is scored.
     """
     thought, end_marker, remainder = response.rpartition(THOUGHT)
     answer = remainder.lstrip() if end_marker else thought + remainder

@@ -1,4 +1,4 @@
-"""Errors that a user can fix, and the line that describes what a plugin raised."""
+"""Errors that a user can fix, and one-line descriptions of plugin errors."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _FEW = 12
-"""Names that an error message lists at most."""
+"""Maximum number of names in an error message."""
 
 LONGEST = 200
-"""Characters of a value that a message shows at most."""
+"""Maximum number of characters of a value in a message."""
 
 _LONG_WORD = re.compile(rf"\S{{{LONGEST + 1},}}")
 _REPORT = re.compile(r"For details look at .*above report!?")
 
 
 class UserError(ValueError):
-    """Wrong input. The message is one line; the command line prints it and exits with status 2.
+    """Invalid input. The message is one line; the command line prints it and exits with status 2.
 
     Args:
-        message: What is wrong, then what to do. Words of more than `LONGEST` characters, such as
-            paths, are shortened.
+        message: What is wrong, then what to do. Words of more than `LONGEST` characters, such as paths, are shortened.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -32,11 +31,11 @@ class UserError(ValueError):
 
 
 class LeftOut(UserError):
-    """A task cannot run here and is left out. The message completes "<leaf> is left out: "."""
+    """A task cannot run here and is left out. The message completes "<task> is left out: "."""
 
 
 class NeedsHub(LeftOut):
-    """A task's data is not available here, usually because the hub cannot be reached."""
+    """A task whose data is not available here, usually because the hub cannot be reached."""
 
 
 class BudgetError(RuntimeError):
@@ -48,10 +47,9 @@ class PluginError(RuntimeError):
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the machine or the device has run out of memory.
+    """Return whether an error means that the machine or the device has run out of memory.
 
-    Goes by names and messages, so that it needs no import of torch: torch's CPU allocator raises a
-    plain RuntimeError.
+    Compares names and messages to avoid importing torch, whose CPU allocator raises a plain RuntimeError.
     """
     class_names = {base_class.__name__ for base_class in type(error).__mro__}
     if class_names & {"MemoryError", "OutOfMemoryError"}:
@@ -62,12 +60,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def plugin_call() -> Iterator[None]:
-    """Turn whatever a plugin raises into a `PluginError`.
-
-    Running out of memory is never the plugin's failure: that error passes through unchanged.
+    """Convert any error of a plugin to a `PluginError`, except out-of-memory errors, which are not the plugin's fault.
 
     Raises:
-        PluginError: The plugin raised; the message says what and where, in one line.
+        PluginError: The plugin raised; the message gives error and location in one line.
     """
     try:
         yield
@@ -78,11 +74,11 @@ def plugin_call() -> Iterator[None]:
 
 
 class BudgetRefused(BudgetError):
-    """A policy cannot meet this budget by design. The message says from which budget on it can."""
+    """A policy does not support this budget by design. The message gives the smallest supported budget."""
 
 
 def shorten(text: str) -> str:
-    """Keep the beginning and the end of a text of more than `LONGEST` characters."""
+    """Shorten a text of more than `LONGEST` characters to its beginning and end."""
     if len(text) <= LONGEST:
         return text
     return f"{text[:120]}...{text[-60:]}"
@@ -97,20 +93,20 @@ def quoted(value: object) -> str:
     """Return the `repr` of a value for a message, of at most `LONGEST` characters."""
     try:
         return shorten(repr(value))
-    except ValueError:  # Python spells no integer of more than 4,300 digits
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
         return f"<{type(value).__name__} of thousands of digits>"
 
 
 def message_of(error: BaseException) -> str:
-    """Return `str(error)`; an error of a plugin may have a `__str__` that raises."""
+    """Return `str(error)`, even if the `__str__` of a plugin's error raises."""
     try:
         return str(error)
     except (Exception, SystemExit):
-        return "its message cannot be read, because its __str__ raises"
+        return "no message, because its __str__ raises"
 
 
 def reason_of(error: BaseException) -> str:
-    """Describe in one line what was raised, and where."""
+    """Describe an error and its location in one line."""
     first_line = shorten_words((message_of(error) or "no message").splitlines()[0])
     if isinstance(error, (BudgetError, PluginError, UserError)):
         return first_line
@@ -120,12 +116,12 @@ def reason_of(error: BaseException) -> str:
 
 
 def first_lines(error: Exception) -> str:
-    """An error in one line; its first line alone if that is a sentence of its own."""
+    """Return an error in one line: its first line, or the first two if the first ends with a colon."""
     message_lines = [message_line.strip() for message_line in message_of(error).splitlines() if message_line.strip()]
     if not message_lines:
         return type(error).__name__
     summary = " ".join(message_lines[:2]) if message_lines[0].endswith(":") else message_lines[0]
-    # transformers logs its report, which kvbench silences, so nothing is "above".
+    # kvbench silences the report of transformers, so nothing is "above".
     summary = _REPORT.sub("", summary).strip()
     is_plain = isinstance(error, (OSError, ValueError, ImportError))
     return summary if is_plain else f"{type(error).__name__}: {summary}"
@@ -133,11 +129,6 @@ def first_lines(error: Exception) -> str:
 
 def nearest(unknown_name: str, known_names: Iterable[str], max_matches: int = 3) -> str:
     """Suggest the known names closest to an unknown one.
-
-    Args:
-        unknown_name: The unknown name.
-        known_names: All known names.
-        max_matches: The largest number of suggestions.
 
     Returns:
         `"; did you mean a, b?"`, or an empty string if no name is close.
@@ -155,14 +146,14 @@ def nearest(unknown_name: str, known_names: Iterable[str], max_matches: int = 3)
 
 
 def unknown(kind: str, name: object, names: Iterable[str], list_command: str = "") -> UserError:
-    """Make the error for a name that is not known.
+    """Return the error for an unknown name.
 
     Args:
         kind: What the name should be, such as "task".
         name: The unknown name.
-        names: All known names. The nearest are suggested. If none is close, a few names are listed
-            in full, and of many the least distant.
-        list_command: The command that lists all names, such as "kvbench list tasks".
+        names: All known names. The closest are suggested. If none is close, up to 12 names are all listed; of more
+            names, the least distant ones.
+        list_command: Command that lists all names, such as "kvbench list tasks".
     """
     known_names = list(names)
     name_text = name if isinstance(name, str) else quoted(name)

@@ -1,4 +1,4 @@
-"""Files: the cache folder, digests, files that appear whole or not at all, and the journal."""
+"""Cache folder, digests, atomic writes, and the journal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvbench.errors import UserError
 
 
 def cache_dir() -> Path:
-    """The folder for generated data: `$KVBENCH_CACHE`, or `kvbench` in the user's cache."""
+    """Return the folder for generated data: `$KVBENCH_CACHE`, or `kvbench` in the user's cache folder."""
     if os.environ.get("KVBENCH_CACHE"):
         return Path(os.environ["KVBENCH_CACHE"])
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -29,7 +29,7 @@ def cache_dir() -> Path:
 
 
 def cannot(verb: str, target_path: str | Path, error: OSError) -> UserError:
-    """Describe in one line why a file cannot be read or written."""
+    """Return a one-line error for a file that cannot be read or written."""
     return UserError(f"cannot {verb} {target_path}: {error.strerror or error}")
 
 
@@ -37,23 +37,22 @@ def cannot(verb: str, target_path: str | Path, error: OSError) -> UserError:
 
 
 def digest_of(value: object) -> str:
-    """16 hex digits of any JSON value; the order of keys in mappings does not count."""
+    """Return a digest of a JSON value, 16 hex digits, independent of the order of keys."""
     json_text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(json_text.encode()).hexdigest()[:16]
 
 
 State: TypeAlias = tuple[int, ...]
-"""What tells one content of a file from another without reading it; see `state_of`."""
+"""File metadata that changes whenever the content changes; see `state_of`."""
 
 _SETTLED = 2 * 10**9
-"""Nanoseconds after a change: a second change could leave an earlier file's times as they are."""
+"""Nanoseconds after a change during which a second change might not alter the file's times."""
 
 
 def state_of(file_path: Path) -> State:
-    """Size, modification time, change time, inode and device of a file.
+    """Return size, modification time, change time, inode and device of a file.
 
-    Tools such as `cp -p` and `rsync -t` keep size and modification time; the change time is the
-    kernel's own.
+    `cp -p` and `rsync -t` preserve size and modification time; only the kernel sets the change time.
 
     Raises:
         OSError: The file cannot be read.
@@ -69,9 +68,7 @@ def state_of(file_path: Path) -> State:
 
 
 def file_digests(file_paths: Iterable[Path]) -> list[str]:
-    """SHA-256 of each file.
-
-    Large files are read once: their digests are cached by path and `state_of`.
+    """Return the SHA-256 of each file, cached by path and `state_of`.
 
     Raises:
         OSError: A file cannot be read.
@@ -92,7 +89,7 @@ def file_digests(file_paths: Iterable[Path]) -> list[str]:
         if time.time_ns() - file_state[2] < _SETTLED or list(state_of(file_path)) != file_state:
             del cached_digests[resolved_name]
     if cached_digests != previous_digests:
-        with contextlib.suppress(OSError, UserError):  # it only saves time
+        with contextlib.suppress(OSError, UserError):  # the cache only saves time
             cache_path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(cache_path) as partial_path:
                 partial_path.write_text(json.dumps(cached_digests))
@@ -100,7 +97,7 @@ def file_digests(file_paths: Iterable[Path]) -> list[str]:
 
 
 def _known_digests(cache_path: Path) -> dict[str, Any]:
-    """State and digest by path; entries of earlier versions are dropped."""
+    """Load state and digest by path; drop entries of earlier versions."""
     try:
         cached_digests = json.loads(cache_path.read_text())
     except (OSError, ValueError):
@@ -114,12 +111,12 @@ def _known_digests(cache_path: Path) -> dict[str, Any]:
     }
 
 
-# --- whole files ----------------------------------------------------------------------------------
+# --- atomic writes --------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def replacing(target_path: Path) -> Iterator[Path]:
-    """Give a path to write to; it takes the place of `target_path` once everything is on disk.
+    """Yield a temporary path; it replaces `target_path` once its content is on disk.
 
     If `target_path` is a symbolic link, the file that it points to is replaced.
 
@@ -137,22 +134,22 @@ def replacing(target_path: Path) -> Iterator[Path]:
     except OSError as error:
         raise cannot("write", target_path, error) from None
     finally:
-        with contextlib.suppress(OSError):  # such as a name that is too long, which never existed
+        with contextlib.suppress(OSError):  # for example, the name was too long to create
             partial_path.unlink()
 
 
 def unfinished(file_path: Path) -> list[Path]:
-    """What processes have begun to write to take the place of `file_path`; they may be running."""
+    """Return partial files that `replacing` left for `file_path`; their processes may still run."""
     return sorted(file_path.parent.glob(f".{glob.escape(file_path.name)}.*.part"))
 
 
 def write_whole(target_path: Path, content: bytes) -> None:
-    """Write a file and the folders above it; the file appears once everything is on disk.
+    """Write a file atomically and create its parent folders.
 
     A device such as `/dev/stdout` or a named pipe is opened and written to instead.
 
     Raises:
-        UserError: The file cannot be written; an earlier one is unchanged.
+        UserError: The file cannot be written; an existing one is unchanged.
     """
     try:
         target_path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +164,7 @@ def write_whole(target_path: Path, content: bytes) -> None:
 
 
 def _is_stream(file_path: Path) -> bool:
-    """Whether a path names a device, a pipe or, as `/dev/stdout` does, a file that is open."""
+    """Return whether a path is a device, a pipe or an open file such as `/dev/stdout`."""
     return not stat.S_ISREG(file_path.stat().st_mode) or file_path.absolute().parts[1] in (
         "dev",
         "proc",
@@ -175,7 +172,7 @@ def _is_stream(file_path: Path) -> bool:
 
 
 def _sync(file_path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on disk."""
+    """Flush a file's content, or a folder's list of names, to disk."""
     descriptor = os.open(file_path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -185,9 +182,9 @@ def _sync(file_path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """Give an empty folder to write to; it becomes `folder` once all of its files are on disk.
+    """Yield an empty temporary folder; it becomes `folder` once all of its files are on disk.
 
-    If another process makes `folder` in the meantime, that folder stays and this one is discarded.
+    If another process creates `folder` in the meantime, that folder stays and this one is discarded.
 
     Raises:
         UserError: The folder cannot be written; `folder` does not exist.
@@ -218,23 +215,22 @@ _MIDDLE = b'","r":'
 _PAYLOAD = len(_HEAD) + 8 + len(_MIDDLE)
 
 Place: TypeAlias = tuple[int, int]
-"""Where a line of a journal is: its first byte, and its bytes with the newline."""
+"""Offset and length in bytes of a journal line, newline included."""
 
 
 class Journal:
-    """An append-only file of JSON objects that survives a crash at any moment.
+    """A crash-safe, append-only file of JSON objects.
 
-    Every line is `{"crc":"8 hex digits","r":{...}}`; the CRC-32 covers the bytes of the object
-    after `"r":`. When the file is opened, a torn last line is cut off. A damaged line is moved to
-    `<name>.damaged` next to the file, so that nothing is lost. The file is read line by line and
-    never held in memory.
+    Every line is `{"crc":"8 hex digits","r":{...}}`; the CRC-32 covers the bytes of the object after `"r":`. On
+    opening, an incomplete last line is removed and damaged lines are moved to `<name>.damaged` next to the file. The
+    file is read line by line and never held in memory.
 
     Args:
-        path: The file; it is created if it does not exist.
-        mode: Permissions of a new file.
+        journal_path: The file; it is created if it does not exist.
+        file_mode: Permissions of a new file.
 
     Attributes:
-        damaged: How many damaged lines were found when the file was opened.
+        damaged: Number of damaged lines found on opening.
 
     Raises:
         OSError: The file cannot be read or written.
@@ -256,17 +252,17 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Close the file. Everything that was appended is already on disk."""
+        """Close the file. All appended entries are already on disk."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
 
     def entries(self) -> list[Any]:
-        """The objects of the file, in order."""
+        """Return the objects of the file, in order."""
         return [entry for _, entry in self.placed()]
 
     def placed(self) -> Iterator[tuple[Place, Any]]:
-        """Read the objects of the file one at a time, in order, each with its place."""
+        """Yield the objects of the file in order, each with its location."""
         line_start = 0
         with self.path.open("rb") as file_handle:
             for journal_line in file_handle:
@@ -274,26 +270,23 @@ class Journal:
                 line_start += len(journal_line)
 
     def at(self, line_span: Place) -> Any:
-        """Read the object at a place.
+        """Return the object at a location.
 
         Raises:
             OSError: The file cannot be read.
-            UserError: The line is no longer what it was when the file was opened.
+            UserError: The line was changed after the file was opened.
         """
         line_start, line_length = line_span
         journal_line = os.pread(self._file, line_length, line_start)
         if not _is_intact(journal_line):
-            raise UserError(f"{self.path} was changed while it was in use; run the same command again")
+            raise UserError(f"{self.path} was modified while in use; run the same command again")
         return json.loads(journal_line[_PAYLOAD:-2])
 
     def append(self, new_entries: Iterable[Mapping[str, Any]]) -> list[Place]:
-        """Write objects and wait until the disk has them.
-
-        Returns:
-            The place of each object.
+        """Write objects, flush them to disk and return their locations.
 
         Raises:
-            OSError: The disk is full or fails; nothing of these objects remains in the file.
+            OSError: The disk is full or fails; none of these objects remains in the file.
         """
         journal_lines = [_line(new_entry) for new_entry in new_entries]
         unwritten_bytes = memoryview(b"".join(journal_lines))
@@ -303,14 +296,14 @@ class Journal:
                 unwritten_bytes = unwritten_bytes[os.write(self._file, unwritten_bytes) :]
             os.fsync(self._file)
         except BaseException:
-            with contextlib.suppress(OSError):  # the next open cuts off a torn line as well
+            with contextlib.suppress(OSError):  # otherwise the next open removes the incomplete line
                 os.ftruncate(self._file, append_offset)
             raise
         line_lengths = [len(journal_line) for journal_line in journal_lines]
         return list(zip(accumulate(line_lengths, initial=append_offset), line_lengths, strict=False))
 
     def _recover(self) -> None:
-        """Cut off a torn line and move damaged ones aside."""
+        """Remove an incomplete last line and move damaged lines to another file."""
         has_entries, has_foreign_text, byte_count, torn_bytes = False, False, 0, 0
         with self.path.open("rb") as file_handle:
             for journal_line in file_handle:
@@ -326,7 +319,7 @@ class Journal:
                 else:
                     torn_bytes = len(journal_line)
         if has_foreign_text and not has_entries:
-            raise UserError(f"{self.path} was not written by kvbench, so nothing is added to it")
+            raise UserError(f"{self.path} was not written by kvbench; move it away or choose another folder")
         if self.damaged:
             self._mend()
         elif torn_bytes:
@@ -348,11 +341,11 @@ class Journal:
 
 @contextlib.contextmanager
 def locked_journal(journal_path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[Journal]:
-    """Open a journal that no other process or thread can open meanwhile.
+    """Open a journal with an exclusive lock, which other processes and threads wait for.
 
     Args:
         journal_path: The file, readable by its owner only; it is created if it does not exist.
-        waiting: Called if another holds the journal, before this one waits for it.
+        waiting: Called before waiting for another holder of the lock.
 
     Raises:
         UserError: The file cannot be read or written, now or later in the block.
@@ -377,11 +370,11 @@ def _line(journal_entry: Mapping[str, Any]) -> bytes:
 
 
 def _is_intact(journal_line: bytes) -> bool:
-    """Whether a line is whole, with its newline, and agrees with its CRC."""
+    """Return whether a line is complete, newline included, and matches its CRC."""
     payload = journal_line[_PAYLOAD:-2]
     return journal_line == _HEAD + b"%08x" % zlib.crc32(payload) + _MIDDLE + payload + b"}\n"
 
 
 def _begins(journal_line: bytes) -> bool:
-    """Whether a line could be the beginning of a damaged or torn one."""
+    """Return whether a damaged or incomplete line begins like a journal line."""
     return journal_line.startswith(_HEAD[: len(journal_line)]) and bool(journal_line)

@@ -1,8 +1,8 @@
 """Text metrics that score one response against references, from 0 to 1.
 
-Normalisation, F1 over words and exact match are SQuAD's (arXiv:1606.05250, section 6.1: punctuation
-and articles are ignored). LongBench (arXiv:2308.14508), InfiniteBench (arXiv:2402.13718), CoQA
-(arXiv:1808.07042) and the user's own data use them; where these differ, a parameter says how.
+Normalisation, F1 over words and exact match are SQuAD's (arXiv:1606.05250, section 6.1: punctuation and articles are
+ignored). LongBench (arXiv:2308.14508), InfiniteBench (arXiv:2402.13718), CoQA (arXiv:1808.07042) and the user's own
+data use them, with parameters for their differences.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(answer: str) -> str:
-    """Lower the case, drop ASCII punctuation, then English articles, and single the spaces.
+    """Convert to lower case, remove ASCII punctuation, then English articles, and collapse white space.
 
-    Punctuation goes first and leaves no gap: "the-end" becomes "theend", which is not an article.
+    Punctuation is removed first and leaves no gap: "the-end" becomes "theend", which contains no article.
     """
     return " ".join(_ARTICLE.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
@@ -31,9 +31,8 @@ def answer_words(answer: str, *, split_first: bool = False) -> list[str]:
     """Split a text into its normalised words.
 
     Args:
-        answer: An answer.
-        split_first: Split at white space before dropping articles. An article that touches a
-            non-ASCII mark, such as the one in "“the", is then kept; SQuAD drops it.
+        split_first: Split at white space before removing articles. An article next to a non-ASCII mark, as in "“the",
+            is then kept; SQuAD removes it.
     """
     if not split_first:
         return normalize_answer(answer).split()
@@ -42,12 +41,12 @@ def answer_words(answer: str, *, split_first: bool = False) -> list[str]:
 
 
 def f1_words(response_words: Sequence[str], reference_words: Sequence[str], *, both_empty: float = 0.0) -> float:
-    """Harmonic mean of precision and recall of words, each counted as often as it occurs.
+    """Return the harmonic mean of word precision and recall; repeated words count repeatedly.
 
     Args:
         response_words: Words of the response.
         reference_words: Words of the reference.
-        both_empty: Score where neither has a word. It is 0 where only one of them has words.
+        both_empty: Score if both are empty. If only one of them is empty, the score is 0.
     """
     if not response_words and not reference_words:
         return both_empty
@@ -59,12 +58,12 @@ def f1_words(response_words: Sequence[str], reference_words: Sequence[str], *, b
 
 
 def f1(response: str, reference: str, *, both_empty: float = 0.0) -> float:
-    """`f1_words` of the normalised texts."""
+    """Return `f1_words` of the normalised texts."""
     return f1_words(answer_words(response), answer_words(reference), both_empty=both_empty)
 
 
 def exact_match(response: str, reference: str) -> float:
-    """Return 1 where the normalised texts are the same, else 0."""
+    """Return 1 if the normalised texts are equal, else 0."""
     return float(normalize_answer(response) == normalize_answer(reference))
 
 
@@ -74,10 +73,10 @@ def best(metric: Callable[[str, str], float], response: str, references: Iterabl
 
 
 def rouge_l(response: str, reference: str) -> float:
-    """F1 of the longest common subsequence of words (ROUGE-L of `rouge_score`, without stemming).
+    """Return the F1 of the longest common subsequence of words (ROUGE-L of `rouge_score`, without stemming).
 
-    Words are runs of ASCII letters and digits, in lower case. Memory grows with the length of one
-    text, not with the product of both as in `rouge_score`.
+    Words are runs of ASCII letters and digits, in lower case. Memory grows with the length of one text, not with the
+    product of both lengths as in `rouge_score`.
     """
     response_words, reference_words = (re.findall(r"[a-z0-9]+", answer.lower()) for answer in (response, reference))
     return _harmonic(
@@ -88,7 +87,7 @@ def rouge_l(response: str, reference: str) -> float:
 
 
 def rouge_lsum(response: str, references: Sequence[str]) -> float:
-    """F1 of rougeLsum by `rouge_score`, without stemming; the best over the references.
+    """Return the F1 of rougeLsum by `rouge_score`, without stemming; the best over the references.
 
     Line feeds separate sentences; words are runs of ASCII letters and digits, in lower case.
     """
@@ -97,7 +96,7 @@ def rouge_lsum(response: str, references: Sequence[str]) -> float:
 
 @functools.cache
 def _rouge_scorer() -> Any:
-    from rouge_score.rouge_scorer import RougeScorer  # brings nltk and absl, about two seconds
+    from rouge_score.rouge_scorer import RougeScorer  # imports nltk and absl, about two seconds
 
     return RougeScorer(["rougeLsum"], use_stemmer=False)
 
@@ -107,7 +106,7 @@ def _harmonic(shared_count: int, response_count: int, reference_count: int) -> f
 
 
 def _common_subsequence(first_words: Sequence[str], second_words: Sequence[str]) -> int:
-    """Length of the longest common subsequence, one row of the table at a time."""
+    """Return the length of the longest common subsequence, computed row by row to save memory."""
     length_row = [0] * (len(second_words) + 1)
     for word in first_words:
         diagonal = 0

@@ -1,4 +1,4 @@
-"""The moments at which a cache can be compressed, and how they are spelled."""
+"""The moments at which a cache can be compressed, and their spelling."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvbench.errors import UserError, quoted, unknown
 Moment = Literal["context", "question", "decode", "chunked", "turns"]
 """When a cache is compressed.
 
-`context`: the context, before the question is seen. `question`: context and question. `decode`: an
-absolute budget holds while the answer is generated. `chunked`: the prompt comes in chunks, and the
-cache is cut back after each. `turns`: before every new turn of a dialogue.
+`context`: after the context, before the question is seen. `question`: after context and question. `decode`: also while
+the answer is generated, to an absolute budget. `chunked`: after each chunk of the prompt. `turns`: before every new
+turn of a dialogue.
 """
 
 MOMENTS: tuple[Moment, ...] = typing.get_args(Moment)
 
 LATER: tuple[Moment, ...] = ("decode", "chunked", "turns")
-"""The moments at which a cache can be cut more than once."""
+"""The moments with more than one eviction step."""
 
 CHUNK = 3072
-"""Default tokens of a chunk at moment `chunked` (LocRet, arXiv 2410.01805)."""
+"""Default chunk size in tokens at moment `chunked` (LocRet, arXiv 2410.01805)."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Timing:
 
     Attributes:
         moment: When the cache is compressed.
-        chunk: Tokens of a chunk at moment `chunked`; 0 at all others.
+        chunk: Chunk size in tokens at moment `chunked`; 0 at all others.
     """
 
     moment: Moment
@@ -39,7 +39,7 @@ class Timing:
 
     @classmethod
     def parse(cls, spelling: str) -> Timing:
-        """Read a moment: `context`, `chunked` or `chunked:512`.
+        """Parse a moment such as `context`, `chunked` or `chunked:512`.
 
         Raises:
             UserError: The moment is unknown, or the chunk size is not a number.
@@ -54,7 +54,7 @@ class Timing:
             return cls(moment)
         if not separator:
             return cls(moment, CHUNK)
-        # Python reads no integer of more than 4,300 digits.
+        # Python refuses to parse integers of more than 4,300 digits.
         if not (chunk_size.isdecimal() and len(chunk_size) <= 10 and 1 <= int(chunk_size) < 2**31):
             raise UserError(f"moment {quoted(spelling)}: the chunk size is not a number of tokens; use chunked:512")
         return cls(moment, int(chunk_size))

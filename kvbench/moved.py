@@ -1,4 +1,4 @@
-"""Old names of modules that have moved. `import kvbench.recipes.recipe` still works."""
+"""Old names of moved modules, so that `import kvbench.recipes.recipe` still works."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MOVED = {
     "kvbench.recipes": "kvbench.papers.recipes",
     "kvbench.report.write": "kvbench.report.rendering",
 }
-"""New names by old name; the modules of a package move with it."""
+"""New names by old name, of modules and whole packages."""
 
 
 class _Moved(MetaPathFinder, Loader):
-    """Gives a module under its old name: the same module, not a copy."""
+    """Import hook that returns the moved module itself, not a copy, under its old name."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,7 +1,7 @@
 """Models by name: a named model, a local folder, a GGUF file or a hub id; digests of local models.
 
-`reference` and `smollm2` are named models, and a package can add others: register a `NamedModel` as
-an entry point of the group `kvbench.models`.
+`reference` and `smollm2` are named models. To add others, register a `NamedModel` as an entry point of the group
+`kvbench.models`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvbench.files import file_digests
 _MODEL_FILES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt"})
 _INDEX = "model.safetensors.index.json"
 GGUF = ".gguf"
-"""Suffix of a model in one file, which `kvbench.engine.gguf` converts."""
+"""Suffix of single-file models, which `kvbench.engine.gguf` converts."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class NamedModel:
     """A model that `--model` knows by name.
 
     Attributes:
-        name: The name.
+        name: Value of `--model`.
         summary: One line for `kvbench list models`.
-        folder: Returns the folder that transformers can load, or that holds one GGUF file. Raises
-            `UserError` if the model is not installed, with the way to get it.
-        lexicon: The lexicon of the prompts that the model can read; see `Benchmark.lexicons`.
-        reads: Whether a tokenizer has that lexicon; None if it is "natural".
+        folder: Returns a folder that transformers can load, or that holds one GGUF file. Raises `UserError` with
+            instructions if the model is not installed.
+        lexicon: Lexicon of the prompts that the model understands; see `Benchmark.lexicons`.
+        reads: Returns whether a tokenizer belongs to that lexicon; None if it is "natural".
     """
 
     name: str
@@ -44,23 +44,23 @@ class NamedModel:
 
 
 def shipped(model_name: str, folder: Path) -> Callable[[], Path]:
-    """The `folder` of a named model whose files are in a package."""
+    """Return the `folder` function of a named model whose files are in a package."""
 
     def find_folder() -> Path:
         if not (folder / "config.json").is_file():
-            raise UserError(f"the files of {model_name} are missing from {folder}")
+            raise UserError(f"the files of {model_name} are missing from {folder}; reinstall the package")
         return folder
 
     return find_folder
 
 
 def knows_only(words: Collection[str]) -> Callable[[Any], bool]:
-    """The `reads` of a named model: a tokenizer whose vocabulary is exactly these words."""
+    """Return a `reads` function that accepts tokenizers whose vocabulary is exactly these words."""
     return lambda tokenizer: set(tokenizer.get_vocab()) == set(words)
 
 
 def named_models() -> dict[str, NamedModel]:
-    """All registered models by name.
+    """Return all registered models by name.
 
     Raises:
         UserError: A package that registers one cannot be imported.
@@ -69,7 +69,7 @@ def named_models() -> dict[str, NamedModel]:
 
 
 def lexicon_of(tokenizer: Any) -> str:
-    """The lexicon of the prompts that a tokenizer can read; "natural" unless it has its own."""
+    """Return the lexicon for a tokenizer; "natural" unless a named model claims the tokenizer."""
     for named_model in named_models().values():
         if named_model.reads is not None and named_model.reads(tokenizer):
             return named_model.lexicon
@@ -77,11 +77,11 @@ def lexicon_of(tokenizer: Any) -> str:
 
 
 def resolve_model(model_name: str) -> str:
-    """Turn the name of a model into where it is: a folder, a GGUF file or a hub id.
+    """Resolve the name of a model to a folder, a GGUF file or a hub id.
 
     Args:
-        model_name: A named model such as `reference`, a local folder, a GGUF file, or a hub id. A
-            folder that has no `config.json` but one GGUF file stands for that file.
+        model_name: A named model such as `reference`, a local folder, a GGUF file, or a hub id. A folder with no
+            `config.json` but one GGUF file stands for that file.
 
     Raises:
         UserError: The folder or file does not exist or is not a model.
@@ -103,7 +103,7 @@ def resolve_model(model_name: str) -> str:
 
 
 def local_model(model_name: str) -> Path | None:
-    """The folder or GGUF file of a local model; None for a hub model.
+    """Return the folder or GGUF file of a local model; None for a hub model.
 
     Raises:
         UserError: A named model is not installed.
@@ -119,7 +119,7 @@ def local_model(model_name: str) -> Path | None:
 
 
 def is_gguf(model_source: str) -> bool:
-    """Whether what `resolve_model` returns is a GGUF file, which has to be converted."""
+    """Return whether a result of `resolve_model` is a GGUF file, which must be converted."""
     return model_source.endswith(GGUF) and Path(model_source).is_file()
 
 
@@ -128,7 +128,7 @@ def _gguf_files(folder: Path) -> list[Path]:
 
 
 def _hub_id(model_name: str) -> str:
-    """Check that a name that stands for nothing on this machine can be a hub id."""
+    """Validate that a name that is not a local model can be a hub id."""
     if model_name.endswith(GGUF):
         raise UserError(f"model {model_name}: no such file")
     repository, separator, revision = model_name.partition("@")
@@ -145,10 +145,9 @@ def _hub_id(model_name: str) -> str:
 
 
 def model_digest(model_name: str) -> str:
-    """Digest of every file of a local model that can change a response; "" for a hub model.
+    """Return a digest of all files of a local model that can change a response; "" for a hub model.
 
-    For a GGUF model it is the digest of that file alone, so that it does not depend on how the file
-    is converted.
+    For a GGUF model, only that file counts, so that the digest does not depend on the conversion.
     """
     local_path = Path(resolve_model(model_name))
     if local_path.is_file():
@@ -178,7 +177,7 @@ def _digests(model_name: str, file_paths: list[Path]) -> list[str]:
 
 
 def _shards(model_name: str, folder: Path) -> list[str]:
-    """The files that the index of a sharded checkpoint names, each inside the folder.
+    """Return the files in the index of a sharded checkpoint, all inside the folder.
 
     Raises:
         UserError: The index is not valid, or names a file that is missing or outside the folder.

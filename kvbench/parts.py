@@ -1,4 +1,4 @@
-"""Generic parts: uniform allocation, top-k selection, scores from functions, exact shares."""
+"""Generic parts: uniform allocation, top-k selection, scores from functions, exact integer division of budgets."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvbench.plugin import Allocator, Score, Scored, Scores, Selector, View
 
 
 def rank_entries(scores: Scores, valid: Tensor) -> Tensor:
-    """Order the entries of every head from the most to the least worth keeping.
+    """Rank the entries of every head, the first to keep first.
 
-    Protected entries come first, by class. Within a class the more recent entry comes first, except
-    that sinks are ordered from the first position on (position 0 gives way last of them all) and
-    entries of class `CHOSEN` by value. Unprotected entries follow by value; ties go to the more
-    recent entry, so that the order does not depend on the backend. Invalid entries come last.
+    Protected entries come first, by class. Within a class, the more recent entry comes first, except that sinks are
+    ordered by ascending position (position 0 is evicted last) and entries of class `CHOSEN` by value. Unprotected
+    entries follow by value; ties go to the more recent entry, so that the order does not depend on the backend. Invalid
+    entries come last.
 
     Args:
         scores: Values and protection classes, `[B, H, n]`.
@@ -35,9 +35,9 @@ def rank_entries(scores: Scores, valid: Tensor) -> Tensor:
     entry_count = valid.shape[-1]
     entry_classes = scores.protect.to(torch.int8).masked_fill(~valid, -1).flip(-1)
     sort_values = scores.value.masked_fill(~valid, float("-inf")).flip(-1)
-    # Flipped, so that a stable sort leaves the more recent of two equals in front.
+    # Flipped, so that a stable sort puts the more recent of two equal entries first.
     sort_values = sort_values.masked_fill(entry_classes > Scores.CHOSEN, 0.0)
-    # Entries stand in the order of their positions; flipped, the first sink has the largest index.
+    # Entries are ordered by position; flipped, the first sink has the largest index.
     flipped_indices = torch.arange(entry_count, device=sort_values.device, dtype=torch.float32)
     sort_values = torch.where(entry_classes == Scores.SINK, flipped_indices, sort_values)
     value_order = sort_values.argsort(dim=-1, descending=True, stable=True)
@@ -50,11 +50,10 @@ def rank_entries(scores: Scores, valid: Tensor) -> Tensor:
 
 
 def order_key(v: View, scores: Scores) -> Tensor:
-    """Give every entry one integer that is larger the more it is worth keeping.
+    """Return one integer per entry that orders entries like `rank_entries`; larger keys are kept first.
 
-    The order is that of `rank_entries`. From the top: 3 bits for the class; 32 bits for the float32
-    value (0 where the class alone decides), mapped so that they compare as integers; 28 bits for
-    the position, inverted for sinks. No two entries of a head share a key.
+    From the top: 3 bits for the class; 32 bits for the float32 value (0 where the class alone decides), mapped so that
+    they compare as integers; 28 bits for the position, inverted for sinks. No two entries of a head share a key.
 
     Returns:
         int64 `[B, H, n]`; -1 where there is no entry.
@@ -63,7 +62,7 @@ def order_key(v: View, scores: Scores) -> Tensor:
 
 
 def entry_key(value: Tensor, protect: Tensor, position: Tensor, valid: Tensor) -> Tensor:
-    """`order_key` of values, protection classes, positions and validity, of one shape each."""
+    """Return `order_key` from values, protection classes, positions and validity, all of one shape."""
     row_count = len(value)
     value, protect, position, valid = (_distinct(tensor) for tensor in (value, protect, position, valid))
     float_bits = (value.float() + 0.0).view(torch.int32).long()  # + 0.0: no negative zero
@@ -76,23 +75,23 @@ def entry_key(value: Tensor, protect: Tensor, position: Tensor, valid: Tensor) -
 
 
 def _distinct(tensor: Tensor) -> Tensor:
-    """The first row, if all rows are the same memory: budgets that are decided together."""
+    """Return only the first row if all rows share memory, as those of several budgets do."""
     return tensor[:1] if len(tensor) > 1 and tensor.stride(0) == 0 else tensor
 
 
 def best(key: Tensor, count: Tensor, unique: bool = False) -> Tensor:
-    """Mark the `count` largest of every row, ties to the first; what is negative never counts.
+    """Mark the `count` largest keys of every row, the first of equal ones; negative keys are never marked.
 
     Args:
         key: int64 `[..., m]`.
-        count: int64 `[...]`, not more than there are.
-        unique: Whether no two keys of a row are equal, as those of `order_key`.
+        count: int64 `[...]`, at most the number of non-negative keys.
+        unique: Whether the keys of a row are distinct, as those of `order_key` are.
 
     Returns:
         bool `[..., m]`.
     """
     distinct_keys = _distinct(key)
-    if key.device.type == "cpu":  # a partial sort; a GPU would have to wait for the number
+    if key.device.type == "cpu":  # a partial sort; on a GPU, reading the count would synchronise
         top_count = min(max(int(count.max()), 1), key.shape[-1])
         sorted_keys = distinct_keys.topk(top_count, dim=-1).values
     else:
@@ -112,7 +111,7 @@ def best(key: Tensor, count: Tensor, unique: bool = False) -> Tensor:
 
 @dataclass(frozen=True)
 class TopK(Selector):
-    """The entries of largest value, protected ones first, ties to the more recent token."""
+    """Keeps protected entries, then those of the largest value; ties go to the more recent token."""
 
     name: ClassVar[str] = "topk"
 
@@ -122,11 +121,11 @@ class TopK(Selector):
 
 
 def spread_evenly(total: Tensor, heads: int) -> Tensor:
-    """Spread integer totals evenly, the remainder to the first heads.
+    """Divide integer totals evenly; the first heads get the remainder.
 
     Args:
         total: int64 `[...]`.
-        heads: Number of shares.
+        heads: Number of heads.
 
     Returns:
         int64 `[..., heads]` summing to `total`.
@@ -136,11 +135,11 @@ def spread_evenly(total: Tensor, heads: int) -> Tensor:
 
 
 def portion(count: Tensor, ratio: float, heads: int = 1) -> Tensor:
-    """Give `floor(ratio * count / heads)` in exact arithmetic: 0.29 of 100 is 29.
+    """Return `floor(ratio * count / heads)` in exact arithmetic: 0.29 of 100 is 29.
 
     Args:
         count: int64, any shape.
-        ratio: In [0, 1], read as it is written (to six digits where it has more).
+        ratio: In [0, 1], taken as its decimal spelling (at most six digits).
         heads: Divides the count.
     """
     exact_ratio = Fraction(str(ratio)).limit_denominator(1_000_000)
@@ -149,15 +148,15 @@ def portion(count: Tensor, ratio: float, heads: int = 1) -> Tensor:
 
 @dataclass(frozen=True)
 class Uniform(Allocator):
-    """Every KV head of every layer gets the same share."""
+    """Gives every KV head of every layer the same budget."""
 
     name: ClassVar[str] = "uniform"
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
-        """Spread a total over the heads, int64 `[B, len(layers), H]`."""
+        """Divide a total evenly among the heads, int64 `[B, len(layers), H]`."""
         first_view = layers[0].view
         head_shares = spread_evenly(total, len(layers) * first_view.model.kv_heads)
-        if first_view.moment in LATER:  # what an earlier cut left may be less than an even share
+        if first_view.moment in LATER:  # after earlier evictions a head may hold less than its budget
             held_entries = torch.cat([scored_layer.view.valid.sum(-1) for scored_layer in layers], 1)
             head_shares = apportion(torch.ones_like(held_entries).double(), total, held_entries)
         return head_shares.view(-1, len(layers), first_view.model.kv_heads)
@@ -165,7 +164,7 @@ class Uniform(Allocator):
 
 @dataclass(frozen=True)
 class FunctionScore(Score):
-    """A score that is one function of a `View`; its keyword parameters are the policy's."""
+    """A score computed by a function of a `View`; its keyword parameters become those of the policy."""
 
     function: Callable[..., Tensor | Scores]
     keywords: tuple[tuple[str, Any], ...] = ()
@@ -175,7 +174,7 @@ class FunctionScore(Score):
         """Wrap a function.
 
         Raises:
-            UserError: It takes no view, or a further parameter has no default.
+            UserError: The function takes no view, or another parameter has no default.
         """
         parameters = list(inspect.signature(function).parameters.values())
         if not parameters:
@@ -186,16 +185,16 @@ class FunctionScore(Score):
         return cls(function, tuple((parameter.name, parameter.default) for parameter in parameters[1:]))
 
     def parameters(self) -> dict[str, Any]:
-        """The function's keyword parameters."""
+        """Return the function's keyword parameters."""
         return dict(self.keywords)
 
     def parameter_types(self) -> dict[str, Any]:
-        """Types from the annotations, or from the defaults where there is none."""
+        """Return types from the annotations, or from the defaults where there are none."""
         type_hints = typing.get_type_hints(self.function)
         return {keyword: type_hints.get(keyword, type(default)) for keyword, default in self.keywords}
 
     def replace(self, **changes: Any) -> Self:
-        """Give a copy with other keyword parameters."""
+        """Return a copy with changed keyword parameters."""
         return type(self)(self.function, tuple({**self.parameters(), **changes}.items()))
 
     def score(self, v: View) -> Scores | Tensor:
@@ -203,14 +202,14 @@ class FunctionScore(Score):
         return self.function(v, **self.parameters())
 
 
-# --- exact integer shares -------------------------------------------------------------------------
+# --- exact integer budgets ------------------------------------------------------------------------
 
 
 def fill(weight: Tensor, total: Tensor, most: Tensor, least: Tensor | int = 0) -> Tensor:
-    """Spread totals in proportion to weights, each share within its bounds, not yet rounded.
+    """Divide totals in proportion to weights, within bounds and without rounding.
 
-    What a bound cuts off or adds goes to the shares that are within their bounds, in proportion to
-    their weights (evenly where these are all 0).
+    The excess or deficit at a bound is redistributed among the unbounded parts in proportion to their weights (evenly
+    if these are all 0).
 
     Args:
         weight: float64 `[B, K]`, 0 or more.
@@ -234,11 +233,11 @@ def fill(weight: Tensor, total: Tensor, most: Tensor, least: Tensor | int = 0) -
 
 
 def water_fill(propose: Callable[[Tensor, Tensor], Tensor], total: Tensor, high: Tensor, low: Tensor) -> Tensor:
-    """Spread totals as proposed; what a bound cuts off or adds is spread over the other shares.
+    """Divide totals as proposed; redistribute the excess or deficit at a bound among the other parts.
 
     Args:
-        propose: Spreads what is left, float64 `[B, 1]`, over the shares that are not fixed yet,
-            bool `[B, K]`.
+        propose: Takes the remainder, float64 `[B, 1]`, and the parts that are fixed already, bool `[B, K]`; divides the
+            remainder among the others.
         total: int64 `[B]`, between the sums of the bounds.
         high: Upper bounds, float64 `[B, K]`.
         low: Lower bounds, float64 `[B, K]`, at most `high`.
@@ -248,15 +247,14 @@ def water_fill(propose: Callable[[Tensor, Tensor], Tensor], total: Tensor, high:
     """
     fixed_mask = torch.zeros_like(high, dtype=torch.bool)
     head_shares = low
-    for _ in range(high.shape[-1] + 1):  # every round but the last pins a share to a bound
+    for _ in range(high.shape[-1] + 1):  # every round but the last fixes a part at a bound
         remaining = total.double() - head_shares.masked_fill(~fixed_mask, 0.0).sum(-1)
         proposed = propose(remaining[:, None], fixed_mask)
         clipped_shares = torch.minimum(torch.maximum(proposed, low), high)
         head_shares = torch.where(fixed_mask, head_shares, clipped_shares)
         surplus = (clipped_shares - proposed).masked_fill(fixed_mask, 0.0).sum(-1, keepdim=True)
         surplus = surplus.masked_fill(surplus.abs() < 1e-9 * total.double()[:, None], 0.0)
-        # If lower bounds add more than upper bounds cut off, the lower bounds are final, and vice
-        # versa.
+        # If lower bounds add more than upper bounds remove, the parts at lower bounds are final, and vice versa.
         below_limit, above_limit = ~fixed_mask & (proposed < low), ~fixed_mask & (proposed > high)
         newly_fixed = torch.where(
             surplus > 0,
@@ -270,7 +268,7 @@ def water_fill(propose: Callable[[Tensor, Tensor], Tensor], total: Tensor, high:
 
 
 def largest_remainder(real: Tensor, total: Tensor, most: Tensor, least: Tensor | int = 0) -> Tensor:
-    """Round shares to integers that sum to the totals and stay within their bounds.
+    """Round budgets to integers that sum to the totals and stay within their bounds.
 
     Args:
         real: float64 `[B, K]`, summing to about `total`, within the bounds.
@@ -279,11 +277,11 @@ def largest_remainder(real: Tensor, total: Tensor, most: Tensor, least: Tensor |
         least: As in `fill`.
 
     Returns:
-        int64 `[B, K]`; the largest fractions are rounded up, of equal ones the first.
+        int64 `[B, K]`; the largest fractions are rounded up, ties to the lower index.
     """
     lower_limits = torch.as_tensor(least, device=real.device).long().expand_as(most)
     lower_limits = torch.minimum(lower_limits, most)
-    # A share that is whole but for the last bits of a float stays whole.
+    # Snap to the nearest integer what differs from it only by float rounding.
     nearest_integers = real.round()
     real = torch.where(
         (real - nearest_integers).abs() < 1e-9 * nearest_integers.abs().clamp(min=1.0),
@@ -291,7 +289,7 @@ def largest_remainder(real: Tensor, total: Tensor, most: Tensor, least: Tensor |
         real,
     )
     head_shares = torch.minimum(torch.maximum(real.floor().long(), lower_limits), most)
-    # Fractions that differ by the last bits of a float alone are equal.
+    # Treat fractions that differ only by float rounding as equal.
     fractions = ((real - head_shares) * 2**30).round()
     fraction_order = fractions.argsort(dim=-1, descending=True, stable=True)
     for direction in (1, -1):
@@ -299,7 +297,7 @@ def largest_remainder(real: Tensor, total: Tensor, most: Tensor, least: Tensor |
         if direction < 0:
             fraction_order, headroom = fraction_order.flip(-1), headroom.flip(-1)
         remaining = (direction * (total - head_shares.sum(-1)))[:, None].clamp(min=0)
-        # First one each in the order of the fractions, then whatever room is left.
+        # First one each in the order of the fractions, then fill the remaining room.
         single_entries = ((headroom > 0) & ((headroom > 0).cumsum(-1) <= remaining)).long()
         unassigned = remaining - single_entries.sum(-1, keepdim=True)
         spare_room = headroom - single_entries
@@ -309,7 +307,7 @@ def largest_remainder(real: Tensor, total: Tensor, most: Tensor, least: Tensor |
 
 
 def apportion(weight: Tensor, total: Tensor, most: Tensor, least: Tensor | int = 0) -> Tensor:
-    """Spread totals over integer shares in proportion to weights, within bounds.
+    """Divide totals into integers in proportion to weights, within bounds.
 
     Args:
         weight: float64 `[B, K]`, 0 or more.
@@ -318,8 +316,6 @@ def apportion(weight: Tensor, total: Tensor, most: Tensor, least: Tensor | int =
         least: Lower bounds, int64 `[B, K]` or one number.
 
     Returns:
-        int64 `[B, K]` summing to `total`: what a bound cuts off goes to the others in proportion to
-        their weights (evenly where these are all 0); rounded by largest remainder, ties to the
-        lower index.
+        int64 `[B, K]` summing to `total`: `fill`, rounded by largest remainder, ties to the lower index.
     """
     return largest_remainder(fill(weight, total, most, least), total, most, least)

@@ -1,21 +1,21 @@
-"""The page for plugin authors: a policy, its parts, and what they see.
+"""The plugin API: a policy, its parts, and the data that they receive.
 
-A policy that evicts combines four parts. A `Score` rates cache entries, an `Allocator` divides the
-budget among layers and KV heads, a `Selector` picks the entries that each head keeps, and a
-`Merger` uses what is evicted. Any score works with any allocator, selector and merger. A policy
-that evicts nothing can have a `Reader` instead, which chooses the entries that each query reads.
+A policy that evicts combines four parts. A `Score` rates cache entries, an `Allocator` divides the budget among layers
+and KV heads, a `Selector` picks the entries that each head keeps, and a `Merger` folds evicted entries into kept ones.
+Any score works with any allocator, selector and merger. A policy that evicts nothing can have a `Reader` instead,
+which chooses the entries that each query attends to.
 
-The shortest plugin is one function of a `View` that returns a float tensor `[B, H, n]`, larger for
-entries worth keeping; its keyword parameters become parameters of the policy:
+The shortest plugin is a function that takes a `View` and returns a float tensor `[B, H, n]`, larger for entries worth
+keeping; its keyword parameters become parameters of the policy:
 
     def value_norm(v: View, power: float = 1.0) -> torch.Tensor:
         return v.value.float().norm(dim=-1) ** power
 
-Use it as `--policy ./my_policy.py:value_norm`, or register it as an entry point of the group
-`kvbench.policies`. If you need more, subclass a part and define a `Policy`.
+Use it as `--policy ./my_policy.py:value_norm`, or register it as an entry point of the group `kvbench.policies`. If you
+need more, subclass a part and define a `Policy`.
 
-Shapes: `B` sequences, `H` KV heads, `H_q` query heads, `G = H_q / H`, `n` entries shown, `d` head
-dim, `T` context tokens, `L` full-attention layers.
+Shapes: `B` sequences, `H` KV heads, `H_q` query heads, `G = H_q / H`, `n` entries in the view, `d` head dimension,
+`T` context tokens, `L` full-attention layers.
 """
 
 from __future__ import annotations
@@ -84,37 +84,37 @@ __all__ = [
 
 
 PLUGIN_API = 1
-"""Version of this page; it rises when a plugin written against it would break."""
+"""Version of the plugin API; raised by changes that break existing plugins."""
 
 CHANNEL_QUERIES = Queries(32)
-"""The queries that choose the channels of pruned keys; 32 as in ThinK."""
+"""Queries that select the channels of pruned keys; a window of 32, as in ThinK."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a policy. Its dataclass fields are its parameters (int, float, bool or str)."""
+    """Base class of the parts of a policy. Dataclass fields are parameters (int, float, bool or str)."""
 
     name: ClassVar[str] = ""
-    """Its name in `score=`, `allocate=`, `select=`, `merge=` or `read=`: its entry point's."""
+    """Name in `score=`, `allocate=`, `select=`, `merge=` or `read=`; the same as its entry point's."""
 
     @property
     def version(self) -> int:
-        """Version of what this part computes; starts at 1.
+        """Version of this part's algorithm; starts at 1.
 
-        Raise it when the part, with its present parameters, may keep other entries or store other
-        values than before. A version above 1 is part of a cell's hash, so a resumed run generates
-        the responses of such cells again instead of mixing old and new ones. If all instances of a
-        class have changed, declare `version = 2`; if it depends on the parameters, use a property.
+        Raise it when a change makes the part keep different entries or store different values for the same parameters.
+        A version above 1 enters the cell's hash, so a resumed run regenerates the responses of such cells instead of
+        mixing old and new ones. Declare `version = 2` if all instances changed; use a property if only some parameter
+        values are affected.
         """
         return 1
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the engine must observe for this part."""
+        """Observations that this part requires from the engine."""
         return frozenset()
 
     def fingerprint(self, model: str) -> str:
-        """Digest of the files that this part reads for a model; it is part of a cell's hash.
+        """Return a digest of the files that this part loads for a model; it is part of the cell's hash.
 
         Args:
             model: The model's id or folder, as in `ModelInfo.name`.
@@ -125,77 +125,76 @@ class Part:
         return ""
 
     def reserved(self, length: int) -> int:
-        """Entries of every head, in `length` tokens, that stay for their place alone: a window."""
+        """Return how many of `length` entries each head always keeps because of their position, such as a window."""
         return 0
 
     def stand_in(self, model: ModelInfo, folder: Path) -> Self:
-        """Return a copy that reads made-up files, so that `kvbench check` can try it on any model.
+        """Return a copy that loads synthetic files, so that `kvbench check` can run it on any model.
 
         Args:
-            model: The model that the files are for.
-            folder: Where to write them; files that are already there may be used.
+            model: The model to write the files for.
+            folder: Folder for the files; existing ones may be reused.
         """
         return self
 
     def parameters(self) -> dict[str, Any]:
-        """Parameters and their values, in order."""
+        """Return the parameters and their values, in order of declaration."""
         return {
             parameter.name: getattr(self, parameter.name) for parameter in dataclasses.fields(self) if parameter.init
         }
 
     def parameter_types(self) -> dict[str, Any]:
-        """Types of the parameters."""
+        """Return the type of each parameter."""
         type_hints = typing.get_type_hints(type(self))
         return {parameter.name: type_hints[parameter.name] for parameter in dataclasses.fields(self) if parameter.init}
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with other parameters; a part checks their range in `__post_init__`."""
+        """Return a copy with changed parameters; validate their range in `__post_init__`."""
         return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True)
 class Score(Part):
-    """Rates entries."""
+    """Rates cache entries."""
 
     extras: ClassVar[Mapping[str, torch.dtype]] = {}
     nonnegative: ClassVar[bool] = False
-    """Whether values are never negative (attention), so that products with norms make sense."""
+    """Whether scores are never negative (attention), so that they can be multiplied by norms."""
     reads_tower: ClassVar[bool] = False
-    """Whether `prune` reads the attention of the vision tower."""
+    """Whether `prune` uses the attention of the vision tower."""
 
     @property
     def prunes(self) -> int | None:
-        """The first layer that does not see the visual tokens that `prune` drops.
+        """First layer without the visual tokens that `prune` drops.
 
-        0: they are dropped before the language model. None: the score prunes nothing.
+        0 drops them before the language model. None prunes nothing.
         """
         return None
 
     def prune(self, tokens: VisualTokens) -> Pruned:
-        """Choose the visual tokens of a prompt that stay; called once in its prefill."""
+        """Choose the visual tokens of a prompt to keep; called once per prefill."""
         raise NotImplementedError
 
     @property
     def tail(self) -> int:
-        """Tokens at the end of a prompt that a chunked prefill processes after its last cut.
+        """Tokens at the end of a prompt that a chunked prefill processes after its last eviction step.
 
-        They count towards the budget, so the cut leaves room for them. The score sees their number
-        in `v.coming`.
+        They count towards the budget, so the eviction step leaves room for them. `v.coming` holds their number.
         """
         return 0
 
     def score(self, v: View) -> Scores | Tensor:
-        """Rate the entries of one layer; a plain tensor protects nothing."""
+        """Rate the entries of one layer. A plain tensor protects no entry."""
         raise NotImplementedError
 
     def step(self, v: View) -> None:
-        """Update the extras after new entries were appended (moment `decode`)."""
+        """Update the per-entry state (`v.extras`) after entries are appended (moment `decode`)."""
 
     def log_retention(self, v: View) -> Tensor | None:
-        """Return `log beta`, at most 0, float32 `[B, H, n]`: after `a` steps `beta**a` is left.
+        """Return `log beta`, at most 0, float32 `[B, H, n]`: after `a` steps an entry retains the weight `beta**a`.
 
-        For scores that predict once per token how fast it fades; `kvbench analyze retention` plots
-        it. None if the score makes no such prediction.
+        For scores that predict a decay rate once per token; `kvbench analyze retention` plots it. None if the score
+        makes no such prediction.
         """
         return None
 
@@ -209,21 +208,21 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class Allocator(Part):
-    """Divides the budget. A sequence gets exactly its total; a head gets at most what it has."""
+    """Divides the budget. Every sequence gets exactly its total; a head gets at most as many entries as it holds."""
 
     scope: ClassVar[Literal["head", "layer", "model"]] = "head"
-    """What it needs to see at once. Unless it is `model`, each layer's K/V are freed right away."""
+    """What `allocate` receives at once. Unless it is `model`, each layer's K/V are freed right away."""
 
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
         """Divide the total among layers before any layer is seen (scopes `head` and `layer`).
 
         Args:
-            model: The model's shapes.
-            length: Tokens of every sequence, int64 `[B]`.
+            model: Shapes of the model.
+            length: Tokens per sequence, int64 `[B]`.
             budget: Mean entries per (layer, head), `b`, int64 `[B]`.
 
         Returns:
-            Entries of every layer, int64 `[B, L]`, summing to `L * H * b`.
+            Entries per layer, int64 `[B, L]`, summing to `L * H * b`.
         """
         return (budget * model.kv_heads)[:, None].expand(-1, model.layers)
 
@@ -232,10 +231,10 @@ class Allocator(Part):
 
         Args:
             layers: One layer; all layers if the scope is `model`.
-            total: Entries that these layers keep in all, int64 `[B]`.
+            total: Entries to keep in these layers together, int64 `[B]`.
 
         Returns:
-            Entries of every head, int64 `[B, len(layers), H]`, summing to `total`.
+            Entries per head, int64 `[B, len(layers), H]`, summing to `total`.
         """
         raise NotImplementedError
 
@@ -247,8 +246,8 @@ class Selector(Part):
     def prepare(self, v: View, scores: Scores) -> Scores:
         """Return the scores to pass to the allocator and to `select`.
 
-        A selector with two stages can protect what its first stage will keep (class
-        `Scores.CHOSEN`), so that the allocator counts it.
+        A two-stage selector can protect the entries of its first stage (class `Scores.CHOSEN`) so that the allocator
+        counts them.
         """
         return scores
 
@@ -259,85 +258,83 @@ class Selector(Part):
 
 @dataclass(frozen=True)
 class Merger(Part):
-    """Merges evicted entries into those that stay."""
+    """Merges evicted entries into kept ones."""
 
     def merge(self, v: View, keep: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the keys and values to store, `[B, H, n, d]` each; only rows in `keep` are read.
+        """Return the keys and values to store, `[B, H, n, d]` each; only rows in `keep` are used.
 
         Args:
             v: The layer before eviction.
-            keep: The entries that stay, bool `[B, H, n]`.
-            state: Tensors that are kept between cuts of the same cache and layer, empty at first;
-                axis 0 of every tensor is the batch.
+            keep: Entries to keep, bool `[B, H, n]`.
+            state: Tensors that persist between eviction steps of the same cache and layer, empty at first; axis 0 is
+                the batch.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Reader(Part):
-    """Chooses the entries that each query reads; the cache holds all of them.
+    """Sparse attention selector: chooses the entries that each query reads; the cache keeps all of them.
 
-    With a budget of `b` entries, a query reads exactly `b` of those that its KV head holds so far,
-    or all if there are fewer: the block of the newest entry, then the blocks of the best ratings,
-    the newer of two equals first. Of a block that the budget only reaches into, it reads the newest
-    entries.
+    With a budget of `b` entries, a query reads exactly `b` of the entries in its KV head, or all if there are fewer:
+    first the block of the newest entry, then the blocks with the highest ratings; the newer block wins a tie. If the
+    budget covers only part of a block, the newest entries of that block are read.
 
-    What dense layers read beyond `b` is taken from the others, which share the rest evenly, the
-    first ones getting one more where it does not divide: over all layers a query still reads `b`
-    entries per (layer, KV head).
+    Entries that dense layers read beyond `b` are deducted evenly from the other layers (the first ones get any
+    remainder), so that a query still reads `b` entries per (layer, KV head) on average.
 
     Attributes:
-        dense_layers: First full-attention layers in which a query reads all entries.
+        dense_layers: Number of initial full-attention layers in which a query reads all entries.
     """
 
     dense_layers: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Check the range; a reader with a check of its own calls this one as well."""
+        """Validate the range; a subclass with its own checks calls this one as well."""
         if self.dense_layers < 0:
             raise UserError(f"dense_layers={self.dense_layers} is invalid; use 0 or more layers")
 
     def block(self, model: ModelInfo) -> int:
-        """Entries of a block."""
+        """Return the number of entries per block."""
         raise NotImplementedError
 
     def summary(self, model: ModelInfo) -> int:
-        """Numbers that a KV head keeps of a complete block to rate it, in the cache's data type.
+        """Return how many numbers a KV head stores per complete block to rate it, in the cache's data type.
 
-        They count as held and as read, although kvbench itself computes them anew for every query.
+        They count as held and as read, although kvbench itself recomputes them for every query.
         """
         raise NotImplementedError
 
     def rate(self, v: Blocks) -> Tensor:
-        """Rate the blocks of one layer for every query, float32 `[H, n, K]`, larger for better."""
+        """Rate the blocks of one layer for every query, float32 `[H, n, K]`; higher is better."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A named choice of parts. Immutable; `str()` gives the canonical spelling.
+    """A named combination of parts. Immutable; `str()` gives the canonical spelling.
 
     Attributes:
-        name: Its name for `--policy`.
+        name: Name for `--policy`.
         score: Rates entries; None evicts nothing.
         allocate: Divides the budget.
         select: Picks the entries that each head keeps.
-        merge: Merges evicted entries into those that stay; None drops them.
-        read: Chooses what each query reads, if nothing is evicted; None reads all that is held.
+        merge: Merges evicted entries into kept ones; None drops them.
+        read: Chooses the entries that each query reads, if nothing is evicted; None reads all entries.
         summary: One line for `kvbench list policies`.
         paper: The source, with the equation or algorithm.
-        buffer: Entries that a head may hold beyond its budget before a cut at moment `decode`.
-        bits: Bits of a number in a quantised cache (2, 4 or 8); None: K and V are not quantised.
+        buffer: Entries that a head may hold beyond its budget before an eviction step at moment `decode`.
+        bits: Bits per number in a quantised cache (2, 4 or 8); None if K and V are not quantised.
         group_size: Entries of a head, and channels, that are quantised together.
         residual: Newest entries of a head that are neither quantised nor pruned.
-        key_channels: The share of its channels that a key keeps, more than 0, at most 1: all.
-        quantizer: What makes the codes of a quantised cache: `kivi`, `hqq` or `quanto`.
-        moments: The moments for which its paper defines it; it runs at all of them.
-        cost: Time and extra memory of a cut, per layer, in one line.
-        group: Its group, whose name stands for all its policies; "" for none.
+        key_channels: Fraction of its channels that a key keeps, in (0, 1].
+        quantizer: Quantisation method: `kivi`, `hqq` or `quanto`.
+        moments: Compression points the paper covers; the policy can run at any.
+        cost: Time and extra memory of an eviction step, per layer, in one line.
+        group: Group name, which selects all policies of the group; "" for none.
         base: The registered policy that this one is a variant of.
-        spelling: The canonical spelling; `kvbench.policy` sets it and `origin`.
-        origin: The package and version that registers it, or the digest of its file.
+        spelling: The canonical spelling; set by `kvbench.policy`, as is `origin`.
+        origin: The package and version that registers the policy, or the digest of its file.
     """
 
     name: str
@@ -358,18 +355,18 @@ class Policy:
     cost: str = field(default="", compare=False)
     group: str = field(default="", compare=False)
     base: Policy | None = field(default=None, compare=False, repr=False)
-    # Not copied by `dataclasses.replace`: a changed policy has another spelling.
+    # Not copied by `dataclasses.replace`, because a changed policy has a different spelling.
     spelling: str = field(default="", init=False, compare=False, repr=False)
     origin: str = field(default="", init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check that the parts belong together."""
+        """Validate that the parts can be combined."""
         if self.score is not None and self.read is not None:
-            raise UserError(f"{self.name} has a score and a reader; evict entries or read few")
+            raise UserError(f"{self.name} has both a score and a reader; use only one of them")
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Score, allocator, selector, merger and reader, without those that are None."""
+        """All parts that are not None: score, allocator, selector, merger and reader."""
         return tuple(self._by_kind.values())
 
     @property
@@ -379,13 +376,13 @@ class Policy:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Everything that the engine must observe for this policy."""
+        """All observations that the parts require from the engine."""
         channel_needs: set[Need] = set() if self.key_channels == 1 else {CHANNEL_QUERIES}
         return frozenset(channel_needs.union(*(component.needs for component in self.parts)))
 
     @property
     def part_versions(self) -> dict[str, int]:
-        """Versions of the parts above 1, by kind and name, for example `{"merge.value": 2}`."""
+        """Part versions above 1, by kind and name, for example `{"merge.value": 2}`."""
         components = self._by_kind.items()
         return {
             f"{part_kind}.{component.name}": component.version
@@ -394,11 +391,11 @@ class Policy:
         }
 
     def fingerprint(self, model: str) -> str:
-        """Digest of all files that the parts read for a model; "" where they read none."""
+        """Return a digest of all files that the parts load for a model; "" if there are none."""
         return "|".join(filter(None, (component.fingerprint(model) for component in self.parts)))
 
     def stand_in(self, model: ModelInfo, folder: Path) -> Policy:
-        """Give a policy whose parts read made-up files of a model (see `Part.stand_in`)."""
+        """Return a copy whose parts load synthetic files (see `Part.stand_in`)."""
         replacements: Any = {
             part_kind: component.stand_in(model, folder) for part_kind, component in self._by_kind.items()
         }
@@ -406,22 +403,22 @@ class Policy:
 
     @property
     def evicts(self) -> bool:
-        """Whether anything is ever evicted."""
+        """Whether the policy evicts entries."""
         return self.score is not None
 
     @property
     def recodes(self) -> bool:
-        """Whether entries are not stored as they are: quantised, or with fewer channels."""
+        """Whether entries are stored in another form: quantised, or with fewer channels."""
         return self.bits is not None or self.key_channels < 1
 
     @property
     def has_budget(self) -> bool:
-        """Whether a budget limits anything: the entries that are held, or those that are read."""
+        """Whether a budget applies, to the entries held or to those read."""
         return self.evicts or self.read is not None
 
     @property
     def is_full(self) -> bool:
-        """Whether this is the full cache: nothing is evicted, left unread or stored otherwise."""
+        """Whether this is the full cache: all entries are kept, read and stored unchanged."""
         return not self.has_budget and not self.recodes
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Scores and readers that watch others, for `kvbench check`."""
+"""Wrappers that monitor scores and readers, for `kvbench check`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from kvbench.view.scores import checked_scores
 
 
 class Failed(Exception):
-    """An invariant that does not hold."""
+    """A violated invariant."""
 
 
 @dataclass(frozen=True)
 class ScoreProbe(Score):
-    """A score that watches another: are its values finite, do its inputs stay as they were?"""
+    """Wraps a score and records values that are not finite and inputs modified in place."""
 
     inner: Score
     problems: list[str] = field(default_factory=list, compare=False)
     snapshots: list[tuple[str, Tensor, Tensor]] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
-        # The engine reads these from the instance, which stands for its class here.
+        # The engine accesses these class attributes through the instance.
         object.__setattr__(self, "extras", self.inner.extras)
         object.__setattr__(self, "nonnegative", self.inner.nonnegative)
 
@@ -60,9 +60,9 @@ class ScoreProbe(Score):
         return tensor
 
     def settle(self) -> None:
-        """Compare what the last view showed with what it was."""
+        """Compare the tensors of the last view with their snapshots."""
         self.problems.extend(
-            f"{tensor_name} was changed in place"
+            f"{tensor_name} was modified in place"
             for tensor_name, tensor, snapshot in self.snapshots
             if not torch.equal(tensor, snapshot)
         )
@@ -71,7 +71,7 @@ class ScoreProbe(Score):
 
 @dataclass(frozen=True)
 class ReaderProbe(Reader):
-    """A reader that watches another, as `ScoreProbe` watches a score."""
+    """Wraps a reader, as `ScoreProbe` wraps a score."""
 
     inner: Reader
     problems: list[str] = field(default_factory=list, compare=False)
@@ -89,7 +89,7 @@ class ReaderProbe(Reader):
         snapshots = {field_name: tensor.clone() for field_name, tensor in inputs.items()}
         ratings = self.inner.rate(v)
         changed_names = [field_name for field_name, tensor in inputs.items() if not tensor.equal(snapshots[field_name])]
-        self.problems.extend(f"{field_name} was changed in place" for field_name in changed_names)
+        self.problems.extend(f"{field_name} was modified in place" for field_name in changed_names)
         if bad_count := int((~ratings.isfinite()).sum()):
             self.problems.append(f"{bad_count} of {ratings.numel()} ratings of layer {v.layer} are not finite")
         return ratings.nan_to_num(0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""How a run says how far it is."""
+"""Progress reporters for logs and terminals."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rich.text import Text
 
 
 class Reporter(Protocol):
-    """What the runner tells. It may start several stretches of work, one after the other."""
+    """Progress reporter. May report several tasks, one after the other."""
 
     def start(self, total_units: int, description: str) -> None:
-        """Begin a stretch of work; an unfinished one ends.
+        """Start a task and end an unfinished one.
 
         Args:
-            total_units: Units of work to come, for example responses.
-            description: What is done, in a few words.
+            total_units: Units of work, for example responses.
+            description: The task in a few words.
         """
         ...
 
@@ -36,16 +36,16 @@ class Reporter(Protocol):
         ...
 
     def message(self, text: str) -> None:
-        """Say a line that stays."""
+        """Print a permanent line."""
         ...
 
     def stop(self) -> None:
-        """End the stretch of work, finished or not. May be called at any time, and twice."""
+        """End the task, finished or not. May be called at any time, also repeatedly."""
         ...
 
 
 class Silent:
-    """Says nothing."""
+    """Reporter without output."""
 
     def busy(self, text: str) -> None:
         """See `Bar`."""
@@ -64,12 +64,12 @@ class Silent:
 
 
 class LineProgress:
-    """A plain line now and then, for logs and pipes.
+    """Reporter that writes a plain line at intervals, for logs and pipes.
 
     Args:
-        write: Takes a line.
-        every: Seconds between two lines at least.
-        clock: Gives seconds.
+        write: Writes a line.
+        min_interval: Minimum time between two lines, in seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class LineProgress:
         self._began = self._last_written = 0.0
 
     def busy(self, text: str) -> None:
-        """See `Bar`. A log gets no line: what is loaded says so when it is."""
+        """See `Bar`. Writes nothing, because a log line follows when loading is done."""
 
     def start(self, total_units: int, description: str) -> None:
         """See `Reporter`."""
@@ -118,11 +118,7 @@ class LineProgress:
 
 
 class Bar:
-    """A progress bar with the time left, for terminals.
-
-    Args:
-        console: Where to draw.
-    """
+    """Reporter that draws a progress bar with the remaining time, for terminals."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -138,11 +134,7 @@ class Bar:
         self._status: Status | None = None
 
     def busy(self, text: str) -> None:
-        """Show that something is going on, until the first stretch of work starts.
-
-        Args:
-            text: What is done, in a few words.
-        """
+        """Show a spinner with a text until the first task starts."""
         self.stop()
         self._status = self._console.status(Text(text))
         self._status.start()
@@ -173,16 +165,16 @@ class Bar:
 
 
 class Late:
-    """A stretch of work that is told of only once it has taken seconds: most take none.
+    """A task that is reported only if it takes longer than `AFTER`, since most are quick.
 
     Args:
-        reporter: Who is told; None for nobody.
+        reporter: Progress reporter, or None.
         total_units, description: See `Reporter.start`.
-        clock: Gives seconds.
+        clock: Returns the time in seconds.
     """
 
     AFTER = 3.0
-    """Seconds after which a user wonders."""
+    """Seconds before progress is reported."""
 
     def __init__(
         self,
@@ -206,14 +198,14 @@ class Late:
             self._reporter.advance(self._done)
 
     def stop(self) -> None:
-        """End the stretch."""
+        """End the task."""
         if self._has_started and self._reporter is not None:
             self._reporter.stop()
         self._has_started = False
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `42 s`, `3 min 20 s` or `2 h 5 min`."""
+    """Format seconds as `42 s`, `3 min 20 s` or `2 h 5 min`."""
     total_seconds = round(seconds)
     if total_seconds < 60:
         return f"{total_seconds} s"
@@ -225,7 +217,7 @@ def duration(seconds: float) -> str:
 
 
 def reporter(console: Console) -> Bar | LineProgress:
-    """A bar where the console is a terminal, else plain lines."""
+    """Return a bar if the console is a terminal, else a reporter of plain lines."""
     if console.is_terminal:
         return Bar(console)
     return LineProgress(lambda message: console.print(message, markup=False, highlight=False, soft_wrap=True))

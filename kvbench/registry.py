@@ -1,4 +1,4 @@
-"""Finds plugins: entry points of installed packages, and objects in a user's own file."""
+"""Plugin discovery: entry points of installed packages, and objects in a user's own file."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _KIND = {
     MODELS: "model",
 }
 _LISTED_BY = {POLICIES: "kvbench list policies"}
-"""The commands that list names."""
+"""Commands that list names."""
 
 
 @functools.cache
 def _entries(entry_group: str) -> dict[str, tuple[EntryPoint, ...]]:
-    """Entry points by name; a name has several only if packages disagree."""
+    """Return entry points by name; several for a name that packages register differently."""
     entries_by_name: dict[str, dict[str, EntryPoint]] = {}
     for entry_point in entry_points(group=entry_group):
         entries_by_name.setdefault(entry_point.name, {}).setdefault(entry_point.value, entry_point)
@@ -42,7 +42,7 @@ def _entries(entry_group: str) -> dict[str, tuple[EntryPoint, ...]]:
 
 
 def names(entry_group: str) -> list[str]:
-    """List the names that installed packages register, sorted.
+    """Return the names that installed packages register, sorted.
 
     Args:
         entry_group: `POLICIES`, `PARTS`, `TASKS`, `TRAINERS` or `MODELS`.
@@ -51,7 +51,7 @@ def names(entry_group: str) -> list[str]:
 
 
 def get(entry_group: str, entry_name: str) -> Any:
-    """Load the object that a name is registered for.
+    """Load the object registered under a name.
 
     Args:
         entry_group: `POLICIES`, `PARTS`, `TASKS`, `TRAINERS` or `MODELS`.
@@ -89,7 +89,7 @@ def _package(entry_point: EntryPoint) -> str:
 
 @functools.cache
 def _release(package: Distribution) -> str:
-    # Each of the two properties parses the package's whole metadata.
+    # Cached, because each of the two properties parses all metadata of the package.
     return f"{package.name}=={package.version}"
 
 
@@ -114,13 +114,9 @@ def _line(error: BaseException) -> str:
 
 
 def split_file(spec: str) -> tuple[Path, str] | None:
-    """Split `./my_policy.py:MyPolicy` into file and object.
+    """Split `./my_policy.py:MyPolicy` into path and object name (may be empty), ignoring parameters of a policy.
 
-    Args:
-        spec: The spelling; parameters of a policy can follow.
-
-    Returns:
-        Path and name (empty if none is given), or None if `spec` is a registered name.
+    Returns None if `spec` is a registered name.
     """
     path_stem, file_suffix, remainder = spec.partition(".py")
     if not file_suffix or (remainder and not remainder.startswith(":")):
@@ -129,10 +125,10 @@ def split_file(spec: str) -> tuple[Path, str] | None:
 
 
 def file_digest(spec: str) -> str:
-    """Return 16 hex digits of the content of the file that a spelling names.
+    """Return a digest of the file named in a spelling, 16 hex digits.
 
-    The modules that the file imports from its own folder count, and the modules that these import.
-    Of a package there, every module counts. Modules elsewhere and data files do not.
+    It covers the modules that the file imports, directly or not, from its own folder, and all modules of imported
+    packages in that folder, but no other modules and no data files.
 
     Raises:
         UserError: A file cannot be read.
@@ -141,14 +137,14 @@ def file_digest(spec: str) -> str:
     file_path = path_and_name[0] if path_and_name else Path(spec)
     file_hash = hashlib.sha256(_read(file_path))
     file_path = file_path.resolve()
-    for module_path in sorted(_modules_beside(file_path)):  # none leaves the digest of the file alone
+    for module_path in sorted(_modules_beside(file_path)):  # without modules, this is the digest of the file
         relative_name = module_path.relative_to(file_path.parent).as_posix()
         file_hash.update(f"|{relative_name}|{hashlib.sha256(_read(module_path)).hexdigest()}".encode())
     return file_hash.hexdigest()[:16]
 
 
 def _modules_beside(file_path: Path) -> set[Path]:
-    """The modules in the folder of a file that it imports, at any depth."""
+    """Return the modules that a file imports from its own folder, directly or not."""
     folder, module_paths, pending_paths = file_path.parent, set[Path](), [file_path]
     while pending_paths:
         for imported_name in _imported(_read(pending_paths.pop())):
@@ -169,10 +165,10 @@ def _modules_beside(file_path: Path) -> set[Path]:
 
 
 def _imported(source: bytes) -> set[str]:
-    """What a module's import statements name, such as `helper` or `package.module`."""
+    """Return the names in a module's import statements, such as `helper` or `package.module`."""
     try:
         syntax_nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError, RecursionError):  # executing it says what is wrong
+    except (SyntaxError, ValueError, RecursionError):  # reported when the module is executed
         return set()
     imported_names = {alias.name for node in syntax_nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in syntax_nodes:
@@ -183,7 +179,7 @@ def _imported(source: bytes) -> set[str]:
 
 @functools.cache
 def _recorded_packages() -> frozenset[str]:
-    """Packages whose versions a cell records: they are not a file's own, even beside it."""
+    """Return packages whose versions a cell records; they are not part of a user's file, even next to it."""
     all_entries = (entry for group in _KIND for homonyms in _entries(group).values() for entry in homonyms)
     return frozenset({"kvbench", *(entry.module.partition(".")[0] for entry in all_entries)})
 
@@ -198,12 +194,9 @@ def _read(file_path: Path) -> bytes:
 
 
 def load_file(spec: str) -> Any:
-    """Load an object from a Python file.
+    """Load an object from a Python file, such as `./my_policy.py:MyPolicy`.
 
     A file is executed once per process and content.
-
-    Args:
-        spec: `./my_policy.py:MyPolicy`.
 
     Raises:
         UserError: There is no such file or object, or executing the file fails.
@@ -227,7 +220,7 @@ def _run_file(file_path: Path, path_label: str, source_digest: str) -> Any:
     assert module_spec.loader is not None
     _forget_compiled(file_path)
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up there
+    sys.modules[module_name] = module  # dataclasses and pickle look up a class's module there
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -247,10 +240,10 @@ def _run_file(file_path: Path, path_label: str, source_digest: str) -> Any:
 
 
 def _forget_compiled(file_path: Path) -> None:
-    """Make the next import of a file and of the modules beside it read what is in them now.
+    """Force the next import of a file and its local modules to use their current content.
 
-    Python imports a module once per process, and takes a compiled one for current if size and
-    modification time are the source's.
+    Python imports a module once per process, and trusts a compiled file if size and modification time of the source
+    match.
     """
     module_paths = _modules_beside(file_path)
     top_packages = {module.relative_to(file_path.parent).parts[0].removesuffix(".py") for module in module_paths}
@@ -261,5 +254,5 @@ def _forget_compiled(file_path: Path) -> None:
         if any(location and Path(location).resolve().is_relative_to(file_path.parent) for location in locations):
             del sys.modules[module_name]
     for source_path in (file_path, *module_paths):
-        with contextlib.suppress(OSError):  # a folder that is read-only
+        with contextlib.suppress(OSError):  # the folder may be read-only
             Path(importlib.util.cache_from_source(str(source_path))).unlink()

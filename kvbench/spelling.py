@@ -1,9 +1,8 @@
-"""How policies are spelled: `NAME[:key=value...]`.
+"""Spelling of policies: `NAME[:key=value...]`.
 
-A name is a registered policy (`snapkv`) or an object in a file (`./my_policy.py:MyPolicy`). The
-keys `score`, `allocate`, `select`, `merge` and `read` exchange a part. Every other key is a
-parameter: of all parts that have it, or of one part if it names the part, as in
-`select.variant=release`.
+A name is a registered policy (`snapkv`) or an object in a file (`./my_policy.py:MyPolicy`). The keys `score`,
+`allocate`, `select`, `merge` and `read` replace a part. Every other key is a parameter: of all parts that have it, or
+of one part if prefixed with its kind, as in `select.variant=release`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ KINDS: dict[str, type[Part]] = {
     "read": Reader,
 }
 _LARGEST = 1 << 24
-"""No window, kernel or count may be larger, because observers can hold that many entries."""
+"""Upper limit of integer parameters, because observers may allocate that many entries."""
 _OF_POLICY: dict[str, Any] = {
     "buffer": int,
     "bits": Literal[2, 4, 8] | None,
@@ -41,18 +40,18 @@ _GENERIC: dict[str, type[Part]] = {"allocate.uniform": Uniform, "select.topk": T
 
 
 def policy(spec: str | Policy, **params: Any) -> Policy:
-    """Make the policy that a spelling names.
+    """Return the policy for a spelling.
 
     Args:
         spec: `NAME[:key=value...]`, for example `snapkv:window=64:select=two_stage`, or
             `./file.py:Name[:key=value...]`.
-        **params: More parameters, as in the spelling; they take precedence over it.
+        **params: Further parameters, which override the spelling.
 
     Returns:
         An immutable policy; `str(p)` is its canonical spelling.
 
     Raises:
-        UserError: The name or a parameter is unknown (the message names the nearest) or ill-typed.
+        UserError: The name or a parameter is unknown (the message suggests the closest) or has the wrong type.
     """
     if isinstance(spec, Policy):
         resolved_policy = spec if spec.base is not None else dataclasses.replace(spec, base=spec)
@@ -72,7 +71,7 @@ def policy(spec: str | Policy, **params: Any) -> Policy:
 
 
 def _finished(policy: Policy, origin: str) -> Policy:
-    """A copy of a policy that knows its canonical spelling and its origin."""
+    """Return a copy of a policy with its canonical spelling and origin."""
     policy = dataclasses.replace(policy)
     object.__setattr__(policy, "spelling", canonical(policy))
     object.__setattr__(policy, "origin", origin)
@@ -80,14 +79,14 @@ def _finished(policy: Policy, origin: str) -> Policy:
 
 
 def as_policy(plugin: object, policy_name: str) -> Policy:
-    """Make a policy from what a plugin defines: a `Policy`, a `Score` or a function of a `View`.
+    """Return the policy for a plugin object: a `Policy`, a `Score` (class or instance) or a function of a `View`.
 
     Args:
-        plugin: What the entry point or the name in the file refers to. A `Score` can be a class.
-        policy_name: How the user named it; a policy from a file keeps the spelling of the file.
+        plugin: The object of the entry point or file.
+        policy_name: The user's spelling; the name of a policy from a file.
 
     Raises:
-        UserError: It is none of these.
+        UserError: The object is none of these.
     """
     if isinstance(plugin, type) and issubclass(plugin, Score):
         plugin = plugin()
@@ -107,10 +106,10 @@ def as_policy(plugin: object, policy_name: str) -> Policy:
 
 
 def part(part_kind: str, part_name: str) -> Part:
-    """Make a part by its kind (`score`, `allocate`, ...) and name, with its defaults.
+    """Return a part by its kind (`score`, `allocate`, ...) and name, with default parameters.
 
     Raises:
-        UserError: There is no such part; the message names the nearest.
+        UserError: There is no such part; the message suggests the closest name.
     """
     generic_class = _GENERIC.get(f"{part_kind}.{part_name}")
     if generic_class is not None:
@@ -133,7 +132,7 @@ def part(part_kind: str, part_name: str) -> Part:
 
 
 def exchanged_parts(policy: Policy) -> dict[str, Part | None]:
-    """The parts of a policy, by kind, that are of another type than those of its base."""
+    """Return the parts of a policy, by kind, whose type differs from that of its base."""
     base_policy = policy.base if policy.base is not None else policy
     return {
         part_kind: getattr(policy, part_kind)
@@ -143,12 +142,12 @@ def exchanged_parts(policy: Policy) -> dict[str, Part | None]:
 
 
 def canonical(policy: Policy) -> str:
-    """Spell a policy in its only canonical way: what differs from its base, sorted."""
+    """Return the canonical spelling of a policy: its differences from the base, sorted."""
     base_policy = policy.base if policy.base is not None else policy
     replaced_parts = exchanged_parts(policy)
     spelled_fields = [policy.name]
     spelled_fields += [f"{part_kind}={_label(component)}" for part_kind, component in replaced_parts.items()]
-    # By key and kind: the value, and whether it differs from the default.
+    # Value, and whether it differs from the default, by key and kind.
     values_by_key: dict[str, dict[str, tuple[Any, bool]]] = {}
     for part_kind in KINDS:
         component, default_part = getattr(policy, part_kind), getattr(base_policy, part_kind)
@@ -170,7 +169,7 @@ def canonical(policy: Policy) -> str:
             continue
         if all(type(part_value) is type(part_values[0]) and part_value == part_values[0] for part_value in part_values):
             changed_values[parameter_key] = part_values[0]
-        else:  # parts share the key with different values: spell each part's own
+        else:  # the parts have different values for the key, so spell the value of each part
             changed_values |= {
                 f"{part_kind}.{parameter_key}": part_value
                 for part_kind, (part_value, is_changed) in values_by_kind.items()
@@ -214,9 +213,9 @@ def _apply(policy: Policy, parameters: dict[str, Any]) -> Policy:
         if kind in pending_values:
             name = pending_values.pop(kind)
             if kind == "read" and policy.read is None:
-                raise UserError(f"{policy.name} reads all that it holds; only a policy with a reader takes read=")
+                raise UserError(f"{policy.name} has no reader, so read= does not apply")
             if kind != "read" and not policy.evicts:
-                raise UserError(f"{policy.name} keeps everything and has no {kind}")
+                raise UserError(f"{policy.name} evicts nothing, so {kind}= does not apply")
             removes_part = kind == "merge" and name in (None, "none")
             current_part = getattr(policy, kind)
             if removes_part:
@@ -226,7 +225,7 @@ def _apply(policy: Policy, parameters: dict[str, Any]) -> Policy:
             elif current_part is None or current_part.name != name:
                 changes[kind] = part(kind, str(name))
     if "buffer" in pending_values and not policy.evicts:
-        raise UserError(f"{policy.name} keeps everything and has no buffer")
+        raise UserError(f"{policy.name} evicts nothing, so buffer= does not apply")
     for parameter_key, kind in _OF_POLICY.items():
         if parameter_key in pending_values:
             changes[parameter_key] = _cast(parameter_key, pending_values.pop(parameter_key), kind)
@@ -259,40 +258,37 @@ def _apply(policy: Policy, parameters: dict[str, Any]) -> Policy:
             if parameter_key == "seed":
                 raise UserError("noise uses the seed of the run; use --seed")
             raise UserError(
-                f"{policy.name} has no parameter "
-                f"{quoted(parameter_key)}{nearest(parameter_key, known_keys)} (it has: "
-                f"{known_text})"
+                f"{policy.name} has no parameter {quoted(parameter_key)}{nearest(parameter_key, known_keys)} "
+                f"(it has: {known_text})"
             )
     return policy
 
 
 def _check_own(policy: Policy, changes: dict[str, Any]) -> None:
-    """Check the ranges of what a policy has besides its parts."""
+    """Validate the ranges of the policy's own parameters."""
     if policy.buffer < 0:
         raise UserError("buffer must be a number of entries, 0 or more")
     if policy.group_size < 1 or policy.residual < 0:
         raise UserError("group_size must be 1 or more entries, residual 0 or more")
     if not 0 < policy.key_channels <= 1:
-        raise UserError("key_channels must be a share of the channels, such as 0.6, and at most 1")
+        raise UserError("key_channels must be a fraction of the channels above 0 and at most 1, such as 0.6")
     if policy.read is not None and policy.key_channels < 1:
-        raise UserError(f"{policy.name} rates blocks by whole keys; leave key_channels out")
+        raise UserError(f"{policy.name} rates blocks with complete keys; remove key_channels")
     if "group_size" in changes and policy.bits is None:
-        raise UserError("group_size belongs to a quantised cache; give bits=4 as well")
+        raise UserError("group_size applies only to a quantised cache; add bits=4")
     if "quantizer" in changes and policy.bits is None:
-        raise UserError("quantizer belongs to a quantised cache; give bits=4 as well")
+        raise UserError("quantizer applies only to a quantised cache; add bits=4")
     if policy.quantizer == "quanto" and policy.bits == 8:
-        raise UserError("quanto has no groups of 8-bit codes; use bits=4, or quantizer=hqq")
+        raise UserError("quanto does not support groups of 8-bit codes; use bits=4 or quantizer=hqq")
     if "residual" in changes and not policy.recodes:
-        raise UserError(
-            "residual belongs to quantised caches and pruned keys; give bits=4 as well, or key_channels=0.6"
-        )
+        raise UserError("residual applies only to quantised caches and pruned keys; add bits=4 or key_channels=0.6")
 
 
 def _replaced(policy: Policy, part_kind: str, component: Part, new_values: dict[str, Any]) -> Part:
-    """Give a part other parameters.
+    """Return a part with changed parameters.
 
     Raises:
-        UserError: A value does not fit. If other parts have the same key, the message names them.
+        UserError: A value is invalid. If other parts have the same key, the message names them.
     """
     value_types = component.parameter_types()
     try:
@@ -309,7 +305,7 @@ def _replaced(policy: Policy, part_kind: str, component: Part, new_values: dict[
             if other_kinds and f"{parameter_key}=" in str(error):
                 spellings = " or ".join(f"{name}.{parameter_key}=" for name in (part_kind, *other_kinds))
                 raise UserError(
-                    f"{error} ({part_kind} and {', '.join(other_kinds)} have this parameter; use {spellings})"
+                    f"{error} ({part_kind} and {', '.join(other_kinds)} share this parameter; use {spellings})"
                 ) from None
         raise
 
@@ -340,7 +336,7 @@ def _cast(parameter_key: str, value: Any, value_type: Any) -> Any:
 
 
 def spell(value: Any) -> str:
-    """Spell the value of a parameter."""
+    """Return a parameter value as text."""
     if isinstance(value, bool):
         return str(value).lower()
     return "none" if value is None else str(value)

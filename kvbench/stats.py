@@ -1,27 +1,23 @@
-"""How certain a score is: clustered standard errors, bootstrap intervals, paired differences.
+"""Uncertainty of scores: clustered standard errors, bootstrap intervals, paired differences.
 
-Questions about one context are not independent, so the bootstrap draws contexts, never questions
-(Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640: clustered standard errors and paired
-differences). Everything is deterministic. The draws depend only on a seed and the number of
-contexts, and contexts are taken in sorted order, so an interval depends neither on the order of the
-rows nor on which other cells were computed before.
+Questions about one context are not independent, so the bootstrap resamples contexts, never questions (Miller 2024,
+"Adding Error Bars to Evals", arXiv 2411.00640: clustered standard errors and paired differences). Everything is
+deterministic. The draws depend only on a seed and the number of contexts, and contexts are sorted, so an interval
+depends neither on the order of the rows nor on other cells.
 
-A percentile bootstrap is overconfident when almost nothing varies: 50 right answers out of 50 would
-give an interval of width zero, and 49 out of 50 one whose lower end is above Wilson's for 50 out of
-50. Therefore, if fewer than `FEW` contexts differ from the most common result, scores in [0, 1] get
-Wilson's interval on the number of contexts. It is the standard choice for one 0/1 answer per
-context, and conservative otherwise: a score in [0, 1] with mean p has a variance of p(1 - p) at
-most. Differences get the same treatment: their gains and their losses are two such means, joined by
-square-and-add (Newcombe 1998, Statistics in Medicine 17, 2635). Unbounded scores, such as a
-log-likelihood, get Student's t interval on the clustered standard error if there are
-`len(T) + 1` contexts or fewer.
+A percentile bootstrap is overconfident when almost nothing varies: 50 correct answers out of 50 would give an interval
+of width zero, and 49 out of 50 an interval whose lower end is above Wilson's for 50 out of 50. Therefore, if fewer than
+`FEW` contexts differ from the most common result, scores in [0, 1] get Wilson's interval on the number of contexts. It
+is the standard choice for one 0/1 answer per context, and conservative otherwise: a score in [0, 1] with mean p has a
+variance of at most p(1 - p). For differences, gains and losses are two such means, combined by square-and-add
+(Newcombe 1998, Statistics in Medicine 17, 2635). Unbounded scores, such as a log-likelihood, get Student's t interval
+on the clustered standard error if there are `len(T) + 1` contexts or fewer.
 
-The percentile bootstrap of 10 to 20 contexts is too narrow for differences and unbounded scores: it
-knows neither that a variance was estimated nor from how few contexts. They get the expanded
-percentile interval, whose ends are further out; see `tail`. A mean of scores in [0, 1] reaches its
-level as it is. docs/statistics.md shows the simulation.
+For differences and unbounded scores of 10 to 20 contexts, the percentile bootstrap is too narrow: it ignores that the
+variance is estimated from few contexts. These get the expanded percentile interval, see `tail`. A mean of scores in
+[0, 1] reaches its nominal coverage without it. docs/statistics.md shows the simulation.
 
-Whether a difference is there at all is a question for `kvbench.regression.significance`.
+For significance tests, see `kvbench.regression.significance`.
 """
 
 from __future__ import annotations
@@ -39,16 +35,16 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Key = TypeVar("Key", bound=Hashable)
 Clusters: TypeAlias = Sequence[str] | npt.NDArray[np.int64]
-"""Contexts by name, or by the place of the name among the sorted ones."""
+"""Context of each score, by name or by index among the sorted names."""
 
 DRAWS = 2000
-FEW = 5  # with fewer varying contexts, resamples take too few different values
+FEW = 5  # with fewer varying contexts, resamples take too few distinct values
 Z = 1.959963984540054  # the 97.5% quantile of the normal distribution
 T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 """The 97.5% quantiles of Student's t with 1, 2, ... degrees of freedom."""
 _NORMAL = statistics.NormalDist()
-_BLOCK = 1_000_000  # weights that are drawn at once, 8 MB; a matrix that is no larger is kept
-_ROWS = 24  # resamples of a block, or a multiple: rows that BLAS sums alike
+_BLOCK = 1_000_000  # weights drawn at once, 8 MB; matrices up to this size are cached
+_ROWS = 24  # block sizes are multiples of this, so that BLAS sums every row in the same order
 
 
 @dataclass(frozen=True)
@@ -57,12 +53,12 @@ class Estimate:
 
     Attributes:
         mean: Mean over all scores.
-        se: Standard error clustered by context. Where nothing varies it is the interval's half
-            width over 1.96, so it is never 0 for scores in [0, 1].
+        se: Standard error clustered by context. If nothing varies, it is the half-width of the interval divided by
+            1.96, so it is never 0 for scores in [0, 1].
         lo: Lower end of the 95% interval.
-        hi: Upper end.
-        n: Scores.
-        clusters: Contexts.
+        hi: Upper end of the 95% interval.
+        n: Number of scores.
+        clusters: Number of contexts.
     """
 
     mean: float
@@ -87,20 +83,17 @@ NO_DIFFERENCE = Difference(math.nan, math.nan, math.nan)
 
 
 def summary(scores: npt.ArrayLike, clusters: Sequence[str], *, seed: int = 0, draw_count: int = DRAWS) -> Estimate:
-    """Mean, clustered standard error and 95% interval of the scores of one cell.
+    """Return the mean, clustered standard error and 95% interval of the scores of one cell.
 
-    The standard error is equation 4 of arXiv 2411.00640, `sqrt(sum_c (sum_i s_ic - mean)^2) / n`,
-    times `sqrt(C / (C - 1))`, so that with one score per context it is the usual one.
+    The standard error is equation 4 of arXiv 2411.00640, `sqrt(sum_c (sum_i s_ic - mean)^2) / n`, times
+    `sqrt(C / (C - 1))`, so that it equals the usual one if there is one score per context. A single context gives an
+    infinite interval unless scores are in [0, 1].
 
     Args:
         scores: `[n]`, finite.
         clusters: `[n]`, the context of each score.
         seed: Seed of the bootstrap.
-        draw_count: Draws of the bootstrap.
-
-    Returns:
-        The estimate. One context alone gives an infinite interval if scores are not in [0, 1],
-        because it says nothing about others.
+        draw_count: Number of bootstrap resamples.
 
     Raises:
         ValueError: No scores, a score that is not finite, or lengths that differ.
@@ -126,17 +119,17 @@ def paired(
     seed: int = 0,
     draw_count: int = DRAWS,
 ) -> Difference:
-    """Mean of `a - b` over the keys that both have, with a bootstrap clustered by context.
+    """Return the mean of `scores - reference_scores` over the common keys, with a bootstrap clustered by context.
 
     Args:
         scores: Score by key, such as `(sample_id, question_id, repeat)`.
-        reference_scores: The scores to compare with, usually those of the full cache.
+        reference_scores: Scores to compare with, usually those of the full cache.
         clusters: Context by key; may hold more keys.
         seed: Seed of the bootstrap.
-        draw_count: Draws.
+        draw_count: Number of bootstrap resamples.
 
     Returns:
-        The difference; NaN with `n = 0` if they have no key in common.
+        The difference; NaN with `n = 0` if there are no common keys.
     """
     shared_keys = [shared_key for shared_key in scores if shared_key in reference_scores]
     if not shared_keys:
@@ -159,17 +152,17 @@ def paired_values(
     seed: int = 0,
     draw_count: int = DRAWS,
 ) -> Difference:
-    """`paired` of scores of the same keys.
+    """Return `paired` for aligned arrays of scores.
 
     Args:
         scores: `[n]`, at least one score.
         reference_scores: `[n]`, the scores to compare with.
         clusters: `[n]`, the context of each score.
         seed: Seed of the bootstrap.
-        draw_count: Draws.
+        draw_count: Number of bootstrap resamples.
     """
     score_values, reference_values = checked(scores, clusters), checked(reference_scores, clusters)
-    # Bounds are read off the scores: differences in [-1, 1] may also come from unbounded scores.
+    # Bounds are those of the scores: differences in [-1, 1] may also come from unbounded scores.
     is_bounded = bool(
         min(score_values.min(), reference_values.min()) >= 0 and max(score_values.max(), reference_values.max()) <= 1
     )
@@ -186,22 +179,21 @@ def paired_values(
 
 
 def discriminative(full_lo: float, chance: float) -> bool:
-    """Whether a task can tell policies apart: full's lower bound is above the chance level.
+    """Return whether a task is informative: the full cache's lower bound is above the chance level.
 
-    If it is not, every difference is noise around chance. NaN (full failed or was not run) is above
-    nothing.
+    Otherwise every difference is noise around chance. False for NaN (the full cache failed or was not run).
     """
     return bool(full_lo > chance)
 
 
 def wilson(proportion: float, sample_size: float) -> tuple[float, float]:
-    """Wilson's 95% score interval of `proportion`, seen in `sample_size` independent trials."""
+    """Return Wilson's 95% score interval for `proportion` in `sample_size` independent trials."""
     shrinkage = 1.0 + Z * Z / sample_size
     centre = (proportion + Z * Z / (2 * sample_size)) / shrinkage
     half_width = (
         Z / shrinkage * math.sqrt(proportion * (1 - proportion) / sample_size + Z * Z / (4 * sample_size * sample_size))
     )
-    # At p = 0 and 1 the ends are exact; rounding must not leave the mean outside its interval.
+    # At p = 0 and 1, rounding must not leave the mean outside its interval.
     return (
         max(0.0, min(proportion, centre - half_width)),
         min(1.0, max(proportion, centre + half_width)),
@@ -209,22 +201,20 @@ def wilson(proportion: float, sample_size: float) -> tuple[float, float]:
 
 
 def tail(context_count: int) -> float:
-    """Share of the resamples beyond each end of an expanded 95% percentile interval.
+    """Return the tail probability on each side of an expanded 95% percentile interval.
 
-    Hesterberg 2015, "What Teachers Should Know About the Bootstrap" (The American Statistician 69,
-    371). Resamples have a variance that is too small by (C - 1) / C, and normal tails where those
-    of Student's t are due. The share makes up for both: it is at most 2.5%, and approaches that
-    with more contexts.
+    Hesterberg 2015, "What Teachers Should Know About the Bootstrap" (The American Statistician 69, 371). Resamples have
+    a variance that is too small by (C - 1) / C, and normal tails instead of Student's t. This probability corrects
+    both: it is at most 2.5%, and approaches 2.5% as the number of contexts grows.
     """
     degrees = context_count - 1
     return _NORMAL.cdf(-math.sqrt(context_count / degrees) * student_quantile(degrees))
 
 
 def student_quantile(degrees: int) -> float:
-    """The 97.5% quantile of Student's t, right to four digits.
+    """Return the 97.5% quantile of Student's t, accurate to four digits.
 
-    Above the degrees of freedom of `T` it is Fisher's expansion around the normal quantile
-    (Abramowitz and Stegun, 26.7.5).
+    Beyond the table `T`, use Fisher's expansion around the normal quantile (Abramowitz and Stegun, 26.7.5).
     """
     if degrees <= len(T):
         return T[degrees - 1]
@@ -239,7 +229,7 @@ def student_quantile(degrees: int) -> float:
 
 
 def normal_quantile(probability: float) -> float:
-    """The number below which a standard normal variable lies with `probability`."""
+    """Return the quantile of the standard normal distribution."""
     return _NORMAL.inv_cdf(probability)
 
 
@@ -251,22 +241,21 @@ def resampled(
     draw_count: int = DRAWS,
     stream: int = 0,
 ) -> Floats:
-    """What a function makes of the resamples of a bootstrap, in blocks that fit into memory.
+    """Return a statistic of every bootstrap resample, computed in blocks that fit into memory.
 
-    Every cell with that number of contexts gets the same draws. That pairs the cells, and it makes
-    a grid cheap: a resample of any cell is one row of a matrix product.
+    All cells with the same number of contexts share their draws. This pairs the cells and makes a grid cheap: a
+    resample of any cell is one row of a matrix product.
 
     Args:
-        statistic: Takes how often each context is drawn in some of the resamples, `[k, clusters]`,
-            whose rows sum to `cluster_count`; gives `[k, ...]`.
-        cluster_count: Contexts.
+        statistic: Maps the number of times each context is drawn, `[k, clusters]` (rows sum to `cluster_count`), to
+            `[k, ...]`.
+        cluster_count: Number of contexts.
         seed: Seed of the bootstrap.
-        draw_count: Draws.
-        stream: Which independent set of draws. Strata must not share one: their errors would add up
-            as if the same luck struck every task.
+        draw_count: Number of bootstrap resamples.
+        stream: Index of an independent set of draws. Strata must not share one, or their errors would be correlated.
 
     Returns:
-        `[n, ...]`, the same however many blocks there are.
+        `[draw_count, ...]`, regardless of the number of blocks.
     """
     if cluster_count * draw_count <= _BLOCK:
         return statistic(_kept_weights(cluster_count, seed, draw_count, stream))
@@ -276,14 +265,14 @@ def resampled(
 
 
 def _drawn_weights(cluster_count: int, seed: int, draw_count: int, stream: int) -> Iterator[Floats]:
-    """Weights of `draw_count` resamples in blocks of about equal size, from one stream of draws."""
+    """Yield the weights of `draw_count` resamples in blocks of about equal size, from one stream of draws."""
     generator = np.random.default_rng([seed, stream, cluster_count])
-    # Whole groups of rows: a matrix product then sums every row in the same order as without blocks
+    # With multiples of _ROWS, a matrix product sums every row in the same order as without blocks.
     block_rows = -(-draw_count // max(1, cluster_count * draw_count // _BLOCK) // _ROWS) * _ROWS
     for block_start in range(0, draw_count, block_rows):
         row_count = min(block_rows, draw_count - block_start)
         picked_clusters = generator.integers(0, cluster_count, size=(row_count, cluster_count))
-        # Each resample counts into cells of its own, so that one bincount serves all of them.
+        # Offset the contexts of each resample, so that one bincount serves all of them.
         picked_clusters += np.arange(row_count)[:, None] * cluster_count
         pick_counts = np.bincount(picked_clusters.ravel(), minlength=row_count * cluster_count)
         del picked_clusters
@@ -298,29 +287,29 @@ def _kept_weights(cluster_count: int, seed: int, draw_count: int, stream: int) -
 
 
 def few_vary(cluster_means: Floats) -> bool:
-    """Whether fewer than `FEW` contexts differ from the most common result, given their means."""
-    # Rounded, because means such as 0.1 + 0.2 and 0.3 are one result. It is the most common result
-    # that counts, not the overall mean: 46 contexts at 1 and 4 others say little about the spread.
+    """Return whether fewer than `FEW` contexts differ from the most common mean."""
+    # Rounded, because means such as 0.1 + 0.2 and 0.3 are one result. The reference is the most common result, not the
+    # overall mean: 46 contexts at 1 and 4 others say little about the spread.
     _, value_counts = np.unique(np.round(cluster_means, 12), return_counts=True)
     return bool(len(cluster_means) - value_counts.max() < FEW)
 
 
 def bounded_interval(cluster_means: Floats, cluster_sizes: Floats, *, signed: bool) -> tuple[float, float]:
-    """The interval that is used where few contexts vary (see the module's docstring).
+    """Return the interval for cells in which few contexts vary (see the module's docstring).
 
     Args:
         cluster_means: `[C]` mean score of each context in [0, 1], or mean difference in [-1, 1].
-        cluster_sizes: `[C]` scores of each context.
-        signed: Whether these are differences.
+        cluster_sizes: `[C]` number of scores of each context.
+        signed: Whether the means are differences.
     """
     cluster_count = len(cluster_means)
-    # The mean weighs every score the same, so a context counts by its scores; the number of
-    # independent trials is nevertheless that of the contexts, which makes the interval wider.
+    # The mean weights every score equally, so contexts are weighted by their number of scores; the number of
+    # independent trials is still that of the contexts, which makes the interval wider.
     cluster_shares = cluster_sizes / cluster_sizes.sum()
     if not signed:
         return wilson(float(np.clip(cluster_shares @ cluster_means, 0.0, 1.0)), cluster_count)
-    # A difference is a mean of gains minus a mean of losses, each of them in [0, 1]. The interval's
-    # lower end is where gains are low and losses are high at once.
+    # A difference is a mean gain minus a mean loss, each in [0, 1]. At the lower end of the interval, gains are low and
+    # losses high.
     mean_gain = float(np.clip(cluster_shares @ np.maximum(cluster_means, 0.0), 0.0, 1.0))
     mean_loss = float(np.clip(cluster_shares @ np.maximum(-cluster_means, 0.0), 0.0, 1.0))
     (gain_lower, gain_upper), (loss_lower, loss_upper) = (
@@ -347,11 +336,11 @@ def _interval(
     if len(cluster_sizes) == 1:
         return -math.inf, math.inf
     if not is_bounded and len(cluster_sizes) <= len(T) + 1:
-        # Unbounded scores have no Wilson interval, and a bootstrap of few contexts is too narrow.
+        # Wilson's interval needs bounded scores, and a bootstrap of few contexts is too narrow.
         mean_score = float(cluster_totals.sum() / cluster_sizes.sum())
         half_width = T[len(cluster_sizes) - 2] * clustered_se(cluster_totals, cluster_sizes)
         return mean_score - half_width, mean_score + half_width
-    # A resample divides drawn sums by drawn sizes: contexts may differ in their number of scores.
+    # Drawn sums are divided by drawn sizes, because contexts may differ in their number of scores.
     drawn_means = resampled(
         lambda draw_weights: (draw_weights @ cluster_totals) / (draw_weights @ cluster_sizes),
         len(cluster_sizes),
@@ -364,7 +353,7 @@ def _interval(
 
 
 def clustered_se(cluster_totals: Floats, cluster_sizes: Floats) -> float:
-    """Standard error of a mean over all scores, clustered by context; NaN for one context.
+    """Return the standard error of a mean over all scores, clustered by context; NaN for one context.
 
     Args:
         cluster_totals: `[C]` sum of the scores of each context.
@@ -373,14 +362,14 @@ def clustered_se(cluster_totals: Floats, cluster_sizes: Floats) -> float:
     cluster_count, mean_score = len(cluster_sizes), cluster_totals.sum() / cluster_sizes.sum()
     if cluster_count == 1:
         return math.nan
-    # Residuals are summed within a context before they are squared, so scores that err together
-    # count as one; c / (c - 1) corrects for estimating the mean from the same contexts.
+    # Residuals are summed per context before squaring, so correlated scores count as one; c / (c - 1) corrects for
+    # estimating the mean from the same contexts.
     residuals = cluster_totals - mean_score * cluster_sizes
     return float(np.sqrt(np.square(residuals).sum() * cluster_count / (cluster_count - 1)) / cluster_sizes.sum())
 
 
 def by_cluster(score_values: Floats, clusters: Clusters) -> tuple[Floats, Floats]:
-    """Sum and number of the values of each context, contexts in sorted order.
+    """Return the sum and the number of values per context, in sorted order of the contexts.
 
     Args:
         score_values: `[n]`.
@@ -391,25 +380,21 @@ def by_cluster(score_values: Floats, clusters: Clusters) -> tuple[Floats, Floats
     """
     cluster_names = clusters if isinstance(clusters, np.ndarray) else np.asarray(clusters, dtype=str)
     _, cluster_indices = np.unique(cluster_names, return_inverse=True)
-    # Sorted within a context, too: a sum of floats depends on the order of its terms.
+    # Sort within a context, too: a sum of floats depends on the order of its terms.
     sort_order = np.lexsort((score_values, cluster_indices))
     cluster_totals = np.bincount(cluster_indices[sort_order], weights=score_values[sort_order]).astype(np.float64)
     return cluster_totals, np.bincount(cluster_indices).astype(np.float64)
 
 
 def checked(scores: npt.ArrayLike, clusters: Clusters) -> Floats:
-    """Scores as an array.
-
-    Args:
-        scores: `[n]`.
-        clusters: `[n]`, the context of each score.
+    """Validate scores, `[n]`, and return them as an array.
 
     Raises:
         ValueError: No scores, a score that is not finite, or lengths that differ.
     """
     score_values = np.asarray(scores, dtype=np.float64)
     if score_values.ndim != 1 or not len(score_values):
-        raise ValueError("scores must be one row of at least one number")
+        raise ValueError("scores must be a non-empty one-dimensional array")
     if len(score_values) != len(clusters):
         raise ValueError(f"{len(score_values)} scores but {len(clusters)} contexts")
     if not np.isfinite(score_values).all():

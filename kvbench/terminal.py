@@ -1,9 +1,8 @@
-"""One filter for everything that is written to a terminal, a pipe or a log.
+"""Output filter for terminals, pipes and logs.
 
-Names and messages come from models, plugins and files. Printed as they are, they could move the
-cursor, recolour the screen or hide text, and some terminals cannot show all of their characters.
-`filtered` puts a `Stream` in front of stdout and stderr, and `console` makes a rich console that
-cleans what it renders; both use `printable`.
+Names and messages come from models, plugins and files. Unfiltered, they could move the cursor, recolour the screen or
+hide text, and some terminals cannot show all of their characters. `filtered` puts a `TerminalStream` in front of stdout
+and stderr, and `console` returns a rich console with clean output; both use `printable`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rich.segment import Segment
 
 _UNSAFE = re.compile(r"[^ -~\n\t]")
 _PROGRESS = re.compile(r"(?:\r|(?:\x1b\[A)+|\n+(?:\x1b\[A)*)")
-"""What tqdm, in which the hub's client shows downloads, writes before a line."""
+"""Prefix of the lines that tqdm writes, which shows downloads from the hub."""
 
 _FALLBACKS = {
     "\N{MINUS SIGN}": "-",
@@ -48,7 +47,7 @@ _ERRORS = "kvbench.fallback"
 
 
 class OutputError(Exception):
-    """Stdout cannot be written. The message is one line; `closed` if its reader has gone."""
+    """Writing to stdout failed. The message is one line; `closed` is True if the reader has gone."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(f"cannot write the output: {error.strerror or error}")
@@ -56,15 +55,9 @@ class OutputError(Exception):
 
 
 def printable(raw_text: str) -> str:
-    r"""Escape control, bidirectional and other invisible characters.
+    r"""Replace control, bidirectional and other invisible characters by escapes such as `\x1b`.
 
-    Line breaks and tabs stay.
-
-    Args:
-        raw_text: Any text, lone surrogates included.
-
-    Returns:
-        The text with `\x1b` and its like spelled out.
+    Line breaks and tabs stay. The text may contain lone surrogates.
     """
     return _UNSAFE.sub(lambda match: _shown(match[0]), raw_text)
 
@@ -76,7 +69,7 @@ def _shown(character: str) -> str:
 
 
 def _fallback(error: UnicodeError) -> tuple[str, int]:
-    """Replace what an encoding lacks: look-alikes for typography, escapes for letters."""
+    """Replace characters that an encoding lacks: typography by look-alikes, letters by escapes."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     unencodable = error.object[error.start : error.end]
@@ -101,8 +94,8 @@ class TerminalStream:
     Args:
         stream: Where to write.
         clean: Whether to pass the text through `printable`.
-        strict: Whether a failed write raises `OutputError`; otherwise it is ignored, because
-            messages must never stop a run.
+        strict: Whether a failed write raises `OutputError`; otherwise it is ignored, because messages must never stop a
+            run.
     """
 
     def __init__(self, stream: IO[str], *, clean: bool, strict: bool) -> None:
@@ -110,7 +103,7 @@ class TerminalStream:
 
     @property
     def rich_proxied_file(self) -> IO[str]:
-        """Where rich writes: its own escape sequences must pass. See `console`."""
+        """Unfiltered stream for rich, whose own escape sequences must pass. See `console`."""
         return cast(TextIO, TerminalStream(self._stream, clean=False, strict=self._strict))
 
     def write(self, text: str) -> int:
@@ -134,7 +127,7 @@ class TerminalStream:
             self.write(text_line)
 
     def flush(self) -> None:
-        """Pass on what is buffered.
+        """Flush the buffer.
 
         Raises:
             OutputError: As for `write`.
@@ -156,7 +149,7 @@ class TerminalStream:
 
 
 def _discard(stream: IO[str]) -> None:
-    """Send what is still buffered nowhere; Python would try again, and complain, when it exits."""
+    """Discard the buffer; otherwise Python would try to write it again at exit, and complain."""
     with contextlib.suppress(OSError, ValueError):
         null_descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null_descriptor, stream.fileno())
@@ -186,16 +179,15 @@ def filtered() -> Iterator[None]:
 
 
 def _open_closed_streams() -> None:
-    """Open what the shell has closed (`>&-`): writing to stdout then fails, as it should.
+    """Open standard streams that the shell has closed (`>&-`), so that writing to stdout fails properly.
 
-    Otherwise the next file that is opened gets the number of stdout, and what is printed lands in
-    it; and `sys.stdout` is None.
+    Otherwise `sys.stdout` is None, and the next opened file gets the descriptor of stdout and receives its output.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            # It gets the smallest number that is free. What is said on stderr may be lost.
+            # The smallest free descriptor is used. Output to stderr may be lost.
             os.open(os.devnull, os.O_WRONLY if descriptor == 2 else os.O_RDONLY)
     if cast(Any, sys.stdout) is None:
         sys.stdout = os.fdopen(1, "w", closefd=False)
@@ -204,7 +196,7 @@ def _open_closed_streams() -> None:
 
 
 class _Filtered(Console):
-    """A console that passes no escape sequences but its own, for styles and cursor moves."""
+    """A console that escapes all sequences except its own styles and cursor moves."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -215,14 +207,14 @@ class _Filtered(Console):
 
 
 def console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """A rich console that writes nothing which a terminal could take for a command.
+    """Return a rich console whose text cannot contain terminal commands.
 
     Args:
-        stderr: Write to stderr, not stdout.
-        width: Columns; None for those of the terminal.
+        stderr: Write to stderr instead of stdout.
+        width: Number of columns; None for that of the terminal.
     """
     stream = sys.stderr if stderr else sys.stdout
-    # Given as a file, because rich puts a stream of its own before sys.stderr while a bar is shown,
-    # and would find only the filtered stream behind it.
+    # Passed as a file, because rich replaces sys.stderr while a progress bar is shown, and would otherwise find only
+    # the filtered stream.
     target_stream = getattr(stream, "rich_proxied_file", stream)
     return _Filtered(file=target_stream, width=width)

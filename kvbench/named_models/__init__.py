@@ -1,1 +1,1 @@
-"""Models that `--model` knows by name and that other packages on the package index carry."""
+"""Named models distributed as separate PyPI packages."""

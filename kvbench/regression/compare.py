@@ -1,4 +1,4 @@
-"""Has a score dropped between two runs? Paired differences, cell by cell, and what they prove."""
+"""Regression test between two runs: paired differences per cell, with significance."""
 
 from __future__ import annotations
 
@@ -17,47 +17,46 @@ from kvbench.regression.pairs import CellPair, Frames, made_differently, pair_ce
 POINT = 0.01
 LEAST_ALPHA = 1e-4
 _RESOLUTION = 20
-"""Draws per 1 / level: enough that the smallest p that can be drawn is far below the level."""
+"""Draws per 1 / level, so that the smallest possible p-value is far below the level."""
 
 
 class Outcome(StrEnum):
-    """What a comparison says about a cell, the worst first."""
+    """Outcome of a comparison for a cell, the worst first."""
 
     FAILED = "failed"
-    """It dropped by more than is allowed, and the drop is significant."""
+    """The score dropped significantly and by more than allowed."""
     NOT_COMPARED = "not compared"
-    """The run lacks it, has no score of it, or has measured something else."""
+    """The run lacks the cell, has no score for it, or measured something else."""
     UNPROVEN = "not significant"
-    """It dropped by more than is allowed, but that may be chance."""
+    """The score dropped by more than allowed, but not significantly."""
     ALLOWED = "within allowance"
-    """It dropped by no more than is allowed."""
+    """The score dropped by no more than allowed."""
     IMPROVED = "improved"
-    """It is significantly better."""
+    """The score is significantly better."""
     HIGHER = "not worse"
-    """It is better, but that may be chance; or responses differ and their mean score does not."""
+    """The score is better, but not significantly, or the mean is equal although responses differ."""
     SAME = "unchanged"
-    """All responses that both runs have are the same."""
+    """All shared responses are identical."""
     NO_BASELINE = "no baseline"
-    """The baseline has no score of it, so there is nothing to compare."""
+    """The baseline has no score for the cell."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A cell in two runs. Scores and change are over the samples that both have.
+    """Comparison of a cell in two runs. Scores and change are over their common samples.
 
     Attributes:
         pair: The two cells.
-        outcome: What the comparison says.
-        reason: Why it was not compared, or an empty string.
+        outcome: Outcome of the comparison.
+        reason: Why the cell was not compared, or an empty string.
         before: Mean score of the baseline.
         after: Mean score of the run.
         change: Paired difference, run minus baseline, with its 95% interval.
         p: Two-sided p-value of the difference.
         p_corrected: The same after Holm's correction for all cells whose scores differ.
-        contexts: Contexts that both have.
-        allowed: The drop that is allowed, in the task's own unit.
-        visible: The smallest drop of this cell that would have been significant; infinite if none
-            would have been. See `smallest_visible`.
+        contexts: Number of common contexts.
+        allowed: Allowed drop, in the task's own unit.
+        visible: Minimum detectable drop of this cell; infinite if no drop can be significant. See `smallest_visible`.
         unit: Whether the task is scored in [0, 1].
     """
 
@@ -77,15 +76,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Regression:
-    """A run against a baseline.
+    """Comparison of a run with a baseline.
 
     Attributes:
         cells: A comparison per cell of the baseline, in its order.
-        extra: Cells of the run that the baseline lacks.
-        made: What differs in how the compared cells were made: name to baseline and run.
-        max_drop: The drop that is allowed: points, or percent of the baseline's score where a task
-            is not scored in [0, 1].
-        alpha: The chance of a false alarm in the whole comparison.
+        extra: Number of cells of the run that the baseline lacks.
+        made: Settings that differ between the compared cells: name to values of baseline and run.
+        max_drop: Allowed drop in points, or in percent of the baseline's score if a task is not scored in [0, 1].
+        alpha: Probability of a false alarm in the whole comparison.
     """
 
     cells: tuple[Comparison, ...]
@@ -95,43 +93,41 @@ class Regression:
     alpha: float
 
     def of(self, *outcomes: Outcome) -> list[Comparison]:
-        """The cells with one of these outcomes."""
+        """Return the cells with one of these outcomes."""
         return [comparison for comparison in self.cells if comparison.outcome in outcomes]
 
     @property
     def compared(self) -> list[Comparison]:
-        """The cells that both runs have a score of."""
+        """The cells with a score in both runs."""
         return [comparison for comparison in self.cells if comparison.pair.responses]
 
     @property
     def tested(self) -> int:
-        """How many cells p-values are corrected for: those whose scores differ."""
+        """Number of tests in Holm's correction: cells whose scores differ."""
         return sum(comparison.pair.differs for comparison in self.compared)
 
     @property
     def failed(self) -> bool:
-        """Whether a drop is both larger than allowed and significant."""
+        """Whether any drop is significant and larger than allowed."""
         return bool(self.of(Outcome.FAILED))
 
     @property
     def complete(self) -> bool:
-        """Whether at least one cell, and every cell that the baseline scores, was compared."""
+        """Whether every cell with a score in the baseline, and at least one, was compared."""
         return bool(self.compared) and not self.of(Outcome.NOT_COMPARED)
 
 
 def compare(baseline: Frames, run: Frames, *, max_drop: float = 1.0, alpha: float = 0.05) -> Regression:
-    """Compare the cells of a run with those of a baseline that measure the same.
+    """Compare the cells of a run with the matching cells of a baseline.
 
-    Cells are paired by `match`, responses by sample, question and repeat, on those that both runs
-    have. Intervals are `kvbench.stats.paired`, p-values `significance.sign_p`, corrected for all
-    cells whose scores differ.
+    Cells are paired by `match`, their common responses by sample, question and repeat. Intervals are from
+    `kvbench.stats.paired`, p-values from `significance.sign_p`, corrected for all cells whose scores differ.
 
     Args:
         baseline: Cells and samples of the baseline.
         run: Cells and samples of the run.
-        max_drop: The drop that is allowed: points where scores are in [0, 1], otherwise percent of
-            the baseline's score.
-        alpha: A drop counts if its corrected p-value is below this.
+        max_drop: Allowed drop in points if scores are in [0, 1], otherwise in percent of the baseline's score.
+        alpha: Level of significance for corrected p-values.
 
     Raises:
         UserError: `max_drop` or `alpha` is out of range, or a run measures the same twice.
@@ -141,7 +137,7 @@ def compare(baseline: Frames, run: Frames, *, max_drop: float = 1.0, alpha: floa
     check_share("--alpha", alpha, minimum=LEAST_ALPHA)
     cell_pairs = pair_cells(baseline, run)
     shared_pairs = [pair for pair in cell_pairs if pair.responses]
-    # A cell in which nothing differs cannot raise a false alarm, so the correction leaves it out.
+    # A cell without differences cannot raise a false alarm, so the correction ignores it.
     differing_pairs = [pair for pair in shared_pairs if pair.differs]
     draw_count = max(significance.DRAWS, math.ceil(_RESOLUTION * len(differing_pairs) / alpha))
     p_values = [
@@ -156,7 +152,7 @@ def compare(baseline: Frames, run: Frames, *, max_drop: float = 1.0, alpha: floa
             outcome = Outcome.NO_BASELINE if pair.settled else Outcome.NOT_COMPARED
             comparisons.append(Comparison(pair, outcome, pair.problem))
             continue
-        # If a cell in which nothing differs had dropped, there would be one more test.
+        # If a cell without differences had dropped, there would be one more test.
         test_level = alpha / (len(tests_by_place) + (pair.place not in tests_by_place))
         unit_scaled, test_result = (
             unit_by_task[pair.place.task],
@@ -168,31 +164,30 @@ def compare(baseline: Frames, run: Frames, *, max_drop: float = 1.0, alpha: floa
 
 
 def check_share(option: str, value: float, minimum: float = 0.0) -> None:
-    """Refuse a probability that is out of range.
+    """Validate the range of a probability.
 
     Raises:
-        UserError: It is not between 0 and 1, or below the least; the message names the option.
+        UserError: It is not between 0 and 1, or below the minimum; the message names the option.
     """
     if not (0 < value < 1 and value >= minimum):
         raise UserError(f"{option} {value:g} is out of range; use a number between {minimum:g} and 1")
 
 
 def smallest_visible(pair: CellPair, alpha: float, *, unit_scaled: bool) -> float:
-    """The smallest drop that a pair's samples show as significant, wherever it strikes.
+    """Return the minimum detectable drop of a pair: significant whichever contexts it affects.
 
-    A drop is hardest to see where it strikes few contexts: a test needs a number of contexts that
-    all got worse before it can be significant at all. For scores in [0, 1] that number of contexts,
-    each lost from 1 to 0, is the drop that shows if nothing else differs. Where other scores do
-    differ, the drop must also stand out of their noise: it must be `z_score` standard errors.
+    A drop is hardest to detect if it is concentrated in few contexts, because a test needs a minimum number of contexts
+    that got worse. For scores in [0, 1], the minimum is a loss from 1 to 0 in that number of contexts. If other scores
+    differ, the drop must also exceed their noise, by `z_score` standard errors.
 
     Args:
-        pair: The two cells, with samples in common.
+        pair: The two cells, with common samples.
         alpha: The level, corrected for the number of cells.
         unit_scaled: Whether scores are in [0, 1].
 
     Returns:
-        The drop; infinite if too few contexts can get worse for any drop to show, NaN if scores
-        have no bounds and nothing differs, so that nothing is known of their noise.
+        The drop; infinite if too few contexts can get worse, NaN if scores are unbounded and nothing differs, so that
+        the noise is unknown.
     """
     context_totals, context_sizes = pair.gaps
     least_contexts = significance.least_contexts(alpha)
@@ -207,12 +202,12 @@ def smallest_visible(pair: CellPair, alpha: float, *, unit_scaled: bool) -> floa
     if np.count_nonzero(losable_totals > 0) < least_contexts:
         return math.inf
     full_loss = float(np.sort(context_sizes)[-least_contexts:].sum() / context_sizes.sum())
-    # No drop is larger than what there is to lose, and if all of it is lost, enough contexts are.
+    # A drop is bounded by the total score, whose loss affects enough contexts.
     return float(np.fmax(min(full_loss, losable_totals.sum() / context_sizes.sum()), noise_drop))
 
 
 def unit_tasks(cell_pairs: Sequence[CellPair]) -> dict[str, bool]:
-    """Whether all scores of a task lie in [0, 1], by task."""
+    """Return by task whether all scores lie in [0, 1]."""
     unit_by_task: dict[str, bool] = {}
     for pair in cell_pairs:
         unit_by_task[pair.place.task] = unit_by_task.get(pair.place.task, True) and pair.shared.unit
@@ -253,7 +248,7 @@ def _compared(
 
 
 def _outcome(gain: float, allowed_drop: float, *, significant: bool) -> Outcome:
-    slack = 1e-9  # a drop of exactly what is allowed is allowed
+    slack = 1e-9  # a drop equal to the allowed one passes
     if gain > -slack:
         return Outcome.IMPROVED if significant else Outcome.HIGHER
     if gain >= -allowed_drop - slack:

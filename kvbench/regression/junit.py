@@ -1,4 +1,4 @@
-"""A comparison of two runs as JUnit XML, which CI systems show as tests."""
+"""Comparison of two runs as JUnit XML, which CI systems display as tests."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ _CHILD = {
 
 
 def junit(result: Regression, suite_name: str) -> bytes:
-    """Write a comparison as JUnit XML, a test case per cell of the baseline.
+    """Return a comparison as JUnit XML, a test case per cell of the baseline.
 
-    A significant drop that is larger than allowed is a failure. A cell that cannot be compared is
-    an error; where the baseline has no score, it is skipped.
-
-    Args:
-        result: The comparison.
-        suite_name: Name of the test suite.
+    A significant drop that is larger than allowed is a failure. A cell that cannot be compared is an error, or skipped
+    if the baseline has no score.
     """
     root_element = ElementTree.Element("testsuites")
     suite = ElementTree.SubElement(root_element, "testsuite", name=plain(suite_name))
@@ -43,7 +39,7 @@ def junit(result: Regression, suite_name: str) -> bytes:
 
 def _add_case(suite: ElementTree.Element, comparison: Comparison) -> None:
     place = comparison.pair.place
-    # XML has no control characters, not even escaped; `plain` spells them out.
+    # XML forbids control characters, even escaped; `plain` spells them out.
     case_element = ElementTree.SubElement(
         suite,
         "testcase",

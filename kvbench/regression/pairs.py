@@ -1,4 +1,4 @@
-"""Which cells of two runs measure the same, and the scores that both have."""
+"""Matching cells of two runs, and their common scores."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from kvbench.report.frames import answers, recorded, records
 from kvbench.report.sorted_samples import Samples
 
 Key: TypeAlias = tuple[str, int, int]
-"""Sample, question and repeat: what two cells are paired by."""
+"""Sample, question and repeat, by which responses are paired."""
 Frames: TypeAlias = tuple[pd.DataFrame, pd.DataFrame]
 """The frames of `cells.parquet` and `samples.parquet`."""
 
 COLUMNS = ("cell", "sample_id", "question_id", "repeat", "score", "response", "context_id")
-"""The columns of `samples.parquet` that a comparison reads."""
+"""Columns of `samples.parquet` that a comparison needs."""
 _Scores: TypeAlias = dict[Key, tuple[float, str, str]]
 
 _PLACE = ("model", "task", "length", "policy", "budget", "moment", "seed")
 _LISTED = ("budget", "moment", "length", "seed", "model")
-"""Fields in which the cells of two runs often differ."""
+"""Fields that often differ between two runs."""
 _COMPUTED = ("model_revision", "task_version", "dtype", "device", "attention")
 
 
 @dataclass(frozen=True)
 class CellLabel:
-    """What a cell measures, apart from the task's data."""
+    """Identity of a cell, apart from the task's data."""
 
     model: str
     task: str
@@ -47,7 +47,7 @@ class CellLabel:
 
     @classmethod
     def of(cls, cell_row: Mapping[str, Any]) -> CellLabel:
-        """The place of a row of `cells.parquet`."""
+        """Return the label of a row of `cells.parquet`."""
         return cls(
             model=str(cell_row["model"]),
             task=str(cell_row["task"]),
@@ -61,16 +61,16 @@ class CellLabel:
 
 @dataclass(frozen=True)
 class SharedResponses:
-    """The scored responses that two cells share, in the order of the first one.
+    """The common scored responses of two cells, in the order of the first one.
 
     Attributes:
         before: `[n]` scores of the baseline.
         after: `[n]` scores of the run.
-        contexts: `[n]`, the place of each response's context among the sorted contexts.
-        samples: How many samples they are.
+        contexts: `[n]`, index of each response's context among the sorted contexts.
+        samples: Number of common samples.
         same: Whether all responses and all scores are the same.
-        known: How many scored responses the baseline has.
-        level: Mean score of all of these.
+        known: Number of scored responses of the baseline.
+        level: Mean score of all responses of the baseline.
         unit: Whether all scores of both cells lie in [0, 1].
     """
 
@@ -89,12 +89,12 @@ class CellPair:
     """A cell of the baseline and the cell of the run with the same `match`.
 
     Attributes:
-        place: What it measures.
-        metric: The metric's name.
+        place: Label of the cell.
+        metric: Name of the metric.
         higher_is_better: Whether larger scores are better.
-        problem: Why it cannot be compared, or an empty string. Nothing is then shared.
-        settled: Whether the problem is none of the run's: the baseline has no score either.
-        shared: The responses that both have.
+        problem: Why the cell cannot be compared, or an empty string. `shared` is then empty.
+        settled: Whether the problem is the baseline's, which has no score, and not the run's.
+        shared: The common responses.
     """
 
     place: CellLabel
@@ -106,12 +106,12 @@ class CellPair:
 
     @property
     def responses(self) -> int:
-        """How many responses both have."""
+        """Number of common responses."""
         return len(self.shared.before)
 
     @functools.cached_property
     def gaps(self) -> tuple[stats.Floats, stats.Floats]:
-        """Sum and number of each context's differences, run minus baseline: `[C]`, `[C]`."""
+        """Sum and number of differences per context, run minus baseline: `[C]`, `[C]`."""
         return stats.by_cluster(self.shared.after - self.shared.before, self.shared.contexts)
 
     @property
@@ -121,17 +121,10 @@ class CellPair:
 
 
 def pair_cells(baseline: Frames, run: Frames) -> list[CellPair]:
-    """Pair every cell of a baseline with the cell of a run that measures the same.
-
-    Cells the run has and the baseline lacks are not looked at.
-
-    Args:
-        baseline: What is asked for.
-        run: What is there.
+    """Pair every cell of a baseline with the matching cell of a run; ignore other cells of the run.
 
     Returns:
-        A pair for each cell of the baseline, in its order. A cell that the run lacks, or that has
-        no score, has a `problem`.
+        A pair per cell of the baseline, in its order. A cell that the run lacks, or that has no score, has a `problem`.
 
     Raises:
         UserError: One of them has two cells that measure the same.
@@ -155,23 +148,16 @@ def pair_cells(baseline: Frames, run: Frames) -> list[CellPair]:
         ]
         pair = CellPair(place, *metric_facts, shared=_shared(*cell_scores))
         if changed := _changed_sample(*cell_scores):
-            problem = f"the task's data differ: sample {changed} has another context"
+            problem = f"the task's data differ: sample {changed} has a different context"
             pair = CellPair(place, *metric_facts, problem)
         elif not pair.responses:
-            pair = CellPair(place, *metric_facts, "the two runs have no sample in common")
+            pair = CellPair(place, *metric_facts, "the two runs have no common samples")
         cell_pairs.append(pair)
     return cell_pairs
 
 
 def pair_with_full(run: Frames) -> list[CellPair]:
-    """Pair every cell of a run with the full cache's cell of the same task; the full is "baseline".
-
-    Args:
-        run: The run.
-
-    Returns:
-        A pair for each cell that has a score and a full cache to compare with.
-    """
+    """Pair every scored cell of a run with the full cache's cell of the same task, which is the baseline."""
     ok_rows = [cell_row for cell_row in records(run[0]) if cell_row["status"] == "ok"]
     run_samples = Samples(run[1])
     full_scores = {
@@ -192,7 +178,7 @@ def pair_with_full(run: Frames) -> list[CellPair]:
 
 
 def _beside(cell_row: Mapping[str, Any]) -> tuple[object, ...]:
-    """What a cell has in common with its full cache; a live dialogue has one of its own."""
+    """Return the key of a cell's full cache; live dialogues have a separate one."""
     return (
         *(cell_row[field_name] for field_name in ("model", "task", "length", "seed")),
         cell_row["moment"] == "turns",
@@ -200,15 +186,14 @@ def _beside(cell_row: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def made_differently(baseline: pd.DataFrame, run: pd.DataFrame) -> dict[str, tuple[str, str]]:
-    """What the cells that both runs have were made with, where it differs.
+    """Return the settings that differ between the common cells of two runs.
 
     Args:
         baseline: Cells of the baseline.
         run: Cells of the run.
 
     Returns:
-        By name, such as "torch" or "device", what the baseline and the run have, with commas if
-        their cells have several.
+        The values of baseline and run by name, such as "torch" or "device"; comma-separated if there are several.
     """
     baseline_rows, run_rows = _by_match(baseline, "baseline"), _by_match(run, "run")
     differing_values: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
@@ -255,7 +240,7 @@ def _by_match(cells: pd.DataFrame, label: str) -> dict[str, dict[str, Any]]:
 
 
 def _scores(samples: Samples, cell_id: object) -> _Scores:
-    """The scored responses of a cell: score, response and context by key."""
+    """Return score, response and context of the scored responses of a cell, by key."""
     cell_samples = samples.of([cell_id])
     sample_columns = [cell_samples[column_name].tolist() for column_name in COLUMNS[1:]]
     return {
@@ -266,7 +251,7 @@ def _scores(samples: Samples, cell_id: object) -> _Scores:
 
 
 def _changed_sample(baseline_scores: _Scores, run_scores: _Scores) -> str:
-    """A sample whose context is not the same in both cells, or an empty string."""
+    """Return a sample whose context differs between the cells, or an empty string."""
     changed_samples = (
         key[0] for key in baseline_scores if key in run_scores and baseline_scores[key][2] != run_scores[key][2]
     )
@@ -317,7 +302,7 @@ def _problem(
 
 
 def _why_missing(row: Mapping[str, Any], run_rows: list[Mapping[str, Any]]) -> str:
-    """Why no cell of the run has the row's `match`, from the cells that are nearest to it."""
+    """Explain why the run has no matching cell, based on the closest cells."""
     same_place = [other for other in run_rows if CellLabel.of(other) == CellLabel.of(row)]
     for other in same_place:
         if other["data_hash"] != row["data_hash"]:
@@ -325,7 +310,7 @@ def _why_missing(row: Mapping[str, Any], run_rows: list[Mapping[str, Any]]) -> s
         if other["metric"] != row["metric"]:
             return f"scored by {row['metric']} in the baseline and by {other['metric']} in the run"
         styles = answers(str(row["versions"])), answers(str(other["versions"]))
-        return f"answers are made differently: {styles[0]} in the baseline, {styles[1]} in the run"
+        return f"answers are generated differently: {styles[0]} in the baseline, {styles[1]} in the run"
     for field_name in _LISTED:
         other_fields = [other_field for other_field in _PLACE if other_field != field_name]
         near_rows = [

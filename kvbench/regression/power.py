@@ -1,11 +1,10 @@
-"""How many contexts a comparison needs to see a drop, and which drop it sees with those it has.
+"""Power analysis: the number of contexts needed to detect a drop, and the minimum detectable drop.
 
-The test is `significance.sign_p`. For many contexts the sum of the differences is normal: with
-their own variance under a drop, and around 0 with their mean square under the test's exchanges. For
-one 0/1 score per context this is Connor's formula for McNemar's test (Connor 1987, Biometrics 43,
-207). The test is also discrete. Where scores are in [0, 1], the sum must therefore exceed its bound
-by a whole context (the continuity correction), and enough contexts must get worse at all, with the
-wanted probability, for p to be below alpha.
+The test is `significance.sign_p`. For many contexts, the sum of the differences is approximately normal: with their own
+variance under a drop, and around 0 with their mean square under the null hypothesis. For one 0/1 score per context this
+is Connor's formula for McNemar's test (Connor 1987, Biometrics 43, 207). The test is also discrete. If scores are in
+[0, 1], the sum must therefore exceed its bound by a whole context (the continuity correction), and enough contexts must
+get worse, with the requested probability, for p to be below alpha.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from kvbench.regression.pairs import CellLabel, CellPair, Frames, pair_cells, pa
 from kvbench.regression.significance import least_contexts
 
 MOST = 10**9
-"""More contexts than this are not counted."""
+"""Upper limit of the number of contexts."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a comparison must achieve.
+    """Requirements of a comparison.
 
     Attributes:
-        drop: The drop to see, in points; percent of the baseline where scores have no bounds.
-        power: The probability to see it.
-        alpha: The chance of a false alarm in the whole comparison.
-        cells: Cells that are tested; alpha is divided by them, as Holm's first step does.
+        drop: Drop to detect, in points; in percent of the baseline if scores are unbounded.
+        power: Probability of detecting it.
+        alpha: Probability of a false alarm in the whole comparison.
+        cells: Number of tested cells; alpha is divided by it, as in Holm's first step.
     """
 
     drop: float = 2.0
@@ -53,24 +52,24 @@ class Goal:
 
     @property
     def level(self) -> float:
-        """The level of each of the tests."""
+        """Level of each test."""
         return self.alpha / self.cells
 
 
 @dataclass(frozen=True)
 class SampleNeed:
-    """What a cell needs, judged by the differences that it shows.
+    """Required sample size of a cell, estimated from its differences.
 
     Attributes:
         place: The cell.
         unit: Whether scores are in [0, 1].
-        contexts: Contexts that were compared.
-        samples: Samples that were compared; several may share a context.
+        contexts: Number of compared contexts.
+        samples: Number of compared samples; several may share a context.
         sd: Standard deviation of a context's mean difference.
-        design_effect: By how much sharing contexts raises the variance of the mean over that of
-            independent responses; NaN if nothing differs.
-        needed: Contexts that see the drop.
-        seen: The smallest drop that the contexts compared see, in the task's own unit.
+        design_effect: Variance of the mean relative to that of independent responses, raised by shared contexts; NaN
+            if nothing differs.
+        needed: Contexts needed to detect the drop.
+        seen: Minimum detectable drop of the compared contexts, in the task's own unit.
     """
 
     place: CellLabel
@@ -90,13 +89,13 @@ class SampleNeed:
 
 @dataclass(frozen=True)
 class PowerPlan:
-    """What assumptions need.
+    """Required sample size under assumptions.
 
     Attributes:
-        contexts: Contexts that see the drop.
-        questions: Questions about each.
-        discordance: Share of answers that are right in one run and wrong in the other.
-        design_effect: By how much sharing contexts raises the variance.
+        contexts: Contexts needed to detect the drop.
+        questions: Questions per context.
+        discordance: Fraction of answers that are correct in one run and wrong in the other.
+        design_effect: Factor by which shared contexts raise the variance.
         sd: Standard deviation of a context's mean difference.
     """
 
@@ -110,16 +109,16 @@ class PowerPlan:
 def needs(
     run: Frames, goal: Goal, baseline: Frames | None = None, cell_count: int | None = None
 ) -> tuple[Goal, list[SampleNeed]]:
-    """What each cell of a run needs.
+    """Return the required sample size of every cell of a run.
 
     Args:
         run: The run.
-        goal: What the comparison must achieve.
-        baseline: Differences are those to this run; by default those to the full cache.
-        cell_count: Cells to correct for; by default all whose scores differ.
+        goal: Requirements of the comparison.
+        baseline: Run to compare with; by default the full cache.
+        cell_count: Number of cells to correct for; by default all whose scores differ.
 
     Returns:
-        The goal with its number of cells, and what each cell needs.
+        The goal with its number of cells, and the required sample size of every cell.
 
     Raises:
         UserError: The run has nothing to compare with.
@@ -128,7 +127,7 @@ def needs(
     cell_pairs = [pair for pair in cell_pairs if pair.responses]
     if not cell_pairs:
         raise UserError(
-            "the run and the baseline have no cell in common; use two runs of one grid"
+            "the run and the baseline have no common cells; use two runs of one grid"
             if baseline
             else "the run has no full cache to compare with; run the same grid without --no-full"
         )
@@ -145,16 +144,16 @@ def assume(
     questions: int = 1,
     icc: float = 1.0,
 ) -> PowerPlan:
-    """What a comparison of right and wrong answers needs, from assumptions.
+    """Return the required sample size for 0/1 scores, from assumptions.
 
     Args:
-        goal: What the comparison must achieve.
-        rate: Share of the baseline's answers that are right.
-        discordance: Share of answers that are right in one run and wrong in the other. Without it
-            the two runs are taken to err independently of each other, which is the worst case.
-        questions: Questions about each context.
-        icc: Correlation of the differences within a context: 0, questions are independent; 1, more
-            questions about a context add nothing.
+        goal: Requirements of the comparison.
+        rate: Fraction of the baseline's answers that are correct.
+        discordance: Fraction of answers that are correct in one run and wrong in the other. By default, errors of the
+            two runs are assumed to be independent, which is the worst case.
+        questions: Questions per context.
+        icc: Correlation of the differences within a context: 0 if questions are independent, 1 if more questions per
+            context add nothing.
 
     Raises:
         UserError: A number is out of range, or the numbers contradict each other.
@@ -170,8 +169,7 @@ def assume(
     rate_after = rate - score_drop
     if discordance is None:
         discordance = rate * (1 - rate_after) + rate_after * (1 - rate)
-    # Lost and gained answers: lost + gained = discordance, lost - gained = drop, and no more is
-    # lost than was right, no more gained than was wrong.
+    # lost + gained = discordance and lost - gained = drop, with lost <= correct and gained <= wrong answers.
     max_discordance = min(2 * rate - score_drop, 2 * (1 - rate) + score_drop)
     if not score_drop - 1e-12 <= discordance <= max_discordance + 1e-12:
         raise UserError(
@@ -185,14 +183,14 @@ def assume(
 
 
 def contexts_needed(sd: float, score_drop: float, goal: Goal, *, unit_scaled: bool) -> int:
-    """The number of contexts with which a drop is significant with the wanted probability.
+    """Return the number of contexts with which a drop is significant with the requested probability.
 
     Args:
         sd: Standard deviation of a context's mean difference.
-        score_drop: The drop, in the scores' unit.
+        score_drop: The drop, in the unit of the scores.
         goal: Level and power.
-        unit_scaled: Whether scores are in [0, 1], so that differences are in [-1, 1]. Then `sd` is
-            at least what the drop itself brings about by losing whole contexts.
+        unit_scaled: Whether scores are in [0, 1], so that differences are in [-1, 1]. `sd` is then at least that of a
+            drop which loses whole contexts.
     """
     if unit_scaled:
         sd = max(sd, math.sqrt(score_drop * max(0.0, 1 - score_drop)))
@@ -206,7 +204,7 @@ def contexts_needed(sd: float, score_drop: float, goal: Goal, *, unit_scaled: bo
     min_contexts = least_contexts(goal.level)
     if not unit_scaled:
         return max(context_count, min_contexts)
-    # At least this share of contexts gets worse: |d| >= d * d for differences in [-1, 1].
+    # Lower bound of the fraction of contexts that get worse: |d| >= d * d for differences in [-1, 1].
     worse_share = min(1.0, (sd * sd + score_drop * score_drop + score_drop) / 2)
     while context_count < MOST and _at_least(min_contexts, context_count, worse_share) < goal.power:
         context_count += max(1, context_count // 100)
@@ -219,8 +217,8 @@ def _need(pair: CellPair, goal: Goal, *, unit_scaled: bool) -> SampleNeed:
     sd = stats.clustered_se(context_totals, context_sizes) * math.sqrt(context_count) if context_count > 1 else math.nan
     if math.isnan(sd):
         raise UserError(
-            f"{pair.place.task}, {pair.place.policy} at {pair.place.budget} has one context, which "
-            "says nothing about the spread; run more samples"
+            f"{pair.place.task}, {pair.place.policy} at {pair.place.budget} has one context, too few to estimate the "
+            "spread; run more samples"
         )
     differences = pair.shared.after - pair.shared.before
     independent_se = float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
@@ -240,14 +238,7 @@ def _need(pair: CellPair, goal: Goal, *, unit_scaled: bool) -> SampleNeed:
 
 
 def smallest_seen(sd: float, context_count: int, goal: Goal, *, unit_scaled: bool) -> float:
-    """The smallest drop that a number of contexts sees, to a thousandth; infinite if none.
-
-    Args:
-        sd: Standard deviation of a context's mean difference.
-        context_count: The number of contexts.
-        goal: Level and power.
-        unit_scaled: Whether scores are in [0, 1].
-    """
+    """Return the minimum detectable drop for a number of contexts (tolerance 0.1%); infinite if there is none."""
     upper_drop = 1.0 if unit_scaled else 1e6 * max(sd, 1e-12)
     if contexts_needed(sd, upper_drop, goal, unit_scaled=unit_scaled) > context_count:
         return math.inf
@@ -262,7 +253,7 @@ def smallest_seen(sd: float, context_count: int, goal: Goal, *, unit_scaled: boo
 
 
 def _at_least(min_successes: int, trials: int, rate: float) -> float:
-    """Probability of `min_successes` or more successes in a number of trials."""
+    """Return the probability of at least `min_successes` successes in `trials` trials."""
     if rate >= 1:
         return float(trials >= min_successes)
     log_terms = (

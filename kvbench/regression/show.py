@@ -1,4 +1,4 @@
-"""A comparison of two runs for readers: tables, sentences, Markdown and JSON."""
+"""Comparison of two runs as tables, sentences, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbench.tables.table import Cell, Column, Interval, Name, Phrase, Table, be
 from kvbench.tables.text import counted, tokens
 
 _MOST = 6
-"""Cells that a sentence names."""
+"""Maximum number of cells named in a sentence."""
 _CHANGED = (
     Outcome.FAILED,
     Outcome.UNPROVEN,
@@ -24,8 +24,8 @@ _CHANGED = (
     Outcome.HIGHER,
 )
 _SAID = {
-    Outcome.FAILED: "dropped by more than is allowed, significantly",
-    Outcome.UNPROVEN: "dropped by more than is allowed, which may be chance",
+    Outcome.FAILED: "dropped significantly and by more than allowed",
+    Outcome.UNPROVEN: "dropped by more than allowed, but not significantly",
     Outcome.ALLOWED: "dropped within the allowance",
     Outcome.IMPROVED: "improved significantly",
     Outcome.HIGHER: "not worse",
@@ -34,7 +34,7 @@ _SAID = {
 
 
 def verdict(result: Regression) -> str:
-    """The whole comparison in a few words."""
+    """Return the overall result in a few words."""
     if result.failed:
         return f"regression in {counted(len(result.of(Outcome.FAILED)), 'cell')}"
     if not result.complete:
@@ -43,21 +43,21 @@ def verdict(result: Regression) -> str:
 
 
 def complaint(result: Regression) -> str:
-    """What is wrong, in one line that names the first cell."""
+    """Return the overall result in one line, with the first affected cell."""
     worst_cells = result.of(Outcome.FAILED) or result.of(Outcome.NOT_COMPARED)
     if not worst_cells:
-        return f"{verdict(result)}: the runs have no cell in common"
+        return f"{verdict(result)}: the runs have no common cells"
     place = worst_cells[0].pair.place
     reason = worst_cells[0].reason or change_text(worst_cells[0])
     return f"{verdict(result)}, first {place.task}, {place.policy} at {place.budget}: {reason}"
 
 
 def tables(result: Regression, outcomes: Sequence[Outcome] = _CHANGED) -> list[Table]:
-    """The compared cells as tables, one per model, scale and direction of scores.
+    """Return the compared cells as tables, one per model, scale and direction of scores.
 
     Args:
         result: The comparison.
-        outcomes: The cells to show, in this order; by default those with a response that changed.
+        outcomes: Outcomes of the cells to include, in this order; by default those with changed responses.
     """
     selected_cells = [comparison for outcome in outcomes for comparison in result.of(outcome)]
     cells_by_table: dict[tuple[str, bool, bool], list[Comparison]] = {}
@@ -68,7 +68,7 @@ def tables(result: Regression, outcomes: Sequence[Outcome] = _CHANGED) -> list[T
 
 
 def sentences(result: Regression) -> Iterator[Phrase]:
-    """What a reader must know besides the tables, the most important first."""
+    """Yield explanations of the tables, the most important first."""
     compared = result.compared
     outcome_counts = {outcome: len(result.of(outcome)) for outcome in _SAID}
     outcome_text = "; ".join(
@@ -97,36 +97,29 @@ def sentences(result: Regression) -> Iterator[Phrase]:
             )
             for setting_name, (baseline_value, run_value) in result.made.items()
         ]
-        yield ("Made differently: ", *_with_commas(setting_phrases), ".")
+        yield ("Settings that differ: ", *_with_commas(setting_phrases), ".")
     if result.extra:
         yield f"The baseline lacks {counted(result.extra, 'cell')} of the run."
     if any(comparison.outcome in _CHANGED for comparison in compared):
         yield (
-            f"A cell fails if its score drops by more than {points(result.max_drop)} and the "
-            f"corrected p is below {result.alpha:g}. Changes are paired by response, brackets are "
-            "95% intervals, and p is corrected for the "
+            f"A cell fails if its score drops by more than {points(result.max_drop)} and the corrected p is below "
+            f"{result.alpha:g}. Changes are paired by response, brackets are 95% intervals, and p is corrected for the "
             f"{counted(result.tested, 'cell')} whose scores differ (Holm)."
-            + " Where scores are not in [0, 1], percent of the baseline's score replace points."
+            + " For scores outside [0, 1], the limit is in percent of the baseline's score."
             * (not all(comparison.unit for comparison in compared))
         )
 
 
 def points(count: float) -> str:
-    """A number of points, such as `1 point` or `0.5 points`."""
+    """Return a number of points, such as `1 point` or `0.5 points`."""
     return f"{count:g} point{'s' * (count != 1)}"
 
 
 def markdown_page(result: Regression, baseline_name: str, run_name: str) -> str:
-    """The comparison as Markdown, for the summary of a CI job.
-
-    Args:
-        result: The comparison.
-        baseline_name: What the baseline is called.
-        run_name: What the run is called.
-    """
+    """Return the comparison as Markdown, for the summary of a CI job."""
     blocks = [
         f"## kvbench: {verdict(result)}",
-        markdown_text((Name(run_name), " against ", Name(baseline_name), ".")),
+        markdown_text((Name(run_name), " vs ", Name(baseline_name), ".")),
         *map(markdown, tables(result)),
         *map(markdown_text, sentences(result)),
     ]
@@ -137,12 +130,7 @@ def markdown_page(result: Regression, baseline_name: str, run_name: str) -> str:
 
 
 def as_json(result: Regression, exit_code: int) -> dict[str, Any]:
-    """The comparison as JSON can hold it: what is not a finite number is null.
-
-    Args:
-        result: The comparison.
-        exit_code: The exit code.
-    """
+    """Return the comparison as JSON-serialisable data; numbers that are not finite become null."""
     return {
         "exit_code": exit_code,
         "verdict": verdict(result),
@@ -158,13 +146,13 @@ def as_json(result: Regression, exit_code: int) -> dict[str, Any]:
 
 
 def place_text(place: CellLabel) -> str:
-    """A cell's policy, budget, moment, length and seed in one line."""
+    """Return policy, budget, moment, length and seed of a cell in one line."""
     moment_text = f", {place.moment}" if place.moment else ""
     return f"{place.policy} at {place.budget}{moment_text}, {tokens(place.length)}, seed {place.seed}"
 
 
 def change_text(cell: Comparison) -> str:
-    """What became of a cell's score, in one line."""
+    """Return the change of a cell's score in one line."""
     kind = score_kind(unit_scaled=cell.unit)
     baseline, run_score = (number(score, kind) for score in (cell.before, cell.after))
     return (
@@ -204,7 +192,7 @@ def _table(
             Column("contexts", NumberFormat.COUNT),
             [comparison.contexts for comparison in comparisons],
         ),
-        (Column("sees drops from", number_kind), visible_cells),
+        (Column("minimum detectable drop", number_kind), visible_cells),
     ]
     table_title = (Name(model_name), "" if higher_is_better else ", lower is better")
     return beside(table_title, table_columns, groups=[comparison.outcome.value for comparison in comparisons])
@@ -216,11 +204,11 @@ _NO_DROP = "none"
 def place_columns(
     table_places: Sequence[CellLabel], all_places: Sequence[CellLabel]
 ) -> list[tuple[Column, list[Cell]]]:
-    """Columns that say what cells measure.
+    """Return the columns that identify cells.
 
     Args:
-        table_places: The cells of a table.
-        all_places: All cells; moment, length and seed have a column only if these differ in them.
+        table_places: The cells of the table.
+        all_places: All cells; moment, length and seed get a column only if they vary.
     """
     table_columns: list[tuple[Column, list[Cell]]] = []
     for field_name in ("task", "policy", "budget", "moment", "length", "seed"):
@@ -238,7 +226,7 @@ def _interval(comparison: Comparison) -> Interval:
 
 
 def _unpaired(result: Regression) -> Iterator[Phrase]:
-    """Why cells were not compared: a sentence per reason."""
+    """Yield a sentence per reason why cells were not compared."""
     for outcome, label in (
         (Outcome.NOT_COMPARED, "Not compared"),
         (Outcome.NO_BASELINE, "Nothing to compare with"),
@@ -258,13 +246,13 @@ def _unpaired(result: Regression) -> Iterator[Phrase]:
 
 
 def _visible(result: Regression) -> Iterator[Phrase]:
-    """Which drops the samples could have shown at all: a pass is no evidence against others."""
+    """Yield the minimum detectable drops; a pass is no evidence against smaller ones."""
     blind = [comparison for comparison in result.compared if math.isinf(comparison.visible)]
     if blind:
         yield (
-            f"Of {counted(len(blind), 'cell')} a pass says nothing: too few contexts can get worse "
-            "for any drop to be significant. Use more samples (", Name("kvbench power"),
-            " says how many), or a budget at which more answers are right.",
+            f"For {counted(len(blind), 'cell')}, a pass is uninformative: too few contexts can get worse for any drop "
+            "to be significant. Use more samples (", Name("kvbench power"),
+            " estimates how many), or a budget at which more answers are correct.",
         )  # fmt: skip
     for unit in (True, False):
         coarse_drops = [
@@ -277,8 +265,8 @@ def _visible(result: Regression) -> Iterator[Phrase]:
             ends = list(dict.fromkeys(number(drop, number_kind) for drop in (min(coarse_drops), max(coarse_drops))))
             by_cell = ", depending on the cell," * (len(ends) > 1)
             yield (
-                f"A drop of less than {' to '.join(ends)}{' points' * unit}{by_cell} can go unseen "
-                "with so few samples (", Name("kvbench power"), " says how many see it).",
+                f"A drop of less than {' to '.join(ends)}{' points' * unit}{by_cell} can remain undetected with so few "
+                "samples (", Name("kvbench power"), " estimates how many are needed).",
             )  # fmt: skip
 
 
@@ -311,7 +299,7 @@ def _record(comparison: Comparison) -> dict[str, Any]:
 
 
 def allowance(comparison: Comparison) -> str:
-    """The drop that a cell is allowed, in one word."""
+    """Return the allowed drop of a cell as text."""
     if comparison.unit:
         return points(comparison.allowed / POINT)
     return number(comparison.allowed, NumberFormat.NUMBER)

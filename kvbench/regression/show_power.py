@@ -1,4 +1,4 @@
-"""How many samples see a drop, for readers: tables, sentences and JSON."""
+"""Required sample sizes as tables, sentences and JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbench.tables.text import counted
 
 
 def tables(needs: Sequence[SampleNeed], goal: Goal) -> list[Table]:
-    """What each cell needs, a table per model and scale of scores."""
+    """Return the required sample sizes, a table per model and scale of scores."""
     needs_by_table: dict[tuple[str, bool], list[SampleNeed]] = {}
     for need in needs:
         needs_by_table.setdefault((need.place.model, need.unit), []).append(need)
@@ -26,40 +26,39 @@ def tables(needs: Sequence[SampleNeed], goal: Goal) -> list[Table]:
 
 
 def sentences(needs: Sequence[SampleNeed], goal: Goal) -> Iterator[Phrase]:
-    """What a reader must know besides the tables."""
+    """Yield explanations of the tables."""
     worst = max(needs, key=lambda need: need.needed_samples)
     if worst.needed < MOST:
         yield (
-            f"To see a drop of {points(goal.drop)} in every cell, ask ",
+            f"To detect a drop of {points(goal.drop)} in every cell, use ",
             Name(f"--samples {worst.needed_samples}"),
-            f" ({worst.place.task}, {worst.place.policy} at {worst.place.budget} needs most).",
+            f" ({worst.place.task}, {worst.place.policy} at {worst.place.budget} needs the most).",
         )
     yield (
-        f"Seen means: significant in {100 * goal.power:g}% of comparisons at alpha {goal.alpha:g}, "
-        f"corrected for {counted(goal.cells, 'cell')}. sd is the standard deviation of a context's "
-        "paired difference; the design effect is by how much questions that share a context raise "
-        "the variance."
+        f"A drop is detected if it is significant in {100 * goal.power:g}% of comparisons at alpha {goal.alpha:g}, "
+        f"corrected for {counted(goal.cells, 'cell')}. sd is the standard deviation of a context's paired difference; "
+        "the design effect is the factor by which questions that share a context raise the variance."
     )
 
 
 def plan_sentence(plan: PowerPlan, goal: Goal) -> Phrase:
-    """What assumptions need, in a sentence."""
+    """Return the required sample size in a sentence."""
     effect = f", design effect {plan.design_effect:g}" * (plan.questions > 1)
     question_text = f" with {plan.questions} questions each" * (plan.questions > 1)
     return (
-        f"{counted(plan.contexts, 'context')}{question_text} see a drop of {points(goal.drop)} in "
+        f"{counted(plan.contexts, 'context')}{question_text} detect a drop of {points(goal.drop)} in "
         f"{100 * goal.power:g}% of comparisons (alpha {goal.alpha:g}, corrected for "
         f"{counted(goal.cells, 'cell')}; {100 * plan.discordance:g}% of answers differ{effect})."
     )
 
 
 def plan_json(plan: PowerPlan, goal: Goal) -> dict[str, Any]:
-    """What assumptions need, as JSON."""
+    """Return the required sample size as JSON-serialisable data."""
     return asdict(goal) | asdict(plan)
 
 
 def needs_json(needs: Sequence[SampleNeed], goal: Goal) -> dict[str, Any]:
-    """What each cell needs, as JSON; null where a number is not finite."""
+    """Return the required sample sizes as JSON-serialisable data; numbers that are not finite become null."""
     return asdict(goal) | {
         "needed_cells": [
             asdict(need.place)
@@ -88,14 +87,14 @@ def _table(model_name: str, unit_scaled: bool, needs: list[SampleNeed], goal: Go
     table_columns: list[tuple[Column, Sequence[Cell]]] = [
         *place_columns([need.place for need in needs], [need.place for need in needs]),
         (Column("contexts", NumberFormat.COUNT), [need.contexts for need in needs]),
-        (Column("sees drops from", number_kind), drop_cells),
+        (Column("minimum detectable drop", number_kind), drop_cells),
         (Column("sd", number_kind), [need.sd for need in needs]),
         (Column("design effect", NumberFormat.TIMES), effect_cells),
         (Column("contexts needed", NumberFormat.COUNT), context_cells),
         (Column("samples needed", NumberFormat.COUNT), sample_cells),
     ]
     drop_text = points(goal.drop) if unit_scaled else f"{number(goal.drop, NumberFormat.NUMBER)}%"
-    return beside((Name(model_name), f": to see a drop of {drop_text}"), table_columns)
+    return beside((Name(model_name), f": to detect a drop of {drop_text}"), table_columns)
 
 
 def _finite(value: float) -> float | None:

@@ -1,7 +1,7 @@
-"""Is a difference there at all? An exact test of paired scores, and a correction for many tests.
+"""Significance of differences: an exact test of paired scores, and a correction for multiple tests.
 
-The test holds for any number of contexts, where a bootstrap of few contexts gives too many false
-alarms. Like the intervals of `kvbench.stats` it counts contexts, never questions.
+The test is valid for any number of contexts, while a bootstrap of few contexts gives too many false alarms. Like the
+intervals of `kvbench.stats`, it resamples contexts, never questions.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy.typing as npt
 from kvbench.stats import Floats, Key, by_cluster, checked
 
 EXACT = 16
-"""At most so many contexts that differ are exchanged in all ways, one way at a time."""
+"""Maximum number of differing contexts for which all sign patterns are enumerated."""
 DRAWS = 20_000
 MOST_DRAWS = 1_000_000
-"""More draws than this take too long, whatever the number of tests."""
+"""Upper limit of the number of draws, to bound the run time."""
 _FAR = 100
 _LEAST, _AT_ONCE = 1000, 2_000_000  # draws at a time; signs at a time: 16 MB
 _PARTS = 60
@@ -33,29 +33,27 @@ def paired_p(
     seed: int = 0,
     draws: int = DRAWS,
 ) -> float:
-    """Two-sided p-value of the mean of `a - b` over the keys that both have.
+    """Return the two-sided p-value of the mean of `a - b` over the common keys.
 
-    If `a` and `b` are two measurements of the same thing, the sum of a context's differences is as
-    likely to have one sign as the other. So the signs of the contexts are exchanged: p is the share
-    of exchanges whose mean is at least as far from 0 as the one that was seen. This is Fisher's
-    randomization test, and also the wild cluster bootstrap with the null hypothesis imposed
-    (Cameron, Gelbach and Miller 2008, Review of Economics and Statistics 90, 414). With one 0/1
-    score per context it is McNemar's exact test.
+    Under the null hypothesis, the sum of a context's differences is equally likely to have either sign. The test flips
+    the signs of contexts: p is the fraction of sign patterns whose mean is at least as far from 0 as the observed one.
+    This is Fisher's randomization test, and also the wild cluster bootstrap with the null hypothesis imposed (Cameron,
+    Gelbach and Miller 2008, Review of Economics and Statistics 90, 414). With one 0/1 score per context it is McNemar's
+    exact test.
 
-    It is exact where scores are fractions with a common denominator, as nearly all are, and where
-    at most `EXACT` contexts differ. Otherwise exchanges are drawn until `_FAR` of them are as far
-    from 0 (Besag and Clifford 1991, Biometrika 78, 301), or `draws` are drawn; the one that was
-    seen is counted with them.
+    The test is exact if scores are fractions with a common denominator, as nearly all are, or if at most `EXACT`
+    contexts differ. Otherwise sign patterns are drawn until `_FAR` of them are as far from 0 as the observed one (Besag
+    and Clifford 1991, Biometrika 78, 301), or until `draws` are drawn; the observed pattern is counted with them.
 
     Args:
         a: Score by key.
-        b: The scores to compare with.
+        b: Scores to compare with.
         clusters: Context by key; may hold more keys.
         seed: Seed of the draws.
-        draws: Most draws. No p is below `1 / (draws + 1)` where signs are drawn.
+        draws: Maximum number of draws. Drawn p-values are at least `1 / (draws + 1)`.
 
     Returns:
-        The p-value; 1 if nothing differs, NaN if there is no key in common.
+        The p-value; 1 if nothing differs, NaN if there are no common keys.
     """
     shared_keys = [key for key in a if key in b]
     if not shared_keys:
@@ -70,19 +68,19 @@ def paired_p(
 
 
 def sign_p(context_totals: Floats, *, seed: int = 0, draws: int = DRAWS) -> float:
-    """`paired_p` of the summed differences of each context, `[C]`."""
-    # A context whose differences are 0 has no sign. What float sums leave over 0 is none either.
+    """Return `paired_p` for the summed differences per context, `[C]`."""
+    # A context whose differences sum to 0, up to float rounding, has no sign.
     context_totals = context_totals[np.abs(context_totals) > 1e-9 * np.abs(context_totals).max(initial=0.0)]
     if not len(context_totals):
         return 1.0
     whole_totals = _whole(context_totals)
-    if whole_totals is None:  # scores that are weighted have a common fraction of their own
+    if whole_totals is None:  # weighted scores may have another common fraction
         whole_totals = _whole(context_totals / np.abs(context_totals).min())
     if whole_totals is not None:
         return _counted(whole_totals)
-    observed_sum = abs(float(context_totals.sum())) * (1 - 1e-9)  # an exchange that gives the same sum counts
+    observed_sum = abs(float(context_totals.sum())) * (1 - 1e-9)  # patterns with an equal sum count
     if len(context_totals) <= EXACT:
-        # The first sign can stay: an exchange and its opposite are equally far from 0.
+        # The first sign can be fixed: a pattern and its opposite are equally far from 0.
         sign_codes = np.arange(2 ** (len(context_totals) - 1))[:, None] >> np.arange(len(context_totals))
         return float(np.mean(np.abs((1.0 - 2.0 * (sign_codes & 1)) @ context_totals) >= observed_sum))
     generator = np.random.default_rng([seed, len(context_totals)])
@@ -96,7 +94,7 @@ def sign_p(context_totals: Floats, *, seed: int = 0, draws: int = DRAWS) -> floa
 
 
 def _whole(context_totals: Floats) -> npt.NDArray[np.int64] | None:
-    """The totals as whole multiples of a common fraction; None if they have none, or very many."""
+    """Return the totals as integer multiples of a common fraction; None if there is none, or if they are too large."""
     for denominator in range(1, _PARTS + 1):
         rounded_totals = np.rint(context_totals * denominator)
         if rounded_totals.all() and np.abs(context_totals * denominator - rounded_totals).max() < 1e-7:
@@ -106,9 +104,9 @@ def _whole(context_totals: Floats) -> npt.NDArray[np.int64] | None:
 
 
 def _counted(whole_totals: npt.NDArray[np.int64]) -> float:
-    """Share of all exchanges of signs whose sum is at least as far from 0, by adding them up."""
+    """Return the exact p-value from the distribution of sums over all sign patterns."""
     largest_sum = int(np.abs(whole_totals).sum())
-    sum_shares = np.zeros(2 * largest_sum + 1)  # of the exchanges with each sum, from -reach to reach
+    sum_shares = np.zeros(2 * largest_sum + 1)  # fraction of patterns by sum, from -largest_sum on
     sum_shares[largest_sum] = 1.0
     for step in np.abs(whole_totals):
         shifted_shares = np.zeros_like(sum_shares)
@@ -116,26 +114,19 @@ def _counted(whole_totals: npt.NDArray[np.int64]) -> float:
         shifted_shares[:-step] += sum_shares[step:] / 2
         sum_shares = shifted_shares
     observed_sum = abs(int(whole_totals.sum()))
-    # As many sums are at or below -seen as at or above it.
+    # The distribution is symmetric.
     return float(min(1.0, 2 * sum_shares[: largest_sum - observed_sum + 1].sum())) if observed_sum else 1.0
 
 
 def least_contexts(alpha: float) -> int:
-    """How many contexts must differ, all in one direction, for `paired_p` to be at most `alpha`."""
+    """Return how many contexts must differ, all in one direction, for `paired_p` to be at most `alpha`."""
     return math.ceil(math.log2(2.0 / alpha) - 1e-9)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct p-values for having looked at all of them (Holm 1979).
+    """Return p-values corrected for multiple tests (Holm 1979), in the same order and at most 1.
 
-    Among the differences whose corrected p is below alpha, the chance that any is false is at most
-    alpha, whatever the tests have to do with each other.
-
-    Args:
-        p_values: The p-values.
-
-    Returns:
-        The corrected p-values in the same order, at most 1.
+    The probability of any false rejection at level alpha is at most alpha, even if the tests are dependent.
     """
     corrected_p = [1.0] * len(p_values)
     largest_p = 0.0

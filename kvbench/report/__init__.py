@@ -1,7 +1,6 @@
 """Reports of runs: Pareto fronts, heat maps, tables and a summary.
 
-The public names are loaded when they are first used, so that a command that only prints a table
-need not load pandas and matplotlib.
+Public names are loaded on first use, so that a command that only prints a table need not load pandas and matplotlib.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One policy against another at the same budget: paired differences of the mean over tasks."""
+"""Comparison of policies at the same budget: paired differences of the mean over tasks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ At every budget the best score is bold and the second best underlined."""
 
 
 def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples, base: str) -> pd.DataFrame:
-    """How much every policy differs from one of them, at the same budget and moment.
+    """Return the paired difference of every policy from a base policy, at the same budget and moment.
 
-    As in `group_means`, every task of a group weighs the same, and tasks on which the full cache is
-    not above chance are left out. The bootstrap draws the same contexts for both policies, so the
-    differences are paired.
+    As in `group_means`, every task of a group has the same weight, and tasks on which the full cache is not above
+    chance are left out. The bootstrap draws the same contexts for both policies.
 
     Args:
         cells: The frame of `cells.parquet`.
@@ -40,11 +39,11 @@ def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples, base: str)
         base: Canonical spelling of the policy to compare the others with.
 
     Returns:
-        A row per (model, model_revision, group, length, seed, moment, budget, policy) with `tasks`,
-        `higher_is_better`, `base_score`, `score`, `diff` (score minus base), `diff_lo`, `diff_hi`.
+        A row per (model, model_revision, group, length, seed, moment, budget, policy) with `tasks`, `higher_is_better`,
+        `base_score`, `score`, `diff` (score minus base), `diff_lo`, `diff_hi`.
 
     Raises:
-        UserError: `base` was not run; the nearest names are given.
+        UserError: `base` was not run; the message suggests the closest names.
     """
     policies = [str(policy) for policy in dict.fromkeys(cells["policy"]) if policy != "full"]
     if base not in policies:
@@ -56,7 +55,7 @@ def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples, base: str)
         panel_values = panel_key if isinstance(panel_key, tuple) else (panel_key,)
         if base not in set(panel_cells["policy"]) or panel_cells["policy"].nunique() < 2:
             continue
-        # In the place of full, the base is what the others are paired with.
+        # `group_means` pairs with "full", so the base takes that name.
         relabelled_cells = panel_cells.assign(policy=panel_cells["policy"].where(panel_cells["policy"] != base, "full"))
         for mean_row in records(group_means(relabelled_cells, samples)):
             if mean_row["policy"] != "full" and mean_row["status"] == "ok" and pd.notna(mean_row["diff"]):
@@ -66,7 +65,7 @@ def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples, base: str)
 
 
 def tables(difference_frame: pd.DataFrame, base: str) -> list[Table]:
-    """The differences as tables, one per model, group, length, seed and moment."""
+    """Return the differences as tables, one per model, group, length, seed and moment."""
     panel_tables = []
     for panel_key, panel_rows in difference_frame.groupby([*SETTING, "moment"], sort=False):
         model_name, _, group_name, length, seed, moment = map(str, panel_key)

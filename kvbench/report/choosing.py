@@ -1,4 +1,4 @@
-"""Which setting to choose: the cheapest within some points of full, and what memory it saves."""
+"""Choice of a setting: the cheapest within some points of the full cache, and the memory it saves."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from kvbench.tables.text import code, counted, listed, mean_of, plain, tokens
 
 _OF_SETTING = ("share", "kv_bytes_live", "diff", "diff_lo", "diff_hi")
 _CONTEXT_ONLY = ("", "context")
-"""Moments whose full bytes are those of the context, so that tokens and bytes are of one thing."""
+"""Moments whose full bytes are those of the context, so that bytes per token can be computed."""
 
 NO_VERDICT = {
     "silent": "no statement, because the full cache is not above chance.",
     "no full": "no statement, because there is no full cache to compare with.",
     "scale": "no statement, because the scores are not in [0, 1] and a point has no meaning.",
-    "whole": "no setting that was run holds less than the full cache.",
+    "whole": "no setting in this run holds less than the full cache.",
     "empty": "no policy has a score.",
 }
 
 
 @dataclass(frozen=True)
 class Voice:
-    """How names and warnings are written.
+    """Markup of names and warnings.
 
     Attributes:
-        name: Writes a policy, a budget or a task.
-        strong: Stresses a warning.
+        name: Formats a policy, a budget or a task.
+        strong: Emphasises a warning.
     """
 
     name: Callable[[object], str]
@@ -52,11 +52,11 @@ MARKDOWN = Voice(code, "**{}**".format)
 
 @dataclass(frozen=True)
 class Serving:
-    """What the memory is told for.
+    """Serving scenario for memory estimates.
 
     Attributes:
-        batch: Sequences that are served together.
-        context: Tokens of each; None for as many as the run's contexts have on average.
+        batch: Number of concurrent sequences.
+        context: Tokens per sequence; None for the mean context length of the run.
     """
 
     batch: int = 1
@@ -65,11 +65,11 @@ class Serving:
 
 @dataclass(frozen=True)
 class Aim:
-    """What a reader looks for.
+    """Requirements for the choice of a setting.
 
     Attributes:
-        within: How far from full counts as the same, as a score in [0, 1]: 0.02 is two points.
-        serving: What the memory is told for; None to leave it out.
+        within: Tolerated loss relative to the full cache, as a score in [0, 1]: 0.02 is two points.
+        serving: Scenario for memory estimates; None for no estimates.
     """
 
     within: float = POINT
@@ -77,19 +77,19 @@ class Aim:
 
     @classmethod
     def of(cls, within: float | None, batch: int | None, context: int | None) -> Aim:
-        """Read what a user gave.
+        """Return the requirements for a user's options.
 
         Args:
             within: Points; by default one.
-            batch: Sequences; by default one, if `context` is given.
-            context: Tokens; by default those of the run, if `batch` is given.
+            batch: Sequences; by default one if `context` is set.
+            context: Tokens; by default those of the run if `batch` is set.
         """
         serving = None if batch is context is None else Serving(batch or 1, context)
         return cls(POINT if within is None else within / 100, serving)
 
     @property
     def points(self) -> str:
-        """The distance in words, such as `2 points`."""
+        """The tolerance in words, such as `2 points`."""
         point_text = f"{100 * self.within:.4g}"
         return f"{point_text} point{'s' * (point_text != '1')}"
 
@@ -99,26 +99,26 @@ WITHIN_A_POINT = Aim()
 
 @dataclass(frozen=True)
 class MemorySaving:
-    """Bytes of keys and values of a batch: of the full cache, and of a setting."""
+    """Bytes of keys and values of a batch, for the full cache and for a setting."""
 
     full: float
     held: float
 
     @property
     def saved(self) -> float:
-        """What the setting saves."""
+        """Bytes saved by the setting."""
         return self.full - self.held
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The answer for one task, or for the mean of a panel's tasks.
+    """The choice for one task, or for the mean of a panel's tasks.
 
     Attributes:
-        panel: Where it holds.
+        panel: The panel.
         task: The task; empty for the mean.
-        tasks: How many tasks the mean is over.
-        verdict: What can be said.
+        tasks: Number of tasks in the mean.
+        verdict: The cheapest setting, or why there is none.
     """
 
     panel: Panel
@@ -128,7 +128,7 @@ class Choice:
 
 
 def panel_choices(panel: Panel, aim: Aim) -> Iterator[Choice]:
-    """The choices of a panel: the mean first, then every task that tells policies apart."""
+    """Yield the choices of a panel: the mean first, then every informative task."""
     overall = panel.overall
     if len(panel.tasks) > 1 and len(overall):
         verdict = cheapest(overall, unit_scaled=unit_scale(overall), within=aim.within)
@@ -141,11 +141,11 @@ def panel_choices(panel: Panel, aim: Aim) -> Iterator[Choice]:
 
 
 def lines(panel: Panel, samples: Samples | None, aim: Aim, voice: Voice) -> Iterator[str]:
-    """A panel's choices in words, a line each."""
+    """Yield the choices of a panel as text, a line each."""
     panel_memory = PanelMemory.of(panel, samples)
     choices = list(panel_choices(panel, aim))
     if len(panel.tasks) > 1 and set(tasks_at_chance(panel.cells)) == set(panel.tasks):
-        no_mean_text = "none, because the full cache is above chance on none of the tasks."
+        no_mean_text = "none, because the full cache is not above chance on any task."
         yield f"{voice.strong('Mean:')} {no_mean_text}"
     for choice in choices:
         heading = voice.name(choice.task) + ":"
@@ -156,12 +156,11 @@ def lines(panel: Panel, samples: Samples | None, aim: Aim, voice: Voice) -> Iter
 
 @dataclass(frozen=True)
 class PanelMemory:
-    """What the memory of a panel's model follows from.
+    """Memory requirements of a panel's model.
 
     Attributes:
-        token_bytes: Bytes of keys and values of one token, over all layers that are compressed;
-            NaN if the run does not tell.
-        context: Mean tokens of its contexts; NaN if the run does not tell.
+        token_bytes: Bytes of keys and values per token, over all compressed layers; NaN if unknown.
+        context: Mean context length in tokens; NaN if unknown.
     """
 
     token_bytes: float
@@ -169,10 +168,10 @@ class PanelMemory:
 
     @classmethod
     def of(cls, panel: Panel, samples: Samples | None) -> PanelMemory:
-        """Read it off the full caches of a panel.
+        """Return the memory requirements measured with the full caches of a panel.
 
-        Layers, KV heads, head size and dtype need not be known: the run has measured the bytes of
-        contexts of known length, and keys and values take the same bytes for every token.
+        Layers, KV heads, head size and dtype need not be known: the run measured the bytes of contexts of known length,
+        and every token takes the same number of bytes.
         """
         panel_cells = panel.cells
         context_cells = panel_cells[(panel_cells["status"] == "ok") & panel_cells["moment"].isin(_CONTEXT_ONLY)]
@@ -184,14 +183,14 @@ class PanelMemory:
         return cls(float((full_bytes / mean_tokens).median()), float(mean_tokens.median()))
 
     def tokens_of(self, serving: Serving) -> float:
-        """The context that the memory is told for."""
+        """Return the context length of a scenario in tokens."""
         return self.context if serving.context is None else float(serving.context)
 
     def of_setting(self, setting_row: pd.Series, serving: Serving) -> MemorySaving:
-        """The memory of a setting.
+        """Return the memory of a setting.
 
-        A share of the context stays the share that was measured; a number of tokens stays the bytes
-        that were measured, whatever the context.
+        Fractional budgets keep their measured share of the full cache, token budgets their measured bytes, regardless
+        of the context length.
 
         Args:
             setting_row: Cell or group mean of the setting.
@@ -208,29 +207,24 @@ class PanelMemory:
         return MemorySaving(serving.batch * sequence_bytes, serving.batch * held_bytes)
 
     def note(self, panel: Panel, serving: Serving) -> str:
-        """What a reader must know about the memory of a panel."""
+        """Return an explanation of the memory estimates of a panel."""
         if math.isnan(self.token_bytes):
             return "Memory is unknown: the run has no full cache of a context."
         note_text = (
-            f"Memory counts keys and values, {size(self.token_bytes)} per token over the layers "
-            "that are compressed, as measured in this run."
+            f"Memory counts keys and values, {size(self.token_bytes)} per token over all compressed layers, as "
+            "measured in this run."
         )
         length = panel.variant.length or round(self.context)
         if serving.context is not None and serving.context > length:
             note_text += (
-                f" The scores are of {tokens(length)}: this run does not say what a policy loses "
-                f"at {tokens(serving.context)}."
+                f" The scores are for {tokens(length)}: this run does not show what a policy loses at "
+                f"{tokens(serving.context)}."
             )
         return note_text
 
 
 def render_choices(results: Results, aim: Aim) -> Text:
-    """The choices of means over tasks, and of single tasks, for a terminal.
-
-    Args:
-        results: What was run.
-        aim: What a setting is looked for.
-    """
+    """Return the choices for means over tasks and for single tasks as text for a terminal."""
     styled_text = Text().append(f"Cheapest policy within {aim.points} of the full cache\n", "bold")
     for panel in panels(results):
         choice_lines = "\n".join(f"  {choice_line}" for choice_line in lines(panel, results.samples, aim, PLAIN))
@@ -243,15 +237,14 @@ def render_choices(results: Results, aim: Aim) -> Text:
 
 
 def as_records(results: Results, aim: Aim) -> list[dict[str, Any]]:
-    """The choices as JSON can hold them.
+    """Return the choices as JSON-serialisable data.
 
     Returns:
-        An object per choice: the panel (`model`, `group`, `length`, `moment`, `seed`), `task`
-        (empty for the mean of a panel's tasks) and `tasks` (how many), `kind`, `sure` and
-        `open` as in `Verdict`, `said` (the verdict in words) and, where a setting is named,
-        `policy`, `budget`, `share`, `kv_bytes_live`, `samples`, `diff`, `diff_lo`, `diff_hi` and,
-        if a batch or a context was asked for and the run tells the bytes of a token,
-        `memory_full` and `memory_held`.
+        An object per choice: the panel (`model`, `group`, `length`, `moment`, `seed`), `task` (empty for the mean of a
+        panel's tasks) and `tasks` (their number), `kind`, `sure` and `open` as in `Verdict`, `said` (the verdict in
+        words); if a setting was found, `policy`, `budget`, `share`, `kv_bytes_live`, `samples`, `diff`, `diff_lo`,
+        `diff_hi`; and, if a batch or context was requested and the bytes per token are known, `memory_full` and
+        `memory_held`.
     """
     return [
         _record(choice, panel_memory, aim)
@@ -292,13 +285,13 @@ def sentence(
     voice: Voice = MARKDOWN,
     panel_memory: PanelMemory | None = None,
 ) -> str:
-    """A verdict in words.
+    """Return a verdict as text.
 
     Args:
-        verdict: What can be said.
-        aim: What it was asked for.
-        voice: How names are written.
-        panel_memory: What the memory follows from, if `aim` asks for it.
+        verdict: The verdict.
+        aim: Requirements of the verdict.
+        voice: Markup of names.
+        panel_memory: Memory requirements of the model, if `aim` includes a scenario.
     """
     setting_row = verdict.row
     if setting_row is None:
@@ -310,16 +303,16 @@ def sentence(
     if verdict.kind == "none":
         verdict_text = f"none; {setting} comes closest."
         if verdict.open:
-            verdict_text += f" {voice.strong('Not certain:')} its interval includes losses within "
-            verdict_text += f"{aim.points}; {resolution(verdict, setting_row)}."
+            verdict_text += f" {voice.strong('Not certain:')} its interval includes losses within {aim.points}; "
+            verdict_text += f"{resolution(verdict, setting_row)}."
         if verdict.equal:
             verdict_text += f" Equally close: {_settings(verdict.equal, voice, with_shares=True)}."
         return verdict_text
     if verdict.sure:
         verdict_text = f"{setting}. The whole interval is within {aim.points}."
     else:
-        verdict_text = f"{setting}. {voice.strong('Not certain:')} the interval includes losses of more "
-        verdict_text += f"than {aim.points}; {resolution(verdict, setting_row)}."
+        verdict_text = f"{setting}. {voice.strong('Not certain:')} the interval includes losses of more than "
+        verdict_text += f"{aim.points}; {resolution(verdict, setting_row)}."
     if panel_memory is not None and aim.serving is not None and not math.isnan(panel_memory.token_bytes):
         verdict_text += f" {_saving(panel_memory, setting_row, aim.serving)}"
     if verdict.certain is not None and not verdict.sure:
@@ -334,9 +327,9 @@ def sentence(
 
 
 def resolution(verdict: Verdict, entry: pd.Series) -> str:
-    """How small a drop the samples can show: the distance from a difference to its worse end."""
+    """Return the minimum detectable drop as text: the distance from a difference to its worse end."""
     drop = number(verdict.resolution, NumberFormat.POINTS)
-    return f"{counted(int(entry['samples']), 'sample')} can show only drops of more than {drop} points"
+    return f"{counted(int(entry['samples']), 'sample')} can detect only drops of more than {drop} points"
 
 
 def _saving(panel_memory: PanelMemory, setting_row: pd.Series, serving: Serving) -> str:

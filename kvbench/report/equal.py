@@ -1,4 +1,4 @@
-"""Rows of a report that are one result: equal to another row, or with no room for a choice."""
+"""Rows of a report that are not separate results: equal to another row, or with a fully reserved budget."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvbench.report.sorted_samples import Samples
 from kvbench.tables.text import tokens
 
 _LEAST = 5
-"""Fewest responses, unlike those of the full cache, that show that two policies are equal: any two
-that lose nothing answer alike."""
+"""Minimum number of responses that differ from the full cache's as evidence that two policies are equal: policies that
+lose nothing always agree."""
 
 
 class Place(NamedTuple):
@@ -31,14 +31,14 @@ class Place(NamedTuple):
 _SETTING = list(Place._fields)
 
 Places = dict[tuple[str, ...], list[Place]]
-"""Policies, and where something holds of them."""
+"""Settings by policies, for a property of the policies."""
 
 
 def equal_rows(results: Results) -> Places:
-    """Policies that gave the same responses and held as many entries, on all tasks of a setting.
+    """Return policies with the same responses and numbers of entries on all tasks of a setting.
 
-    Kept sets are not recorded. Equal responses show equal sets where enough of them differ from
-    those of the full cache; without a full cache nothing is claimed.
+    Kept sets are not recorded. Equal responses imply equal sets if enough of them differ from the full cache's; without
+    a full cache there is no such evidence.
     """
     ok_cells, samples = results.cells[results.cells["status"] == "ok"], results.samples
     places_by_policies: Places = {}
@@ -74,14 +74,14 @@ def equal_rows(results: Results) -> Places:
 
 
 def _count_changed(samples: Samples, cell_id: str, full_id: str | None) -> int:
-    """Responses of a cell that the full cache gave otherwise; 0 if there is none to compare."""
+    """Return how many responses of a cell differ from the full cache's; 0 without a full cache."""
     cell_answers, full_answers = samples.answer_table(cell_id), samples.answer_table(full_id or "")
     is_same = len(cell_answers) == len(full_answers) and np.array_equal(cell_answers[:, 0], full_answers[:, 0])
     return int((cell_answers[:, 1] != full_answers[:, 1]).sum()) if is_same else 0
 
 
 def without_room(results: Results) -> Places:
-    """Policies whose sinks and windows of a fixed size fill the budget of most contexts."""
+    """Return policies whose fixed-size sinks and windows fill the budget of most contexts."""
     compressed_cells, places_by_policies = results.cells[results.cells["status"] == "ok"], Places()
     compressed_cells = compressed_cells[
         compressed_cells["moment"].isin(["context", "question"]) & (compressed_cells["policy"] != "full")
@@ -102,12 +102,12 @@ def without_room(results: Results) -> Places:
 
 
 def _place(setting: Iterable[Any]) -> Place:
-    """The place of a group of rows."""
+    """Return the setting of a group of rows."""
     return Place(*setting)
 
 
 def _reserved(policy_name: str) -> list[Callable[[int], int]]:
-    """What each part of a policy reserves; nothing if it is not installed here."""
+    """Return the `reserved` method of each part of a policy; none if the policy is not installed."""
     from kvbench.spelling import policy
 
     try:
@@ -117,7 +117,7 @@ def _reserved(policy_name: str) -> list[Callable[[int], int]]:
 
 
 def labels(results: Results, places: Iterable[Place]) -> list[str]:
-    """Budgets, with what else tells the settings of the report apart."""
+    """Return labels of settings: the budget, and the fields that vary within the report."""
     compressed = results.cells[results.cells["policy"] != "full"]
     varied_fields = [field_name for field_name in _SETTING[:-1] if compressed[field_name].nunique() > 1]
     budget_labels = []

@@ -1,4 +1,4 @@
-"""The frames of a run in the shape that tables and figures share."""
+"""Preparation of a run's frames for tables and figures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ResultVariant:
         length: Tokens of prompt and answer.
         moment: When the cache was compressed.
         seed: Seed of data and policy noise.
-        label: What distinguishes it from the model's other variants; empty if it is the only one.
+        label: Difference from the model's other variants; empty if it is the only one.
     """
 
     length: int
@@ -47,15 +47,14 @@ class ResultVariant:
 
 @dataclass(frozen=True)
 class Results:
-    """Everything a report is made from.
+    """The data of a report.
 
     Attributes:
-        cells: The cells, full first. `model_id` is the model as the run names it; `model` adds what
-            else distinguishes cells that would otherwise be the same. `share` is the live bytes
-            over those of the full cache.
-        samples: Their samples.
+        cells: The cells, full first. `model_id` is the model as the run names it; `model` adds whatever distinguishes
+            cells that would otherwise be the same. `share` is live bytes divided by those of the full cache.
+        samples: Samples of the cells.
         overall: `group_means` of the cells, with `share`.
-        policies: Policies without full in order of appearance, which fixes colours and markers.
+        policies: Policies except full in order of appearance, which determines colours and markers.
     """
 
     cells: pd.DataFrame
@@ -69,20 +68,19 @@ class Results:
         return list(dict.fromkeys(self.cells["model"].astype(str)))
 
     def groups(self, model_name: str) -> list[str]:
-        """Groups of a model's tasks in order of appearance."""
+        """Return the groups of a model's tasks in order of appearance."""
         model_cells = self.cells[self.cells["model"] == model_name]
         return list(dict.fromkeys(model_cells["group"].astype(str)))
 
     def tasks(self, model_name: str, group_name: str) -> list[str]:
-        """Leaf tasks of a group in order of appearance."""
+        """Return the tasks of a group in order of appearance."""
         group_cells = self.cells[(self.cells["model"] == model_name) & (self.cells["group"] == group_name)]
         return list(dict.fromkeys(group_cells["task"].astype(str)))
 
     def variants(self, model_name: str, group_name: str | None = None) -> list[ResultVariant]:
-        """The variants of a model's results, or of its results in one group.
+        """Return the variants of a model's results, or of its results in one group.
 
-        Full has no moment and belongs to all of them. A variant in which only full was run shows
-        nothing, so it is left out unless nothing else was run at all.
+        Full has no moment and belongs to all variants. Variants with only full are left out unless there are no others.
         """
         model_cells = self.cells[self.cells["model"] == model_name]
         varies = {field_name: model_cells[field_name].nunique() > 1 for field_name in ("length", "seed")}
@@ -111,13 +109,13 @@ def _compresses(cells: pd.DataFrame) -> bool:
 
 
 def pick(frame: pd.DataFrame, variant: ResultVariant) -> pd.DataFrame:
-    """The rows of a variant, including those of full."""
+    """Return the rows of a variant, including those of full."""
     is_variant = (frame["length"] == variant.length) & (frame["seed"] == variant.seed)
     return frame[is_variant & of_moment(frame, variant.moment)]
 
 
 def of_moment(frame: pd.DataFrame, moment: str) -> pd.Series[bool]:
-    """Which rows belong to a moment, including those of full (live dialogues have their own)."""
+    """Return which rows belong to a moment, including those of full (live dialogues have a separate full)."""
     is_full = (frame["policy"] == "full") & (frame["moment"] == "") & (moment != "turns")
     return (frame["moment"] == moment) | is_full
 
@@ -125,13 +123,12 @@ def of_moment(frame: pd.DataFrame, moment: str) -> pd.Series[bool]:
 def prepare(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None = None) -> Results:
     """Prepare the frames of one or several runs for a report.
 
-    A cell that several runs have counts once, with the most samples. Cells with the same model,
-    task and configuration that still differ, such as in dtype, are kept apart by a model name that
-    says how they differ.
+    A cell in several runs counts once, with the most samples. Cells with the same model, task and configuration that
+    still differ, such as in dtype, get distinct model names.
 
     Args:
-        cells: The frame of `cells.parquet`; those of several runs are concatenated.
-        samples: The frame of `samples.parquet`; a table in the terminal does not need it.
+        cells: The frame of `cells.parquet`; for several runs, concatenated.
+        samples: The frame of `samples.parquet`; not needed for a table in the terminal.
     """
     cells = cells.reset_index(drop=True).sort_values("samples", kind="stable")
     cells = cells.drop_duplicates("cell", keep="last").sort_index()
@@ -155,23 +152,23 @@ def prepare(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None = None) 
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of a frame as dictionaries."""
+    """Return the rows of a frame as dictionaries."""
     return [{str(column_name): value for column_name, value in record.items()} for record in frame.to_dict("records")]
 
 
 def unit_scale(frame: pd.DataFrame) -> bool:
-    """Whether all scores lie in [0, 1], so that they are shown in points, 0 to 100."""
+    """Return whether all scores lie in [0, 1], so that they are shown in points, 0 to 100."""
     scores = pd.concat([frame["score"], frame["full_score"]]).dropna()
     return bool(scores.between(0.0, 1.0).all())
 
 
 def extras(samples: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """The JSON object of every distinct text in the column `extra`, each parsed once."""
+    """Parse every distinct text in the column `extra` once, and return the JSON objects by text."""
     return {extra_json: json.loads(extra_json or "{}") for extra_json in samples["extra"].unique()}
 
 
 def budget_order(budget: str) -> tuple[int, float]:
-    """Orders shares of the context, numbers of tokens and visual budgets, from small to large."""
+    """Return a sort key: fractions of the context, then numbers of tokens, then visual budgets, each ascending."""
     budget_kind, _, amount = budget.rpartition(":")
     try:
         return (2 * bool(budget_kind) + amount.isdigit(), float(amount))
@@ -180,7 +177,7 @@ def budget_order(budget: str) -> tuple[int, float]:
 
 
 def uncompared(cells: pd.DataFrame) -> list[str]:
-    """Tasks that lack a score of full to compare with, at some length and seed."""
+    """Return tasks without a full-cache score at some length and seed."""
     task_names = []
     for question_key, question_cells in cells.groupby([*_QUESTIONS, _live(cells)], sort=False):
         if not ((question_cells["policy"] == "full") & (question_cells["status"] == "ok")).any():
@@ -189,7 +186,7 @@ def uncompared(cells: pd.DataFrame) -> list[str]:
 
 
 def tasks_at_chance(cells: pd.DataFrame) -> list[str]:
-    """Tasks on which full is not above chance; without a score of full that is unknown."""
+    """Return tasks on which full is not above chance, ignoring those without a full-cache score."""
     task_names = []
     ok_cells = cells[cells["status"] == "ok"]
     for question_key, question_cells in ok_cells.groupby([*_QUESTIONS, _live(ok_cells)], sort=False):
@@ -200,25 +197,25 @@ def tasks_at_chance(cells: pd.DataFrame) -> list[str]:
 
 
 def readers(cells: pd.DataFrame) -> list[str]:
-    """Policies that read less in a decode step than they hold."""
+    """Return policies that read less per decode step than they hold."""
     compressed_cells = cells[(cells["status"] == "ok") & (cells["policy"] != "full")]
     sparse_cells = compressed_cells[compressed_cells["kv_bytes_read"] < compressed_cells["kv_bytes_live"]]
     return list(dict.fromkeys(sparse_cells["policy"].astype(str)))
 
 
 def holds_codes(cells: pd.DataFrame) -> bool:
-    """Whether a policy does not store entries as they are: quantised, or with fewer channels."""
+    """Return whether any policy stores entries in another form: quantised, or with fewer channels."""
     return bool(cells["policy"].str.contains(":(?:bits|key_channels)=").any())
 
 
 def lower_is_better_tasks(cells: pd.DataFrame) -> list[str]:
-    """Tasks with a score for which less is better."""
+    """Return tasks for which a lower score is better."""
     lower_is_better = ~cells["higher_is_better"].astype(bool)
     return list(dict.fromkeys(cells.loc[lower_is_better, "task"].astype(str)))
 
 
 def judged(cells: pd.DataFrame) -> dict[str, list[str]]:
-    """Tasks whose responses were judged, by the judge that `versions` records."""
+    """Return judged tasks by judge, as recorded in `versions`."""
     judged_tasks: dict[str, list[str]] = {}
     for task_name, versions in dict.fromkeys(zip(cells["task"], cells["versions"], strict=True)):
         judge_name = recorded(versions).get("judge")
@@ -228,7 +225,7 @@ def judged(cells: pd.DataFrame) -> dict[str, list[str]]:
 
 
 def answers(versions: str) -> str:
-    """How a cell's answers were made, from its `versions`: "greedy", or "temperature 0.6"."""
+    """Return the decoding of a cell's answers from its `versions`: "greedy", or "temperature 0.6"."""
     generation = recorded(versions).get("generation", {})
     settings = [
         f"{setting_name} {setting_value}"
@@ -239,7 +236,7 @@ def answers(versions: str) -> str:
 
 
 def recorded(versions: str) -> dict[str, Any]:
-    """The JSON object that a cell records as its `versions`; empty if it is something else."""
+    """Parse a cell's `versions`; empty if it is not a JSON object."""
     try:
         version_record = json.loads(versions)
     except ValueError:
@@ -248,7 +245,7 @@ def recorded(versions: str) -> dict[str, Any]:
 
 
 def _live(cells: pd.DataFrame) -> pd.Series[bool]:
-    """Which cells are live dialogues, which have a full cache of their own."""
+    """Return which cells are live dialogues, which have a separate full cache."""
     return (cells["moment"] == "turns").rename("_live")
 
 

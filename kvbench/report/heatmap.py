@@ -1,4 +1,4 @@
-"""Needle in a haystack: score by depth of the needle and length of the context."""
+"""Heat maps for needle-in-a-haystack tasks: score by depth of the needle and length of the context."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from kvbench.tables.text import counted, short, slug
 
 _QUESTION = ["sample_id", "question_id"]
 _MOST_MAPS = 60
-"""Maps in one figure. A page holds no more, and a figure's time grows with the square of them."""
+"""Maximum number of maps per figure: a page holds no more, and drawing time is quadratic in their number."""
 _FIELD = ["policy", "budget", "depth", "length"]
-"""What a field of a map is about; seeds are pooled."""
+"""Columns that identify a field of a map; seeds are pooled."""
 
 
 def with_depth(results: Results) -> pd.DataFrame:
-    """The samples whose `extra` has a depth, in percent of the context.
-
-    A task counts only if every one of its samples has one.
+    """Return the samples of tasks in which every sample has a depth, in percent of the context, in `extra`.
 
     Returns:
         Columns `cell`, `sample_id`, `question_id`, `score`, `depth`, `model`, `task`, `metric`,
@@ -57,13 +55,11 @@ def _depth(extra_fields: Mapping[str, Any]) -> float:
 
 
 def draw_heatmaps(results: Results, folder: Path) -> list[SavedFigure]:
-    """Draw depth by length for every task whose samples have a depth.
-
-    Each figure has a panel per policy and budget.
+    """Draw depth by length for every task with depths, with a panel per policy and budget; seeds are pooled.
 
     Args:
-        results: What to draw; seeds are pooled.
-        folder: Where to; it exists.
+        results: The results.
+        folder: Existing folder for the files.
 
     Returns:
         The figures; none if no task has depths.
@@ -76,7 +72,7 @@ def draw_heatmaps(results: Results, folder: Path) -> list[SavedFigure]:
             for moment in moments or [""]:
                 moment_samples = task_samples[of_moment(task_samples, moment)]
                 compressed_lengths = moment_samples.loc[moment_samples["policy"] != "full", "length"]
-                if len(compressed_lengths):  # of a length with nothing but full there is nothing to compare
+                if len(compressed_lengths):  # lengths with only full have nothing to compare
                     moment_samples = moment_samples[moment_samples["length"].isin(compressed_lengths)]
                 base_stem = f"depth-{slug(task_name)}"
                 base_stem += f"-{slug(moment)}" if len(moments) > 1 else ""
@@ -92,11 +88,7 @@ def draw_heatmaps(results: Results, folder: Path) -> list[SavedFigure]:
 
 
 def _split_by_budget(sample_rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """The rows of one figure, or of a figure per budget if there are more maps than it can hold.
-
-    Yields:
-        The budget, empty if there is one figure, and the rows with those of full.
-    """
+    """Yield budget and rows of every figure: one with budget "", or one per budget if there are too many maps."""
     is_full = sample_rows["policy"] == "full"
     if len(sample_rows[["policy", "budget"]].drop_duplicates()) <= _MOST_MAPS:
         yield "", sample_rows
@@ -106,14 +98,14 @@ def _split_by_budget(sample_rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFr
 
 
 def _panels(sample_rows: pd.DataFrame, max_across: int) -> list[list[tuple[str, str] | None]]:
-    """Which policy and budget stands where: policies across, budgets down, full first.
+    """Arrange the panels: policies across, budgets down, full first.
 
     Args:
         sample_rows: Samples with depth.
-        max_across: Panels side by side.
+        max_across: Maximum number of panels per line.
 
     Returns:
-        Lines of `(policy, budget)`, with `None` where there is nothing to show.
+        Lines of `(policy, budget)`; None for an empty panel.
     """
     present_pairs = set(zip(sample_rows["policy"], sample_rows["budget"].astype(str), strict=True))
     policy_names = [policy for policy in dict.fromkeys(sample_rows["policy"]) if policy != "full"]
@@ -141,11 +133,11 @@ def _panels(sample_rows: pd.DataFrame, max_across: int) -> list[list[tuple[str, 
 
 def _heatmap(sample_rows: pd.DataFrame, figure_title: str, figure_stem: Path) -> SavedFigure:
     lengths, depths = sorted(set(sample_rows["length"])), sorted(set(sample_rows["depth"]))
-    # A repeat of a question is not another question.
+    # Repeats of a question count once.
     unique_questions = sample_rows.drop_duplicates(["cell", *_QUESTION])
     question_counts = set(unique_questions.groupby(_FIELD).size().tolist())
     field_means = sample_rows.groupby(_FIELD)["score"].mean().to_numpy(np.float64)
-    field_width = 0.25 if len(question_counts) == 1 else 0.46  # inches that a score needs
+    field_width = 0.25 if len(question_counts) == 1 else 0.46  # inches per score
     max_across = max(1, int(5.97 / max(0.6, field_width * len(lengths) + 0.08)))
     panel_lines = _panels(sample_rows, max_across)
     column_count = max(len(panel_line) for panel_line in panel_lines)
@@ -218,7 +210,7 @@ def _heatmap(sample_rows: pd.DataFrame, figure_title: str, figure_stem: Path) ->
 
 
 def _grids(sample_rows: pd.DataFrame, aggregation: Literal["mean", "count"]) -> dict[tuple[str, str], pd.DataFrame]:
-    """Scores by depth and length, by policy and budget: their mean, or how many they are."""
+    """Return mean or count of the scores by depth and length, for every policy and budget."""
     return {
         (str(policy), str(budget)): pair_samples.pivot_table(
             values="score", index="depth", columns="length", aggfunc=aggregation
@@ -232,7 +224,7 @@ def _tokens(length: int) -> str:
 
 
 def _name(pair: tuple[str, str], width: float) -> str:
-    """A panel's title, broken at colons and commas so that it fits `width` inches at 7 points."""
+    """Return the title of a panel, broken at colons and commas to fit `width` inches at 7 points."""
     if pair[0] == "full":
         return "full"
     max_letters = int(width / 0.06)
@@ -251,7 +243,7 @@ def _annotate(
     lower_limit: float,
     upper_limit: float,
 ) -> None:
-    """Write the score into each field, and the number of samples where it differs."""
+    """Write the score into each field, and the number of questions if it varies."""
     for (row_index, column_index), score in np.ndenumerate(np.ma.filled(scaled_scores, np.nan)):
         if np.isnan(score):
             continue

@@ -1,4 +1,4 @@
-"""The mean over the tasks of a group, with intervals that respect pairing and contexts."""
+"""Means over the tasks of a group, with intervals that account for pairing and contexts."""
 
 from __future__ import annotations
 
@@ -29,35 +29,34 @@ def group_means(
     seed: int = 0,
     n: int = DRAWS,
 ) -> pd.DataFrame:
-    """The mean over the tasks of a group, per policy and budget, with intervals.
+    """Return the mean over the tasks of a group, per policy and budget, with intervals.
 
-    Every task weighs the same. The bootstrap is stratified: contexts are drawn within each task,
-    independently between tasks, and the same draw serves every policy, so differences to full are
-    paired. A task in which few contexts vary adds its `bounded_interval` by square-and-add instead.
-    With a single task the numbers are those of `summary` and `paired`.
+    Every task has the same weight. The bootstrap is stratified: contexts are drawn within each task, independently
+    between tasks. All policies share the draws, so differences from full are paired. A task in which few contexts vary
+    contributes its `bounded_interval` by square-and-add instead. With a single task, the numbers are those of `summary`
+    and `paired`.
 
-    Tasks on which full is not above chance are left out. A group of several tasks has no mean, and
-    no rows, if no task is left or if its tasks differ in direction or in scale. Without full no
-    task can be compared with chance: then all tasks count and `discriminative` is false.
+    Tasks on which full is not above chance are left out. A group of several tasks has no mean, and no rows, if no task
+    is left or if its tasks differ in direction or scale. Without full, no task can be compared with chance: all tasks
+    count and `discriminative` is false.
 
     Args:
         cells: The frame of `cells.parquet`.
-        samples: The frame of `samples.parquet`. Without it the intervals of the tasks in `cells`
-            are joined by square-and-add, which is nearly the same.
+        samples: The frame of `samples.parquet`. Without it, the intervals of the tasks in `cells` are combined by
+            square-and-add, which is nearly the same.
         seed: Seed of the bootstrap.
-        n: Draws.
+        n: Number of bootstrap resamples.
 
     Returns:
-        A row per (model, group, length, seed, policy, budget, moment) with `status` ("error" if a
-        task of the group failed; its numbers are then NaN), `tasks` and `samples` (counts),
-        `discriminative`, `higher_is_better`, `score`, `score_lo`, `score_hi`, `full_score`,
-        `diff`, `diff_lo`, `diff_hi`, and the mean over tasks of `held_entries`, `kv_bytes_live`,
-        `kv_bytes_read`, `kv_bytes_allocated` and `kv_bytes_full`.
+        A row per (model, group, length, seed, policy, budget, moment) with `status` ("error" if a task of the group
+        failed; its numbers are then NaN), `tasks` and `samples` (counts), `discriminative`, `higher_is_better`,
+        `score`, `score_lo`, `score_hi`, `full_score`, `diff`, `diff_lo`, `diff_hi`, and the mean over tasks of
+        `held_entries`, `kv_bytes_live`, `kv_bytes_read`, `kv_bytes_allocated` and `kv_bytes_full`.
     """
     mean_rows: list[dict[str, Any]] = []
     if isinstance(samples, pd.DataFrame):
         samples = Samples(samples)
-    # A live dialogue has a full cache of its own.
+    # A live dialogue has a separate full cache.
     is_live = (cells["moment"] == "turns").rename("_live")
     for setting_key, setting_cells in cells.groupby([*SETTING, is_live], sort=False):
         setting_values = list(setting_key) if isinstance(setting_key, tuple) else [setting_key]
@@ -70,11 +69,11 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
     group_cells = group_cells.drop_duplicates([*CONFIG, "task"], keep="last")
     ok_cells = group_cells[group_cells["status"] == "ok"]
     is_informative = ok_cells.groupby("task")["discriminative"].all()
-    # If full comes from another run than a policy, only full's own row knows.
+    # If full is from another run than a policy, only the row of full is reliable.
     is_informative.update(ok_cells[ok_cells["policy"] == "full"].groupby("task")["discriminative"].all())
     compared_tasks = set(ok_cells.loc[ok_cells["policy"] == "full", "task"])
     mean_tasks = sorted(is_informative.index[is_informative]) or sorted(set(is_informative.index) - compared_tasks)
-    if len(is_informative) == 1:  # the task's own numbers are not a mean, so they are shown in any case
+    if len(is_informative) == 1:  # a single task is not a mean, so it is always included
         mean_tasks = sorted(is_informative.index)
     ok_cells = ok_cells[ok_cells["task"].isin(mean_tasks)]
     unit_by_task = ok_cells.groupby("task")["score"].agg(lambda task_scores: bool(task_scores.between(0, 1).all()))
@@ -98,9 +97,9 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
         if not len(score_values):
             score_strata.miss()
             continue
-        # Each task is a stratum with a stream of its own: with the same draws for all tasks their
-        # errors would be taken for correlated. The stream hangs on the task's name, so that a mean
-        # does not change with the other tasks of a run; one task alone has the draws of `summary`.
+        # Each task is a stratum with a separate stream: common draws would correlate the errors of tasks. The stream
+        # depends on the task's name, so that a mean does not change with the other tasks of a run; a single task has
+        # the draws of `summary`.
         random_stream = zlib.crc32(str(task_name).encode()) if len(mean_tasks) > 1 else 0
         context_count = int(context_codes.max()) + 1
         resample = functools.partial(
@@ -113,7 +112,7 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
         is_bounded = bool(np.nanmin(score_values) >= 0 and np.nanmax(score_values) <= 1)
         score_strata.add(score_values, context_codes, resample, is_bounded, signed=False)
         if full_index is not None:
-            # Subtracted before it is resampled: this is what pairs a policy with full.
+            # Subtracted before resampling, which pairs a policy with full.
             diff_strata.add(
                 score_values - score_values[:, [full_index]],
                 context_codes,
@@ -154,12 +153,12 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
 
 
 class _Strata:
-    """Adds up a mean over tasks and its uncertainty, task by task.
+    """Accumulates a mean over tasks and its uncertainty, task by task.
 
-    The uncertainty has two parts. Tasks in which many contexts vary add their resampled means, so
-    that one quantile is taken of the sum. Tasks in which few vary have no useful resamples: they
-    add the squared distances from their mean to the ends of `bounded_interval`, below and above.
-    `interval` joins the two parts by square-and-add, as independent errors are.
+    The uncertainty has two parts. Tasks in which many contexts vary add their resampled means, and quantiles are taken
+    of the sum. Tasks in which few vary have no useful resamples: they add the squared distances from their mean to the
+    ends of `bounded_interval`, below and above. `interval` combines the two parts by square-and-add, as they are
+    independent.
     """
 
     def __init__(self, column_count: int, draw_count: int) -> None:
@@ -171,7 +170,7 @@ class _Strata:
         self.above = np.zeros(column_count)
 
     def miss(self) -> None:
-        """A task without a sample: no column has a mean over all tasks."""
+        """Add a task without samples, so that no column has a mean over all tasks."""
         self.mean += np.nan
 
     def add(
@@ -186,14 +185,14 @@ class _Strata:
         """Add a task.
 
         Args:
-            score_values: `[keys, columns]`, NaN where a column lacks the key.
+            score_values: `[keys, columns]`, NaN if a column lacks the key.
             context_codes: `[keys]`, the context of each key, ascending from 0.
             resample: `resampled` for the task's contexts.
             is_bounded: Whether scores lie in [0, 1].
             signed: Whether `score_values` are differences.
         """
         is_present = np.isfinite(score_values)
-        # Keys are sorted by context, so the sums of a context are sums of neighbouring rows.
+        # Keys are sorted by context, so the rows of a context are adjacent.
         context_starts = np.searchsorted(context_codes, np.arange(int(context_codes.max()) + 1))
         context_totals = np.add.reduceat(np.where(is_present, score_values, 0.0), context_starts, axis=0)
         context_sizes = np.add.reduceat(is_present.astype(np.float64), context_starts, axis=0)
@@ -207,10 +206,9 @@ class _Strata:
                 lower, upper = bounded_interval(context_means, context_sizes[is_nonempty, column_index], signed=signed)
                 self.below[column_index] += (task_mean[column_index] - lower) ** 2
                 self.above[column_index] += (upper - task_mean[column_index]) ** 2
-                mean_draws[:, column_index] = task_mean[
-                    column_index
-                ]  # its uncertainty is in `below` and `above` already
-            elif len(context_means) == 1:  # one context of an unbounded score says nothing about others
+                # The uncertainty of this task is in `below` and `above` already.
+                mean_draws[:, column_index] = task_mean[column_index]
+            elif len(context_means) == 1:  # a single context with an unbounded score has no interval
                 self.below[column_index] = self.above[column_index] = np.inf
             elif signed or not is_bounded:
                 self.tail[column_index] = tail(len(context_means))
@@ -219,7 +217,7 @@ class _Strata:
         self.draws += mean_draws
 
     def add_interval(self, mean: Floats, lower: Floats, upper: Floats) -> None:
-        """Add a task whose mean and interval alone are known, `[columns]` each."""
+        """Add a task with only mean and interval, `[columns]` each."""
         self.count += 1
         self.mean += mean
         self.draws += mean
@@ -227,11 +225,11 @@ class _Strata:
         self.above += (upper - mean) ** 2
 
     def interval(self) -> tuple[Floats, Floats, Floats]:
-        """Mean, lower and upper end for every column; NaN where a task is missing."""
+        """Return mean, lower and upper end for every column; NaN if a task is missing."""
         mean, mean_draws = self.mean / self.count, self.draws / self.count
         lower, upper = np.full_like(mean, np.nan), np.full_like(mean, np.nan)
         for column_index in np.flatnonzero(np.isfinite(mean)):
-            # Several tasks have contexts enough that their interval need not be expanded.
+            # Several tasks together have enough contexts, so the interval need not be expanded.
             tail_share = self.tail[column_index] if self.count == 1 else 0.025
             lower_quantile, upper_quantile = np.nanquantile(mean_draws[:, column_index], [tail_share, 1 - tail_share])
             lower[column_index] = mean[column_index] - math.hypot(

@@ -26,28 +26,28 @@ from kvbench.tables.numbers import NumberFormat, score_kind
 from kvbench.tables.table import Cell, Column, Compared, Interval, Name, Phrase
 
 DOWN = " ↓"
-"""Marks a task with a metric for which less is better."""
+"""Marks a task for which a lower score is better."""
 MARK = "°"
 """Marks a task on which the full cache is not above chance."""
 MOST_TASKS = 8
-"""Tasks side by side in one table."""
+"""Maximum number of tasks in one table."""
 
 Filled: TypeAlias = tuple[Column, Sequence[Cell]]
-"""A column with its cells, one for each of `Panel.configs`."""
+"""A column with its cells, one per element of `Panel.configs`."""
 Config: TypeAlias = tuple[str, ...]
 """Policy, budget and moment."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """The results that fit into one table: a row per policy and budget.
+    """The results of one table, with a row per policy and budget.
 
     Attributes:
-        model: Model as the results tell it apart.
+        model: Model name, unique within the results.
         group: Name of the benchmark.
         variant: Length, moment and seed.
         cells: The cells of the panel.
-        overall: Their means over tasks; empty where the tasks have none.
+        overall: Means over tasks; empty if there are none.
     """
 
     model: str
@@ -58,7 +58,7 @@ class Panel:
 
     @cached_property
     def configs(self) -> list[Config]:
-        """Policy, budget and moment of each row: full first, then as they appear."""
+        """Policy, budget and moment of each row: full first, then in order of appearance."""
         return sorted(_by_config(self.cells), key=lambda config: config[0] != "full")
 
     @cached_property
@@ -68,32 +68,32 @@ class Panel:
 
     @property
     def title(self) -> tuple[Phrase, ...]:
-        """Group and, where there are several, length, moment and seed."""
+        """Group and, if they vary, length, moment and seed."""
         return (Name(self.group), f", {self.variant.label}" if self.variant.label else "")
 
     def of_task(self, task_name: str) -> pd.DataFrame:
-        """The cells of one task."""
+        """Return the cells of one task."""
         return self.cells[self.cells["task"] == task_name]
 
     def marks(self, task_name: str) -> str:
-        """What a task's column is marked with."""
+        """Return the marks of a task's column."""
         return DOWN * (task_name in lower_is_better_tasks(self.cells)) + MARK * (
             task_name in tasks_at_chance(self.cells)
         )
 
     def task_title(self, task_name: str) -> Phrase:
-        """A task's name with its marks."""
+        """Return the name of a task with its marks."""
         return (Name(task_name), self.marks(task_name))
 
     def metric_title(self, task_name: str) -> tuple[Phrase, ...]:
-        """A task's name with the metric that scores it."""
+        """Return the name of a task with its metric."""
         metric_names = dict.fromkeys(self.of_task(task_name)["metric"].astype(str))
         return (Name(task_name), ", metric ", Name(", ".join(metric_names)))
 
     # --- columns ----------------------------------------------------------------------------------
 
     def names(self) -> list[Filled]:
-        """Policy and budget."""
+        """Return the columns for policy and budget."""
         head_columns = (Column("policy"), Column("budget", align="right"))
         return [
             (head_column, [Name(config[head_index]) for config in self.configs])
@@ -101,26 +101,26 @@ class Panel:
         ]
 
     def held(self) -> Filled:
-        """Bytes held as a share of the full cache: of the mean, else over the tasks with scores."""
+        """Return the column of bytes held, as a share of the full cache."""
         return Column("KV held", NumberFormat.PERCENT), self._shares("share")
 
     def read(self) -> list[Filled]:
-        """Bytes that a decode step reads, as `held`; no column if all that is held is read."""
+        """Return the column of bytes read per decode step; none if every policy reads all entries."""
         if not readers(self.cells):
             return []
         return [(Column("KV read", NumberFormat.PERCENT), self._shares("read_share"))]
 
     def allocated(self) -> list[Filled]:
-        """Bytes allocated, as `held`; no column if no policy holds codes.
+        """Return the column of bytes allocated; none if no policy is quantised or pruned.
 
-        Blocks and the room for an answer add to codes a share that whole entries do not have.
+        Blocks and space for the answer add more to quantised caches than to plain ones.
         """
         if not holds_codes(self.cells):
             return []
         return [(Column("KV allocated", NumberFormat.PERCENT), self._shares("allocated_share"))]
 
     def _shares(self, share_column: str) -> list[Cell]:
-        """A share of the full cache's bytes: of the mean, else over the tasks with scores."""
+        """Return shares of the full cache's bytes: of the mean over tasks, else of the tasks with scores."""
         mean_rows = _by_config(self.overall)
         task_shares = self.cells[self.cells["status"] == "ok"].groupby(CONFIG)[share_column].mean().to_dict()
         return [
@@ -131,7 +131,7 @@ class Panel:
         ]
 
     def held_bytes(self) -> Filled:
-        """Bytes held, mean over tasks."""
+        """Return the column of bytes held, mean over tasks."""
         bytes_column = Column("bytes held", NumberFormat.BYTES)
         return self.column(bytes_column, self.overall, lambda mean_row: mean_row["kv_bytes_live"], None)
 
@@ -147,8 +147,8 @@ class Panel:
         Args:
             head_column: The column.
             frame: Cells of one task, or means over tasks, of this panel.
-            cell_of: Gives the cell of a row that has a score.
-            failed: The cell of a row without a score.
+            cell_of: Returns the table cell for a row with a score.
+            failed: Table cell for a row without a score.
         """
         row_by_config = _by_config(frame)
         filled_cells = [
@@ -167,7 +167,7 @@ class Panel:
         bounds: bool = False,
         failed: Cell = "failed",
     ) -> Filled:
-        """Scores of a frame as in `column`, with or without their intervals."""
+        """Return the column of a frame's scores, with or without intervals."""
         return self.column(
             _score_column(frame, column_title),
             frame,
@@ -176,7 +176,7 @@ class Panel:
         )
 
     def gaps(self, frame: pd.DataFrame, *, failed: Cell = None) -> Filled:
-        """Paired differences to full, as in `column`."""
+        """Return the column of paired differences from full."""
         gap_column = _score_column(frame, "difference to full", signed=True)
         return self.column(
             gap_column,
@@ -186,7 +186,7 @@ class Panel:
         )
 
     def compared(self, frame: pd.DataFrame, column_title: Phrase) -> Filled:
-        """Scores with their paired differences to full in one column, as in `column`."""
+        """Return one column of scores with their paired differences from full."""
 
         def cell_of(score_row: Mapping[str, Any]) -> Cell:
             is_full = score_row["policy"] == "full"
@@ -195,10 +195,7 @@ class Panel:
         return self.column(_score_column(frame, column_title), frame, cell_of, None)
 
     def optimal(self) -> list[Filled]:
-        """Stars for the settings whose means are Pareto-optimal, over bytes held and bytes read.
-
-        If all that is held is read, there is one column.
-        """
+        """Return columns with stars for Pareto-optimal means over bytes held and, if they differ, bytes read."""
         if not readers(self.cells):
             return [self._optimal(HELD, "Pareto-optimal")]
         return [self._optimal(memory, f"Pareto-optimal ({memory.verb})") for memory in (HELD, READ)]
@@ -216,7 +213,7 @@ class Panel:
 
 
 def panels(results: Results) -> Iterator[Panel]:
-    """Every panel of a report that has cells."""
+    """Yield every panel of a report that has cells."""
     for model_name in results.models:
         for group_name in results.groups(model_name):
             for variant in results.variants(model_name, group_name):
@@ -238,7 +235,7 @@ def _by_config(frame: pd.DataFrame) -> dict[Config, dict[str, Any]]:
 
 
 def _score_column(frame: pd.DataFrame, column_title: Phrase, *, signed: bool = False) -> Column:
-    """A column for the scores of a frame, or for their differences."""
+    """Return a column for the scores of a frame, or for their differences."""
     higher_is_better = not len(frame) or bool(frame["higher_is_better"].iloc[0])
     number_kind = score_kind(unit_scaled=not len(frame) or unit_scale(frame))
     return Column(column_title, number_kind, better="higher" if higher_is_better else "lower", signed=signed)

@@ -1,4 +1,4 @@
-"""A panel of score against KV bytes: points, intervals, and the Pareto front."""
+"""Panels of score vs KV bytes: points, intervals and the Pareto front."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from kvbench.tables.numbers import size
 from kvbench.tables.plot_style import FRONT, GREY, GREY_BAND, PALE, marker_options
 from kvbench.tables.text import short
 
-_LOG_FROM = 4.0  # budgets that span more than this get a logarithmic axis
+_LOG_FROM = 4.0  # a larger ratio of budgets gets a logarithmic axis
 _TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-_LANES = (0, 1, -1, 2, -2, 3, -3, 4, -4)  # of error bars, in the order in which they are filled
-_LANE = 4.0  # points between two of them
-_NEAR = 2.5  # points between markers that cover each other
-_NEST = 0.3  # a marker grows by this much for each marker drawn over it
-_LABEL_STEPS = (4, 9, 15, 22, 30, 40, 52)  # points between a label and what it names
+_LANES = (0, 1, -1, 2, -2, 3, -3, 4, -4)  # horizontal lanes of error bars, in the order of use
+_LANE = 4.0  # points between two lanes
+_NEAR = 2.5  # points within which markers overlap
+_NEST = 0.3  # growth of a marker per marker drawn over it
+_LABEL_STEPS = (4, 9, 15, 22, 30, 40, 52)  # points between a label and its marker
 _LABEL_SIDES = ((-1, 1), (1, 1), (1, -1), (-1, -1))  # left and above first
 _LEADER_FROM = 9
 MarkerStyles = Mapping[str, tuple[str, str]]
@@ -41,10 +41,10 @@ class ByteAxis:
     """The x axis of a panel, in shares of the full cache's bytes.
 
     Attributes:
-        log: Whether it is logarithmic.
+        log: Whether the axis is logarithmic.
         low: Left end.
         high: Right end.
-        memory: Which bytes it counts.
+        memory: Memory metric.
     """
 
     log: bool
@@ -54,20 +54,20 @@ class ByteAxis:
 
     @classmethod
     def of(cls, cell_rows: pd.DataFrame, memory: MemoryMetric = HELD) -> ByteAxis:
-        """The axis that shows all of these cells."""
+        """Return an axis that covers all cells."""
         shares = cell_rows[memory.share].to_numpy(dtype=np.float64)
         is_log = bool(shares.min() > 0 and shares.max() / shares.min() > _LOG_FROM * 1.02)
         positions = np.log10(shares) if is_log else shares
         span = float(positions.max() - positions.min())
         padding = 0.08 * span
-        if span < (0.01 if is_log else 0.02 * float(positions.max())):  # one budget, but for a policy's extras
+        if span < (0.01 if is_log else 0.02 * float(positions.max())):  # one budget plus per-entry state
             padding = 0.15 if is_log else 0.15 * float(positions.max())
         left_end, right_end = float(positions.min()) - padding, float(positions.max()) + padding
         return cls(is_log, 10**left_end, 10**right_end, memory) if is_log else cls(is_log, left_end, right_end, memory)
 
     @property
     def label(self) -> str:
-        """What the axis is called."""
+        """Axis label."""
         return self.memory.label + ", log scale" * self.log
 
 
@@ -84,22 +84,22 @@ def draw_panel(
     pale_policies: Sequence[str] = (),
     labelled: bool = False,
 ) -> None:
-    """Draw score against the share of the full cache's bytes, with 95% intervals.
+    """Draw score vs share of the full cache's bytes, with 95% intervals.
 
-    Every point stands exactly at the bytes that the axis counts. Where error bars would cover each
-    other they are set side by side, and a marker that others cover is drawn larger than those.
+    Points are at their exact bytes. Overlapping error bars are drawn side by side, and a marker behind others is drawn
+    larger.
 
     Args:
-        ax: Where to draw.
-        cell_rows: Cells or group means of one panel, full among them if it was run.
+        ax: Axes to draw on.
+        cell_rows: Cells or group means of one panel, including full if it was run.
         policy_styles: Colour and marker by policy.
         byte_axis: The x axis.
         unit_scaled: Whether to show points, 0 to 100.
-        score_limits: Limits of the score axis, as shown.
-        panel_width: Width of the panel in inches: so many tick labels fit.
+        score_limits: Limits of the score axis, in the unit shown.
+        panel_width: Width of the panel in inches, which limits the number of tick labels.
         bytes_axis: Whether to write the bytes along the top.
-        pale_policies: Policies that are drawn in grey, without intervals.
-        labelled: Whether to write the names of the policies on the front beside their points.
+        pale_policies: Policies drawn in grey, without intervals.
+        labelled: Whether to write the names of the policies on the front next to their points.
     """
     score_scale = 100.0 if unit_scaled else 1.0
     full_rows = cell_rows[cell_rows["policy"] == "full"]
@@ -136,9 +136,9 @@ def draw_panel(
 
 
 def front_of(points: pd.DataFrame, memory: MemoryMetric = HELD) -> npt.NDArray[np.intp]:
-    """Positions of the Pareto-optimal rows of a panel, from the cheapest on."""
+    """Return the positions of the Pareto-optimal rows of a panel, in ascending order of bytes."""
     scores = points["score"].to_numpy(dtype=np.float64)
-    # Where a lower score is better, the front runs along the lowest points.
+    # If a lower score is better, the front runs along the lowest points.
     rank_key = scores if points["higher_is_better"].iloc[0] else -scores
     front_indices = np.flatnonzero(front(points[memory.bytes], rank_key))
     shares = points[memory.share].to_numpy(dtype=np.float64)
@@ -196,7 +196,7 @@ def _draw_policies(
             **bar_style,
         )
         offset_points = policy_points[bar_offsets[policy_points] != 0]
-        if len(offset_points):  # by a line to their points
+        if len(offset_points):  # connect them to their points
             ax.hlines(
                 scores[offset_points],
                 shares[offset_points],
@@ -209,18 +209,14 @@ def _draw_policies(
 
 
 def _bars_aside(positions: Floats, lane_order: Floats, lower_ends: Floats, upper_ends: Floats) -> Floats:
-    """How far error bars stand from their points, so that they do not cover each other.
+    """Return horizontal offsets of error bars that prevent overlaps, in typographic points.
 
-    Bars at nearly the same bytes are packed into lanes, the middle one first: bars of one lane do
-    not overlap.
+    Bars at nearly the same bytes are packed into lanes, the middle one first; bars in one lane do not overlap.
 
     Args:
-        positions: Where the points are, in typographic points.
-        lane_order: In which order they choose a lane; NaN for a point without a bar.
+        positions: Positions of the points, in typographic points.
+        lane_order: Order in which bars choose a lane; NaN for a point without a bar.
         lower_ends, upper_ends: Ends of the bars.
-
-    Returns:
-        Distances in typographic points.
     """
     offsets = np.zeros(len(positions))
     sorted_indices = np.argsort(positions, kind="stable")
@@ -251,11 +247,11 @@ def _bars_aside(positions: Floats, lane_order: Floats, lower_ends: Floats, upper
 
 
 def _nested_sizes(positions: Floats, draw_order: Floats) -> Floats:
-    """Sizes that let every one of several coinciding markers show, later ones inside earlier.
+    """Return marker sizes that keep all overlapping markers visible, later ones inside earlier ones.
 
     Args:
-        positions: `[n, 2]`, where the markers are, in typographic points.
-        draw_order: In which order they are drawn; NaN for those that do not count.
+        positions: Positions of the markers, `[n, 2]`, in typographic points.
+        draw_order: Drawing order; NaN for markers to ignore.
     """
     is_near = (np.abs(positions[:, None] - positions) < _NEAR).all(-1)
     return np.asarray(1 + _NEST * (is_near & (draw_order > draw_order[:, None])).sum(1), dtype=np.float64)
@@ -270,9 +266,9 @@ def _label_front(
     scores: Floats,
     policy_styles: MarkerStyles,
 ) -> None:
-    """Write each policy's name beside its cheapest point on the front, clear of other names.
+    """Write each policy's name next to its cheapest point on the front, without overlaps.
 
-    Nothing lies above and to the left of a front, so that side is tried first.
+    The upper left of a front is empty, so it is tried first.
     """
     canvas = ax.figure.canvas
     assert isinstance(canvas, FigureCanvasAgg)
@@ -316,12 +312,12 @@ def _label_front(
                         arrowprops={"arrowstyle": "-", "lw": 0.5, "color": text_colour},
                     )  # fmt: skip
                 break
-        else:  # no room: better a name on something else than no name
+        else:  # no free space: an overlapping name is better than none
             annotation.set_position((0, _LABEL_STEPS[0]))
 
 
 def _ticks(ax: Axes, byte_axis: ByteAxis, points: pd.DataFrame, panel_width: float, bytes_axis: bool) -> None:
-    """Percentages along the bottom and, if asked, the bytes of the same places along the top."""
+    """Set tick labels: percentages at the bottom and, if requested, the corresponding bytes at the top."""
     if byte_axis.log:
         tick_shares = [tick for tick in _TICKS if byte_axis.low <= tick <= byte_axis.high]
         if len(tick_shares) < 2:

@@ -1,4 +1,4 @@
-"""The Pareto figures of a report: per task, over a group of tasks, and small multiples."""
+"""The Pareto figures of a report: per task, per group of tasks, and small multiples."""
 
 from __future__ import annotations
 
@@ -36,18 +36,14 @@ from kvbench.tables.text import mean_of, short, slug
 def draw_fronts(results: Results, folder: Path) -> list[SavedFigure]:
     """Draw every Pareto figure of a report.
 
-    Per model: `mean-<group>` for the mean over a group of several tasks, `overview-<group>` with
-    the mean and all tasks as small multiples, and `pareto-<task>` for each task. Where there are
-    several lengths, moments or seeds, the first and the last have a panel for each. Where a policy
-    reads less than it holds, each has a second one over the bytes read, `mean-<group>-read` and so
-    on.
+    Per model: `mean-<group>` for the mean over a group of several tasks, `overview-<group>` with the mean and all tasks
+    as small multiples, and `pareto-<task>` for each task. If there are several lengths, moments or seeds, the first and
+    the last kind have a panel for each. If a policy reads less than it holds, there is a second figure over the bytes
+    read, such as `mean-<group>-read`.
 
     Args:
-        results: What to draw.
-        folder: Where to; it exists.
-
-    Returns:
-        The figures.
+        results: The results.
+        folder: Existing folder for the files.
     """
     drawn_figures: list[SavedFigure] = []
     with plot_style():
@@ -74,17 +70,17 @@ def draw_fronts(results: Results, folder: Path) -> list[SavedFigure]:
 
 
 def _memories(cell_rows: pd.DataFrame) -> list[MemoryMetric]:
-    """What the fronts of some cells are drawn over: bytes read only if they are not all held."""
+    """Return the memory metrics to draw: bytes read only if they differ from bytes held."""
     return [HELD, *[READ] * bool(readers(cell_rows))]
 
 
 def _over(memory: MemoryMetric) -> tuple[str, str]:
-    """Ends of a figure's title and of its files' stem; empty for bytes held."""
+    """Return suffixes of a figure's title and file stem; empty for bytes held."""
     return ("", "") if memory is HELD else (f", over bytes {memory.verb}", f"-{memory.verb}")
 
 
 def _rows(frame: pd.DataFrame, model_name: str, group_name: str) -> pd.DataFrame:
-    """The rows of a model and a group that have a score."""
+    """Return the rows of a model and a group that have a score."""
     if not len(frame):
         return frame
     is_selected = (frame["model"] == model_name) & (frame["group"] == group_name)
@@ -92,12 +88,12 @@ def _rows(frame: pd.DataFrame, model_name: str, group_name: str) -> pd.DataFrame
 
 
 def _drawable(cell_rows: pd.DataFrame) -> bool:
-    """Whether there is a compressed cache to draw; full alone is a line without a point."""
+    """Return whether there is a compressed cache to draw; full alone has no points."""
     return bool(len(cell_rows)) and bool((cell_rows["policy"] != "full").any())
 
 
 def _metric(cells: pd.DataFrame) -> str:
-    """The metric for a title, if the tasks share one."""
+    """Return the metric for a title, if the tasks share one."""
     metric_names = list(dict.fromkeys(cells["metric"].astype(str)))
     return f", {short(metric_names[0])}" if len(metric_names) == 1 else ""
 
@@ -110,7 +106,7 @@ def _figures(
     figure_stem: Path,
     task_name: str = "",
 ) -> list[SavedFigure]:
-    """The figures of one task or mean."""
+    """Draw the figures of one task or mean."""
     return [
         _one_figure(results, model_name, cell_rows, figure_title, figure_stem, task_name, memory)
         for memory in _memories(cell_rows)
@@ -126,7 +122,7 @@ def _one_figure(
     task_name: str,
     memory: MemoryMetric,
 ) -> SavedFigure:
-    """A figure over one count of bytes: one column wide, or a grid of panels over the page."""
+    """Draw a figure for one memory metric: one column wide, or a grid of panels as wide as the page."""
     variant_panels = [(panel_variant, pick(cell_rows, panel_variant)) for panel_variant in results.variants(model_name)]
     variant_panels = [
         (panel_variant, variant_rows) for panel_variant, variant_rows in variant_panels if _drawable(variant_rows)
@@ -186,7 +182,7 @@ def _one_figure(
 
 
 def _overviews(results: Results, model_name: str, group_name: str, folder: Path, stem_suffix: str) -> list[SavedFigure]:
-    """All tasks of a group and their mean as small multiples; a figure per length, moment, seed."""
+    """Draw all tasks of a group and their mean as small multiples; a figure per length, moment and seed."""
     drawn_figures: list[SavedFigure] = []
     group_cells, group_overall = (_rows(frame, model_name, group_name) for frame in (results.cells, results.overall))
     for variant in results.variants(model_name, group_name):
@@ -287,7 +283,7 @@ def _compressed(cell_rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _pale_policies(panel_frames: Iterable[pd.DataFrame], memory: MemoryMetric) -> list[str]:
-    """Policies to grey: with more than there are colours, all that are on no front."""
+    """Return the policies to draw in grey: those on no front, if there are more policies than colours."""
     compressed_frames = [_compressed(panel_rows).reset_index(drop=True) for panel_rows in panel_frames]
     policy_names = list(
         dict.fromkeys(
@@ -305,12 +301,12 @@ def _pale_policies(panel_frames: Iterable[pd.DataFrame], memory: MemoryMetric) -
 
 
 def _is_at_chance(cell_rows: pd.DataFrame) -> bool:
-    """Whether full was run here and is not above chance."""
+    """Return whether full was run and is not above chance."""
     return bool((cell_rows["policy"] == "full").any()) and not bool(cell_rows["discriminative"].all())
 
 
 def _score_limits(cell_rows: pd.DataFrame, unit_scaled: bool) -> tuple[float, float]:
-    """Limits of the score axis that show every interval, at least 10 points apart."""
+    """Return limits of the score axis that include every interval, at least 10 points apart."""
     score_values = cell_rows[["score", "score_lo", "score_hi"]].to_numpy(dtype=np.float64)
     score_values = score_values[np.isfinite(score_values)] * (100.0 if unit_scaled else 1.0)
     lower_limit, upper_limit = float(score_values.min()), float(score_values.max())
@@ -323,7 +319,7 @@ def _score_limits(cell_rows: pd.DataFrame, unit_scaled: bool) -> tuple[float, fl
 
 
 def _score_label(unit_scaled: bool, cell_rows: pd.DataFrame) -> str:
-    """What the axis of the scores is called: the metric, if they are not shown in points."""
+    """Return the label of the score axis: the metric, if scores are not shown in points."""
     if unit_scaled:
         return "score (0 to 100)"
     metric_names = set(cell_rows["metric"]) if "metric" in cell_rows else set()
@@ -335,7 +331,7 @@ def _score_label(unit_scaled: bool, cell_rows: pd.DataFrame) -> str:
 def _legend(
     cell_rows: pd.DataFrame, policy_styles: Any, pale_policies: Sequence[str], *, with_names: bool
 ) -> tuple[list[Any], list[str]]:
-    """Handles and labels: the policies if they are named here, and what all figures show."""
+    """Return legend handles and labels: policies if requested, then the elements of all figures."""
     drawn_policies = [policy for policy in policy_styles if (cell_rows["policy"] == policy).any()]
     legend_labels = [policy for policy in drawn_policies if with_names and policy not in pale_policies]
     legend_handles: list[Any] = [legend_handle(policy_styles[policy]) for policy in legend_labels]

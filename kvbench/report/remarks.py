@@ -1,4 +1,4 @@
-"""What a reader must know before comparing the scores of a report."""
+"""Remarks to read before comparing the scores of a report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_TASKS = 40
 
 
 def remarks(results: Results) -> Iterator[Phrase]:
-    """Remarks on the model, the judges, missing references and tasks that tell nothing apart."""
+    """Yield remarks on the model, the judges, missing references and uninformative tasks."""
     cells = results.cells
     if (cells["model_id"] == REFERENCE_MODEL).any():
         yield REFERENCE_NOTE
@@ -28,9 +28,8 @@ def remarks(results: Results) -> Iterator[Phrase]:
         yield (_names(task_names), ": scored by ", judge_phrase, ".")
     for policies, places in equal_rows(results).items():
         yield (
-            _names(policies), f" are equal at {listed(labels(results, places), 40)}: they gave the "
-            "same response to every question and held as many entries. These rows are one result, "
-            "not several.",
+            _names(policies), f" are equal at {listed(labels(results, places), 40)}: they gave the same response to "
+            "every question and held the same number of entries. These rows are one result, not several.",
         )  # fmt: skip
     full_budgets = without_room(results)
     if full_budgets:
@@ -40,36 +39,35 @@ def remarks(results: Results) -> Iterator[Phrase]:
         )
         phrases = [(Name(policy_name), f" at {budgets}") for policy_name, budgets in policy_budgets]
         yield (
-            "Sinks and windows of a fixed size fill the budget of ",
+            "Fixed-size sinks and windows fill the budget of ",
             *((", " if index else "", phrase) for index, phrase in enumerate(phrases)),
-            ", so that nothing else decides what is kept. Choose smaller ones there.",
+            ", so that they alone determine what is kept. Use smaller ones.",
         )  # fmt: skip
     sparse = readers(cells)
     if sparse:
         yield (
-            _names(sparse), " free no memory: the whole cache is held, and the budget is what a "
-            "decode step reads of it (KV read).",
+            _names(sparse), " free no memory: the whole cache is held, and the budget limits what a decode step reads "
+            "(KV read).",
         )  # fmt: skip
     uncompared_tasks = uncompared(cells)
     if uncompared_tasks:
         everywhere = len(uncompared_tasks) == cells["task"].nunique()
         location: Phrase = "" if everywhere else (" on ", _names(uncompared_tasks))
         yield (
-            "There is no full cache to compare with", location, ": it was not run, or it failed. "
-            "Differences to it are unknown, and so is whether a task tells policies apart. "
-            "Run again without ", Name("--no-full"), " to add it.",
+            "There is no full cache to compare with", location, ": it was not run, or it failed. Differences from it "
+            "are unknown, and so is whether a task is informative. Run again without ", Name("--no-full"),
+            " to add it.",
         )  # fmt: skip
     chance_tasks = tasks_at_chance(cells)
     if chance_tasks:
         yield (
-            "The full cache is not above chance on ", _names(chance_tasks), f" (marked {MARK}), so "
-            "differences between policies there mean nothing. Means and statements leave these "
-            "tasks out.",
+            "The full cache is not above chance on ", _names(chance_tasks), f" (marked {MARK}), so differences between "
+            "policies there are meaningless. Means and statements leave these tasks out.",
         )  # fmt: skip
 
 
 def _names(names: Sequence[str]) -> Phrase:
-    """Names with commas; a long list is cut and says how many are left out."""
+    """Join names with commas; a long list is shortened to `a, b and 3 more`."""
     phrases: list[Phrase] = []
     for name in names[:_MOST_TASKS]:
         phrases += [", "] * bool(phrases) + [Name(name)]

@@ -1,4 +1,4 @@
-"""Writes the report of one or several runs: figures, tables and a summary."""
+"""Rendering of reports: figures, tables and a summary."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def render(
 ) -> list[Path]:
     """Write the report of one or several runs.
 
-    The same frames give the same bytes, figures included. Every file is written aside first, so a
-    full disk leaves no empty files.
+    The same frames give the same bytes, figures included. Files are written atomically, so a full disk leaves no empty
+    files.
 
     Args:
-        cells: The frame of `cells.parquet`, of several runs one under the other.
+        cells: The frame of `cells.parquet`; for several runs, concatenated.
         samples: The frame of `samples.parquet`.
-        out_dir: Where to write; created if needed. Files of the same names are replaced.
-        aim: What a setting is looked for.
+        out_dir: Output folder, created if needed. Existing files are replaced.
+        aim: Requirements for the choice of a setting.
 
     Returns:
         The files written: `summary.md` first, then PNG and SVG of every figure in `figures/`, then
@@ -45,7 +45,7 @@ def render(
 
 
 def write_report(results: Results, output_folder: Path, aim: Aim = WITHIN_A_POINT) -> list[Path]:
-    """`render` of what `prepare` has prepared."""
+    """Write the report for prepared results; see `render`."""
     folders = output_folder / "figures", output_folder / "tables"
     try:
         if output_folder.exists() and not output_folder.is_dir():

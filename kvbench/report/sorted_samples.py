@@ -1,4 +1,4 @@
-"""The samples of a report, sorted by cell once, so that every part of it finds its own at once."""
+"""The samples of a report, sorted by cell once for fast lookup."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ COLUMNS = tuple(
     "cell sample_id question_id repeat context_id extra context_tokens question_tokens score "
     "response held_entries".split()
 )
-"""The columns of `samples.parquet` that a report reads."""
+"""Columns of `samples.parquet` that a report needs."""
 
 Integers = npt.NDArray[np.int64]
 
 
 class Samples:
-    """The samples of runs.
-
-    If a cell has several scores of the same response, the last one counts.
+    """The samples of runs. If a cell has several scores for the same response, the last one counts.
 
     Args:
-        frame: The frame of `samples.parquet`, with `COLUMNS` at least. Texts can be categories.
+        frame: The frame of `samples.parquet`, at least `COLUMNS`. Texts can be categories.
     """
 
     def __init__(self, frame: pd.DataFrame) -> None:
@@ -45,19 +43,18 @@ class Samples:
         return sum(map(len, self._rows.values()))
 
     def of(self, cell_ids: Iterable[object]) -> pd.DataFrame:
-        """The rows of some cells, in the order of the frame."""
+        """Return the rows of some cells, in the order of the frame."""
         return self._frame.iloc[np.sort(self._found(cell_ids))]
 
     def wide(self, cell_ids: Iterable[str]) -> tuple[Floats, npt.NDArray[np.intp]]:
-        """Scores of some cells by response, and the context of each response.
+        """Return the scores of some cells by response, and the context of each response.
 
         Args:
-            cell_ids: The cells; one that has no samples is a column of NaN.
+            cell_ids: The cells; one without samples is a column of NaN.
 
         Returns:
-            `[responses, cells]`, NaN where a cell lacks the response; `[responses]`, ascending from
-            0. Responses are sorted by context, sample, question and repeat. Both are empty if no
-            cell has a sample.
+            `[responses, cells]`, NaN if a cell lacks the response; `[responses]`, ascending from 0. Responses are
+            sorted by context, sample, question and repeat. Both are empty if no cell has a sample.
         """
         cell_ids = list(cell_ids)
         cell_rows = [self._rows.get(cell_id, _NONE) for cell_id in cell_ids]
@@ -69,11 +66,9 @@ class Samples:
         return score_matrix, np.unique(response_keys // self._keys_per_context, return_inverse=True)[1]
 
     def answer_table(self, cell_id: str) -> Integers:
-        """What a cell did with each question, `[responses, 3]`, sorted by question.
+        """Return codes of question and response and the held entries of a cell, `[responses, 3]`, sorted by question.
 
-        Returns:
-            A number for the question; one for the response, the same for the same text in all
-            cells; and the entries that were held. Empty if the frame has no responses.
+        Equal responses have the same code in all cells. Empty if the frame has no responses.
         """
         row_indices = self._rows.get(cell_id, _NONE) if "response" in self._frame else _NONE
         row_indices = row_indices[np.argsort(self._keys[row_indices])]
@@ -91,7 +86,7 @@ class Samples:
         return np.concatenate([*row_arrays, _NONE])
 
     def _last(self, row_indices: Integers) -> Integers:
-        """The last row of every response of a cell."""
+        """Return the last row of every response of a cell."""
         reversed_rows = row_indices[::-1]
         _, last_positions = np.unique(self._keys[reversed_rows], return_index=True)
         return row_indices if len(last_positions) == len(row_indices) else np.sort(reversed_rows[last_positions])
@@ -101,10 +96,9 @@ _NONE = np.empty(0, dtype=np.int64)
 
 
 def _keys(frame: pd.DataFrame) -> tuple[Integers, int]:
-    """A number for each response, in the order of context, sample, question and repeat.
+    """Return a key for each response, ordered by context, sample, question and repeat, and the keys per context.
 
-    Returns:
-        `[n]`; the numbers of one context, divided by the second value, are the same number.
+    The integer quotient of both identifies the context.
     """
     response_keys = _ranks(frame["context_id"])
     keys_per_context = 1
@@ -117,7 +111,7 @@ def _keys(frame: pd.DataFrame) -> tuple[Integers, int]:
 
 
 def _ranks(column: pd.Series) -> Integers:
-    """The place of each value among the sorted values, from 0."""
+    """Return the rank of each value, from 0."""
     if isinstance(column.dtype, pd.CategoricalDtype):
         category_ranks = np.argsort(np.argsort(column.cat.categories.astype(str).to_numpy()))
         return category_ranks.astype(np.int64)[column.cat.codes.to_numpy()]

@@ -1,4 +1,4 @@
-"""Scores within a task by a field that its rows carry, such as difficulty or type of question."""
+"""Scores of a task by a field of its rows, such as difficulty or question type."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from kvbench.report.sorted_samples import Samples
 from kvbench.tables.table import Cell, Compared, Interval, Name, Table, beside
 
 MOST = 12
-"""A field with more values than this divides no task."""
+"""Maximum number of values of a field that divides a task."""
 _HAS_FIGURE = ("depth",)
-"""Fields with a figure of their own."""
+"""Fields with a separate figure."""
 _QUESTION = ["sample_id", "question_id"]
 
 Key: TypeAlias = tuple[str, int, int]
-"""Sample, question and repeat: what two cells are paired by."""
+"""Sample, question and repeat, by which responses are paired."""
 Scores: TypeAlias = dict[str, dict[Key, float]]
-"""Scores of one cell by value of the field, then by key."""
+"""Scores of one cell by field value, then by key."""
 
 
 def strata(panel: Panel, samples: Samples | None) -> Iterator[tuple[str, str, Table]]:
-    """Every division of a panel's tasks.
+    """Yield every division of a panel's tasks by a field of `Request.extra`.
 
-    A field of `Request.extra` divides a task if all its samples have it, with 2 to `MOST` values
-    and at least two questions for each value on average. A field that names single rows, such as
-    an id, thus divides nothing.
+    A field divides a task if all its samples have it, with 2 to `MOST` values and at least two questions per value on
+    average, which excludes ids.
 
     Args:
         panel: The panel.
         samples: The samples of its cells.
 
     Yields:
-        Task, field and a table: a row per policy and budget, a column per value with the number of
-        its questions. Differences to full are paired.
+        Task, field and a table: a row per policy and budget, a column per value with the number of its questions.
+        Differences from full are paired.
     """
     if samples is None:
         return
@@ -46,7 +45,7 @@ def strata(panel: Panel, samples: Samples | None) -> Iterator[tuple[str, str, Ta
     for task_name in panel.tasks:
         task_cells = panel.of_task(task_name)
         task_samples = samples.of(task_cells.loc[task_cells["status"] == "ok", "cell"])
-        if task_name in chance_tasks or not len(task_samples):  # parts of what tells nothing apart tell nothing
+        if task_name in chance_tasks or not len(task_samples):  # parts of an uninformative task are uninformative
             continue
         for field_name, field_values in _dividing_fields(task_samples).items():
             yield (
@@ -57,10 +56,10 @@ def strata(panel: Panel, samples: Samples | None) -> Iterator[tuple[str, str, Ta
 
 
 def _dividing_fields(samples: pd.DataFrame) -> dict[str, pd.Series[Any]]:
-    """The value of every dividing field, per sample."""
+    """Return the value of every dividing field, per sample."""
     extra_by_text = extras(samples)
     common_fields = sorted(set.intersection(*(set(extra_fields) for extra_fields in extra_by_text.values())))
-    # Counted in questions: repeats and policies do not make a division any finer.
+    # Counted in questions, because repeats and policies add no information.
     max_values = min(MOST, len(samples.drop_duplicates(_QUESTION)) // 2)
     value_columns = {}
     for field_name in common_fields:
@@ -78,8 +77,8 @@ def _table(panel: Panel, samples: pd.DataFrame, task_name: str, field_name: str)
         str(cell_id): _scores(cell_samples)
         for cell_id, cell_samples in samples.groupby("cell", sort=False, observed=True)
     }
-    # Pairs are clustered by context, as in `overall`: one context may lie in several strata, and
-    # then it is drawn in each of them on its own, because each column is an estimate by itself.
+    # Pairs are clustered by context, as in `overall`. A context in several strata is drawn separately in each, because
+    # each column is a separate estimate.
     context_by_key = dict(zip(_keys(samples), samples["context_id"].astype(str), strict=True))
     value_counts = samples.drop_duplicates(_QUESTION)["_value"].value_counts()
     full_cells = task_cells.loc[task_cells["policy"] == "full", "cell"]
@@ -104,13 +103,13 @@ def _table(panel: Panel, samples: pd.DataFrame, task_name: str, field_name: str)
         Name(task_name),
         " by ",
         Name(field_name),
-        " (questions), with the paired difference to full.",
+        " (questions), with the paired difference from full.",
     )
     return beside(table_title, [*panel.names(), *value_columns])
 
 
 def _scores(cell_samples: pd.DataFrame) -> Scores:
-    """Scores of one cell."""
+    """Return the scores of one cell."""
     value_scores: Scores = {}
     for response_key, field_value, score in zip(
         _keys(cell_samples), cell_samples["_value"], cell_samples["score"], strict=True
@@ -128,7 +127,7 @@ def _keys(samples: pd.DataFrame) -> list[Key]:
 
 
 def _numbers_first(field_value: str) -> tuple[bool, float, str]:
-    """Orders numbers by size, before names."""
+    """Return a sort key: numbers by size, then names."""
     try:
         return (False, float(field_value), field_value)
     except ValueError:

@@ -12,15 +12,9 @@ from kvbench.tables.table import Name, Table, beside
 
 
 def subset_means(panel: Panel, samples: Samples | None) -> dict[str, pd.DataFrame]:
-    """The means of each subset that the installed benchmark names and that was run.
+    """Return `group_means` of each subset of the installed benchmark that was run, by name, in the benchmark's order.
 
-    Args:
-        panel: The panel.
-        samples: The samples of its cells.
-
-    Returns:
-        By name, `group_means` of the subset's tasks, in the benchmark's order; empty where fewer
-        than two subsets have means.
+    Empty if fewer than two subsets have means.
     """
     benchmark = catalogue.benchmarks()[0].get(panel.group)
     mean_frames = {}
@@ -33,11 +27,11 @@ def subset_means(panel: Panel, samples: Samples | None) -> dict[str, pd.DataFram
 
 
 def subset_table(panel: Panel, samples: Samples | None) -> Table | None:
-    """`subset_means` as a table: a row per policy and budget, a column per subset."""
+    """Return `subset_means` as a table: a row per policy and budget, a column per subset."""
     mean_frames = subset_means(panel, samples)
     columns = [
         panel.compared(mean_frame, (Name(subset_name), f" ({int(mean_frame['tasks'].max())})"))
         for subset_name, mean_frame in mean_frames.items()
     ]
-    table_title = "Means of subsets (number of tasks) with the paired difference to full."
+    table_title = "Means of subsets (number of tasks) with the paired difference from full."
     return beside(table_title, [*panel.names(), *columns]) if columns else None

@@ -27,23 +27,23 @@ from kvbench.tables.table import Column, Name, Table, beside
 from kvbench.tables.text import code, listed, short, span, tokens, word
 
 _READING = """\
-- **Scores** in [0, 1] are shown in points, 0 to 100; others as they are. Lower is better where a \
-task is marked ↓. Brackets are 95% intervals.
-- **Differences to full are paired:** they compare answers to the same questions, with a bootstrap \
-over contexts (stratified by task for means). The statements about the cheapest policy rest on them.
+- **Scores** in [0, 1] are shown in points, 0 to 100; other scores are unchanged. Lower is better for \
+tasks marked ↓. Brackets are 95% intervals.
+- **Differences from full are paired:** they compare answers to the same questions, with a bootstrap \
+over contexts (stratified by task for means). The statements about the cheapest policy are based on them.
 - **Intervals of scores are not paired.** If the intervals of two policies overlap, the policies \
 may still differ. This page does not compare policies with each other; \
 `kvbench report RUN --against POLICY` does.
-- **Small samples:** where fewer than 5 contexts differ from the rest, a bootstrap is \
-overconfident and Wilson's interval replaces it, so 50 right answers out of 50 do not count as \
+- **Small samples:** if fewer than 5 contexts differ from the rest, a bootstrap would be \
+overconfident, so Wilson's interval is used: 50 correct answers out of 50 do not count as \
 certainty. Scores outside [0, 1] get Student's t interval if there are 10 contexts or fewer.
-- **KV held** is the live bytes of keys, values and whatever else a policy stores with them, as a \
-share of the full cache of the same samples. **KV read** is what a decode step reads, shown if \
-a policy reads less than it holds. **KV allocated** is what is set aside, room for the answer \
-included, shown if a policy holds codes: they need more of it than whole entries do.
-- **The cheapest policy** is picked after seeing the scores, which flatters it slightly. Confirm a \
-choice on fresh samples, with another `--seed`. A cheaper setting cannot be ruled out if it loses \
-more than asked for on average but its interval includes smaller losses."""
+- **KV held** is the live bytes of keys, values and the per-entry state of a policy, as a \
+share of the full cache of the same samples. **KV read** is the bytes read per decode step, shown if \
+a policy reads less than it holds. **KV allocated** is the reserved memory, including space for the \
+answer, shown if a policy is quantised or prunes channels: it then needs relatively more.
+- **The cheapest policy** is selected after seeing the scores, so it is slightly optimistically biased. \
+Confirm a choice on new samples, with another `--seed`. A cheaper setting cannot be ruled out if its mean \
+loss exceeds the limit but its interval includes smaller losses."""
 
 
 def summary_text(
@@ -53,17 +53,14 @@ def summary_text(
     root_folder: Path,
     aim: Aim = WITHIN_A_POINT,
 ) -> str:
-    """Write the summary of a report.
+    """Return the summary of a report in Markdown.
 
     Args:
-        results: What the report is about.
-        panel_tables: Its tables, panel by panel.
-        figures: What to show or link to.
-        root_folder: The folder that the links start from.
-        aim: What a setting is looked for.
-
-    Returns:
-        Markdown.
+        results: The results.
+        panel_tables: Tables of the report, panel by panel.
+        figures: Figures to show or link to.
+        root_folder: Base folder of the links.
+        aim: Requirements for the choice of a setting.
     """
     has_several_models = len(results.models) > 1
     blocks = ["# KV-cache eviction: results", *_overview(results)]
@@ -152,7 +149,7 @@ def _failures(failed_cells: pd.DataFrame) -> Table:
 
 
 def _figures(figures: Sequence[SavedFigure], root_folder: Path) -> Iterator[str]:
-    """Figures of several tasks and heat maps as pictures, the fronts of single tasks as links."""
+    """Yield figures of several tasks and heat maps as images, and fronts of single tasks as links."""
     task_links = []
     for figure in figures:
         png_path, svg_path = (figure_path.relative_to(root_folder).as_posix() for figure_path in figure.paths)
@@ -163,12 +160,12 @@ def _figures(figures: Sequence[SavedFigure], root_folder: Path) -> Iterator[str]
     if task_links:
         yield f"Per task: {', '.join(task_links)}."
     if not figures:
-        yield "None: no compressed cache has a score to draw."
+        yield "None: no compressed cache has a score."
         return
     yield (
-        "Each point stands at the bytes it holds. Where policies hold the same bytes, only their "
-        "error bars are set side by side. The dotted line is the Pareto front; the dashed line and "
-        "its band are the full cache with its 95% interval."
+        "Each point is at the bytes it holds. If policies hold the same bytes, only their error bars are drawn side by "
+        "side. The dotted line is the Pareto front; the dashed line and its band are the full cache with its 95% "
+        "interval."
     )
 
 
@@ -176,14 +173,14 @@ def _figures(figures: Sequence[SavedFigure], root_folder: Path) -> Iterator[str]
 
 
 def _versions(cells: pd.DataFrame) -> str:
-    """Versions as recorded by the cells, one line per set of them."""
+    """Return the versions recorded in the cells, one line per set."""
     version_sets: dict[tuple[str, ...], None] = {}
     for versions_json in dict.fromkeys(cells["versions"].astype(str)):
         try:
             version_record = json.loads(versions_json)
         except ValueError:
             version_record = versions_json
-        # Sorted: the same versions in another order are the same versions.
+        # Sorted, because the order of versions does not matter.
         version_items = (
             sorted(version_record.items()) if isinstance(version_record, dict) else [("recorded", version_record)]
         )
@@ -206,7 +203,7 @@ def _versions(cells: pd.DataFrame) -> str:
 
 
 def _says_something(version_value: object) -> bool:
-    """Whether a recorded value is worth a mention; `false` is."""
+    """Return whether a recorded value is not empty; `false` is not."""
     return (
         version_value is not None and version_value != {} and version_value != [] and bool(str(version_value).strip())
     )

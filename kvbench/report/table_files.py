@@ -21,7 +21,7 @@ class PanelTable:
     """A table of a report.
 
     Attributes:
-        stem: Name of its files, without the ending.
+        stem: File name without suffix.
         table: The table; its title assumes that the page names the panel.
     """
 
@@ -38,7 +38,7 @@ class PanelTables:
 
 
 def report_tables(results: Results) -> list[PanelTables]:
-    """All tables of a report, panel by panel."""
+    """Return all tables of a report, panel by panel."""
     report_panels = []
     for panel in panels(results):
         variant_label = panel.variant.label.replace(", ", "-").replace(" ", "-")
@@ -52,17 +52,14 @@ def report_tables(results: Results) -> list[PanelTables]:
 
 
 def write_tables(report_panels: Iterable[PanelTables], folder: Path) -> list[Path]:
-    """Write every table as CSV and as LaTeX, under a title that names model and panel.
+    """Write every table as CSV and LaTeX, with a title that names model and panel, and return the paths.
 
     Args:
         report_panels: The tables.
-        folder: Where to; it exists.
-
-    Returns:
-        The files written.
+        folder: Existing folder for the files.
 
     Raises:
-        UserError: A file cannot be written; a file of that name is then as it was before.
+        UserError: A file cannot be written; an existing one is unchanged.
     """
     written_paths = []
     for panel_entry in report_panels:
@@ -78,7 +75,7 @@ def write_tables(report_panels: Iterable[PanelTables], folder: Path) -> list[Pat
 
 
 def _panel_tables(panel: Panel, results: Results) -> Iterator[tuple[str, Table]]:
-    """Tables of a panel, each with the beginning of its files' names."""
+    """Yield the tables of a panel with the prefixes of their file names."""
     name_columns, overall = panel.names(), panel.overall
     group_slug = slug(panel.group)
     if len(panel.tasks) == 1:

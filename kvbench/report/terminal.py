@@ -21,26 +21,26 @@ _MOST_FAILED = 12
 
 
 def run_table(cells: pd.DataFrame, samples: pd.DataFrame | None = None) -> RunTable:
-    """The results of one or several runs as something `rich.print` shows.
+    """Return the results of one or several runs for `rich.print`.
 
     Args:
         cells: The frame of `cells.parquet`.
-        samples: The frame of `samples.parquet`. With it the interval of the mean over tasks is a
-            bootstrap; without it the intervals of the tasks are joined.
+        samples: The frame of `samples.parquet`. With it, the interval of the mean over tasks is a bootstrap; without
+            it, the intervals of the tasks are combined.
     """
     return RunTable(prepare(cells, samples))
 
 
 class RunTable:
-    """A table for each panel, split so that it fits the terminal, and what explains it."""
+    """A table for each panel, split to fit the terminal, with explanations."""
 
     def __init__(self, results: Results) -> None:
         self.results = results
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the tables and what a reader must know to read them."""
+        """Yield the tables and their explanations."""
         if not len(self.results.cells):
-            yield Text("no cells: nothing has been run")
+            yield Text("no cells: nothing has been run yet")
             return
         for panel in panels(self.results):
             yield from _fitted(panel, console, options)
@@ -48,7 +48,7 @@ class RunTable:
 
 
 def _fitted(panel: Panel, console: Console, options: ConsoleOptions) -> Iterator[RichTable]:
-    """One table if it fits the terminal; else the means, and then as many tasks as fit."""
+    """Yield one table if it fits the terminal; otherwise the means, then as many tasks per table as fit."""
     name_columns, has_several_tasks = panel.names(), len(panel.tasks) > 1
     lead_column = panel.scores(panel.overall, "mean" if has_several_tasks else ("score", panel.marks(panel.tasks[0])))
     mean_columns = [
@@ -87,15 +87,14 @@ def _fitted(panel: Panel, console: Console, options: ConsoleOptions) -> Iterator
 
 def _notes(results: Results) -> Iterator[Text]:
     cells = results.cells
-    # Full is run once for all moments; at decode its answer counts for those beside it alone.
+    # Full is run once for all moments, but its bytes depend on the moment, so use those next to the policies.
     ok_cells = cells[cells["status"] == "ok"]
     compressed_cells = ok_cells[ok_cells["policy"] != "full"]
     full_bytes = (compressed_cells if len(compressed_cells) else ok_cells)["kv_bytes_full"].mean()
     held_text = f"; the full cache holds {size(full_bytes)} per sample" if len(ok_cells) else ""
     yield Text(
-        "Scores in [0, 1] are shown in points, 0 to 100. KV held: live bytes as a share of the "
-        f"full cache's{held_text}. Differences to full are paired by question; brackets are 95% "
-        "intervals.",
+        f"Scores in [0, 1] are shown in points, 0 to 100. KV held: live bytes as a share of the full cache's{held_text}"
+        ". Differences from full are paired by question; brackets are 95% intervals.",
         "dim",
     )
     lower_tasks = lower_is_better_tasks(cells)

@@ -1,4 +1,4 @@
-"""The cheapest policy within some points of full, and how certain that is."""
+"""The cheapest policy within some points of the full cache, and how certain it is."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ POINT = 0.01
 
 @dataclass(frozen=True)
 class Verdict:
-    """What can be said about one task, or the mean of several, in one panel.
+    """Verdict for one task, or for the mean of several, in one panel. "A point" stands for the tolerance.
 
     Attributes:
-        kind: "found" (`row` is the cheapest within a point of full), "none" (`row` is the closest
-            to full), "silent" (full is not above chance), "no full" (full has no score), "scale"
-            (scores are not in [0, 1], so a point means nothing), "whole" (nothing holds less than
-            full) or "empty" (only full was run).
+        kind: "found" (`row` is the cheapest within a point of full), "none" (`row` is the closest to full), "silent"
+            (full is not above chance), "no full" (full has no score), "scale" (scores are not in [0, 1], so points are
+            undefined), "whole" (nothing holds less than full) or "empty" (only full was run).
         row: The row of the frame, if the kind has one.
-        sure: Whether even the unfavourable end of its paired interval is within a point.
-        equal: Other rows within a point that hold the same bytes; for "none", rows that are equally
-            close.
-        cheaper: Rows that hold less and are not within a point, but whose interval is in part.
+        sure: Whether even the worse end of the row's paired interval is within a point.
+        equal: Other rows within a point that hold the same bytes; for "none", rows that are equally close.
+        cheaper: Rows that hold less and are not within a point, but whose interval partly is.
         certain: The cheapest row whose whole interval is within a point, if there is one.
-        open: For "none", whether the interval of `row` is within a point in part.
-        resolution: How far the interval of `row` reaches from its difference to a larger loss: a
-            smaller drop cannot be told from none.
+        open: For "none", whether the interval of `row` is partly within a point.
+        resolution: Distance from the difference of `row` to the worse end of its interval; smaller drops cannot be
+            detected.
     """
 
     kind: str
@@ -41,30 +39,27 @@ class Verdict:
 
 
 def cheapest(setting_rows: pd.DataFrame, *, unit_scaled: bool, within: float = POINT) -> Verdict:
-    """Find the policy and budget that holds the fewest bytes among those within a point of full.
+    """Find the policy and budget that holds the fewest bytes within the tolerance; of equal bytes, the best score.
 
-    A setting that holds as much as full saves nothing and is never named.
+    A setting that holds as much as full saves nothing and is never chosen.
 
     Args:
         setting_rows: Cells of one task, or group means, of one panel.
         unit_scaled: Whether the task is scored in [0, 1].
-        within: How far from full counts as the same, in the task's own unit.
-
-    Returns:
-        The verdict. Of several settings that hold the same bytes it names the best.
+        within: Tolerated loss relative to full, in the task's own unit.
     """
     ok_rows = setting_rows[setting_rows["status"] == "ok"]
     compressed_rows = ok_rows[ok_rows["policy"] != "full"]
     if not len(compressed_rows):
         return Verdict("empty")
     if not ok_rows["discriminative"].all():
-        # Without full no task can be compared with chance, so that reason goes first.
+        # Without full, no task can be compared with chance, so this reason has priority.
         return Verdict("silent" if (ok_rows["policy"] == "full").any() else "no full")
     if compressed_rows["diff"].isna().all():
         return Verdict("no full")
     if not unit_scaled:
         return Verdict("scale")
-    # What the report shows as 100% saves nothing.
+    # Rows that the report shows as 100% save nothing.
     compressed_rows = compressed_rows[compressed_rows["kv_bytes_live"] < 0.9995 * compressed_rows["kv_bytes_full"]]
     if not len(compressed_rows):
         return Verdict("whole")

@@ -1,1 +1,1 @@
-"""A table as a value, its outputs, and how numbers, text and figures look."""
+"""Tables and their output formats; formatting of numbers, text and figures."""

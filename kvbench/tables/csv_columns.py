@@ -1,4 +1,4 @@
-"""A column of a table as columns of comma-separated values."""
+"""Conversion of a table column to CSV columns."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Values: TypeAlias = "list[float | str]"
 def csv_columns(
     column_title: str, column_cells: Sequence[Cell], write_phrase: Callable[[Phrase], str]
 ) -> tuple[list[str], list[Values]]:
-    """The one to four columns that a column becomes, for intervals and p-values have their own.
+    """Convert a column to one to four CSV columns, with separate columns for intervals and p-values.
 
     Args:
         column_title: Title of the column.
-        column_cells: Its cells.
-        write_phrase: Writes a text.
+        column_cells: Cells of the column.
+        write_phrase: Converts a phrase to text.
 
     Returns:
-        The titles of the columns, and for each cell its values. Text that a spreadsheet would run
-        as a formula begins with an apostrophe.
+        The titles of the CSV columns, and the values of each cell. Text that a spreadsheet would evaluate as a formula
+        gets a leading apostrophe.
     """
     bound_suffixes = ("_lo", "_hi")
     if any(isinstance(cell, Compared) for cell in column_cells):

@@ -1,4 +1,4 @@
-"""Splits a table that is wider than the terminal."""
+"""Splitting of tables that are wider than the terminal."""
 
 from __future__ import annotations
 
@@ -14,14 +14,9 @@ from kvbench.tables.table import Column, Table, TableRow
 
 
 def fitted(table: Table, console: Console) -> Iterator[RichTable]:
-    """The table for `rich.print`, in as few parts as the console's width allows.
+    """Yield the table for `rich.print`, in as few parts as the width of the console allows.
 
-    Every part begins with the columns that name the rows: those before the first one that is
-    aligned to the right.
-
-    Args:
-        table: The table.
-        console: Where it will be printed.
+    Every part begins with the row labels: the columns before the first right-aligned one.
     """
     lead_count = len(list(takewhile(lambda column: not column.right, table.columns)))
     column_blocks: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""A filled table as the text of a file."""
+"""Tables as file content."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ sup {{ display: inline-block; line-height: 0; width: 0; }}
 
 
 class Format(StrEnum):
-    """What a table can be written as."""
+    """File format of a table."""
 
     LATEX = "latex"
     MARKDOWN = "markdown"
@@ -46,9 +46,9 @@ class Format(StrEnum):
 
 
 def format_table(table: Table, output_format: Format) -> str:
-    """Write a table, with a line break at its end.
+    """Return a table in a file format, with a trailing line break.
 
-    LaTeX is a float that needs the packages its first line names; HTML is a page of its own.
+    LaTeX output is a float whose first line names the required packages; HTML output is a complete page.
     """
     match output_format:
         case Format.LATEX:
@@ -62,5 +62,5 @@ def format_table(table: Table, output_format: Format) -> str:
 
 
 def _title(table: Table) -> str:
-    """The title without its markup."""
+    """Return the title without markup."""
     return html_text(table.title).replace("<code>", "").replace("</code>", "")

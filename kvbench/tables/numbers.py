@@ -1,4 +1,4 @@
-"""Numbers as text: points, percentages, bytes and intervals are formatted here and nowhere else."""
+"""Formatting of numbers: points, percentages, bytes and intervals."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from enum import StrEnum
 MINUS = "\N{MINUS SIGN}"
 DASH = "\N{EN DASH}"
 BETTER, WORSE = "\N{SUPERSCRIPT PLUS SIGN}", "\N{SUPERSCRIPT MINUS}"
-"""Mark a number as significantly better or worse than a reference."""
+"""Marks for numbers that are significantly better or worse than a reference."""
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class NumberFormat(StrEnum):
-    """What the numbers of a column are, and so how they are written."""
+    """Kind of a column's numbers, which determines their format."""
 
     TEXT = "text"
     POINTS = "points"
@@ -25,7 +25,7 @@ class NumberFormat(StrEnum):
     BYTES = "bytes"
     """Bytes with a binary unit and three significant digits."""
     COUNT = "count"
-    """A whole number, or the mean of whole numbers with one decimal."""
+    """An integer, or the mean of integers with one decimal."""
     TIMES = "times"
     """A factor, such as `2.78×`."""
 
@@ -35,7 +35,7 @@ def number(value: float, kind: NumberFormat, *, signed: bool = False) -> str:
 
     Args:
         value: The number; NaN gives a dash.
-        kind: What it is.
+        kind: Format of the number.
         signed: Whether to write a plus sign before a positive number.
     """
     if math.isnan(value):
@@ -48,7 +48,7 @@ def number(value: float, kind: NumberFormat, *, signed: bool = False) -> str:
 
 
 def interval(lower: float, upper: float, kind: NumberFormat, *, signed: bool = False) -> str:
-    """Format the two ends of an interval, such as `[−6.0, −0.4]`; an unknown end gives a dash."""
+    """Format an interval, such as `[−6.0, −0.4]`; NaN ends give a dash."""
     if math.isnan(lower) or math.isnan(upper):
         return DASH
     bounds = (number(bound, kind, signed=signed).rstrip("%×") for bound in (lower, upper))
@@ -56,29 +56,29 @@ def interval(lower: float, upper: float, kind: NumberFormat, *, signed: bool = F
 
 
 def score_kind(*, unit_scaled: bool) -> NumberFormat:
-    """How scores are written: in points where the task is scored in [0, 1], else as they are."""
+    """Return the format of scores: points if the task is scored in [0, 1], else plain numbers."""
     return NumberFormat.POINTS if unit_scaled else NumberFormat.NUMBER
 
 
 def percent(share: float) -> str:
-    """A share as a percentage."""
+    """Format a fraction as a percentage."""
     return number(share, NumberFormat.PERCENT)
 
 
 def size(byte_count: float) -> str:
-    """Bytes with a binary unit."""
+    """Format bytes with a binary unit."""
     return number(byte_count, NumberFormat.BYTES)
 
 
 def _bare(value: float, kind: NumberFormat) -> str:
-    """The number with an ASCII minus sign; a rounded zero may still carry one."""
+    """Format a number with an ASCII minus sign, which a rounded zero may keep."""
     if math.isinf(value):
         return "∞" if value > 0 else "-∞"
     match kind:
         case NumberFormat.POINTS:
             return f"{100 * value:.1f}"
         case NumberFormat.PERCENT:
-            # From 99.95% on it reads 100%; `verdict.cheapest` calls that no saving either.
+            # From 99.95%, the text is 100%; `verdict.cheapest` does not count that as a saving either.
             return f"{100 * value:.0f}%" if abs(value) >= 0.9995 else f"{100 * value:.1f}%"
         case NumberFormat.BYTES:
             return _size(value)
@@ -91,7 +91,7 @@ def _bare(value: float, kind: NumberFormat) -> str:
 
 
 def _four_digits(value: float) -> str:
-    """Four significant digits, zeros at the end included, so that the numbers of a column align."""
+    """Format with four significant digits, trailing zeros included, so that the numbers of a column align."""
     rounded = float(f"{value:.4g}")
     if not 1e-4 <= abs(rounded) < 1e6:
         return f"{rounded:g}"

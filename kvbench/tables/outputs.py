@@ -1,7 +1,7 @@
-"""The outputs of a table: terminal, Markdown, LaTeX, HTML and CSV.
+"""Output formats of tables: terminal, Markdown, LaTeX, HTML and CSV.
 
-Every text goes through the escape of its output, so nothing that a user, a model or a file wrote
-can become markup. The best number of a group of rows is bold, the second best underlined.
+Every text is escaped for its format, so that nothing that a user, a model or a file wrote can become markup. The best
+number of a group of rows is bold, the second best underlined.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from kvbench.tables.table import (
 from kvbench.tables.text import code, md, plain, tex
 
 _NAME_WIDTH = 40
-"""A terminal folds a longer name."""
+"""Maximum width of a name in a terminal; longer ones are folded."""
 _ONE_COLUMN = 8
-"""A LaTeX table of more columns may span the columns of the page."""
+"""Maximum number of columns of a LaTeX table that fits one column of the page."""
 _TITLE_WIDTH = 11
-"""A terminal breaks a longer column title."""
+"""Maximum width of a column title in a terminal; longer ones are broken."""
 
 
 def _raised(sign: str) -> str:
-    """A sign above the line, as a character of its own."""
+    """Return a sign as a superscript character."""
     return BETTER if sign == "+" else WORSE
 
 
 @dataclass(frozen=True)
 class _Markup:
-    """How an output writes the parts of a text.
+    """Markup of an output format.
 
     Attributes:
         text: Escapes text.
         name: Escapes a name and sets it in a code font.
-        newline: Separates lines within a cell.
-        number: Escapes what `kvbench.tables.numbers` has written.
-        marks: Format of the best and of the second best number.
-        superscript: Writes what stands above a number.
-        text_after: Escapes text that does not start a line, if that differs from `text`.
+        newline: Separator of lines within a cell.
+        number: Escapes text from `kvbench.tables.numbers`.
+        marks: Formats of the best and the second best number.
+        superscript: Formats a superscript sign.
+        text_after: Escapes text that does not start a line, if different from `text`.
     """
 
     text: Callable[[str], str]
@@ -69,7 +69,7 @@ class _Markup:
     text_after: Callable[[str], str] | None = None
 
     def phrase(self, phrase: Phrase) -> str:
-        """Write a text."""
+        """Return a phrase as markup."""
         match phrase:
             case str():
                 return self.text(phrase)
@@ -82,13 +82,13 @@ class _Markup:
                 return self.phrase(first_part) + "".join(map(self._after_text, later_parts))
 
     def _after_text(self, phrase: Phrase) -> str:
-        """Write the part of a text that follows another part on the same line."""
+        """Return a phrase that follows another one on the same line as markup."""
         if isinstance(phrase, str) and self.text_after is not None:
             return self.text_after(phrase)
         return self.phrase(phrase)
 
     def cell(self, cell: Cell, column: Column, rank: int = 0) -> str:
-        """Write a cell; `rank` is 1 for the best number and 2 for the second best."""
+        """Return a cell as markup; `rank` is 1 for the best number and 2 for the second best."""
         match cell:
             case None:
                 return self.number(DASH)
@@ -125,7 +125,7 @@ _LATEX = _Markup(
     "; ",
     tex,
     marks=(r"\textbf{{{}}}", r"\underline{{{}}}"),
-    # Without width, so that the digits below each other stay aligned.
+    # Zero width keeps the digits of a column aligned.
     superscript=lambda sign: rf"\rlap{{{tex(_raised(sign))}}}",
 )
 _HTML = _Markup(
@@ -136,20 +136,19 @@ _HTML = _Markup(
     superscript=lambda sign: f"<sup>{sign}</sup>",
 )
 plain_text = _PLAIN.phrase
-"""Writes a phrase for a terminal."""
+"""Convert a phrase to text for a terminal."""
 markdown_text = _MARKDOWN.phrase
-"""Writes a phrase in Markdown."""
+"""Convert a phrase to Markdown."""
 html_text = _HTML.phrase
-"""Writes a phrase in HTML."""
+"""Convert a phrase to HTML."""
 
 
 def terminal(table: Table, *, boxed: bool = True) -> RichTable:
-    """Make a table for `rich.print`.
+    """Return a table for `rich.print`.
 
     Args:
         table: The table.
-        boxed: Whether it has lines and folds long names. Without, names stay whole: they are there
-            to be copied.
+        boxed: Whether to draw lines and fold long names. Otherwise names are never folded, so that they can be copied.
     """
     rich_table = RichTable(
         title=Text(_PLAIN.phrase(table.title), "bold") if table.title else None,
@@ -178,7 +177,7 @@ def terminal(table: Table, *, boxed: bool = True) -> RichTable:
     for row_index, table_row in enumerate(table.rows):
         rich_table.add_row(
             *(
-                # Appended, so that the style does not reach the space beside the text.
+                # Appended, so that the style does not extend to the padding.
                 Text().append(
                     "" if table.repeats(row_index, column_index) else _PLAIN.cell(cell, column),
                     _style(cell, column, ranks.get((row_index, column_index), 0)),
@@ -191,11 +190,11 @@ def terminal(table: Table, *, boxed: bool = True) -> RichTable:
 
 
 def markdown(table: Table, *, level: int = 0) -> str:
-    """Write a table in GitHub's Markdown.
+    """Return a table in GitHub's Markdown.
 
     Args:
         table: The table.
-        level: Level of the title as a heading; 0 makes it a paragraph.
+        level: Heading level of the title; 0 makes it a paragraph.
     """
     title_text = _MARKDOWN.phrase(table.title)
     table_lines = [_piped(_titled(column, _MARKDOWN) for column in table.columns)]
@@ -206,13 +205,12 @@ def markdown(table: Table, *, level: int = 0) -> str:
 
 
 def latex(table: Table, *, fit: bool = False) -> str:
-    """Write a table in LaTeX; it needs the package `booktabs`.
+    """Return a table in LaTeX, which needs the package `booktabs`.
 
     Args:
         table: The table.
-        fit: Whether to shrink the table where it is wider than the line (which needs the package
-            `graphicx`), and to set the notes as a block. A table of many columns then also spans
-            the columns of the page, and its titles are broken.
+        fit: Whether to shrink a table that is wider than the line (which needs the package `graphicx`) and to set the
+            notes as a block. A table with many columns then also spans the columns of the page, with broken titles.
     """
     body_lines = []
     for row_index, row_texts in enumerate(_written(table, _LATEX)):
@@ -249,7 +247,7 @@ def latex(table: Table, *, fit: bool = False) -> str:
 
 
 def html(table: Table) -> str:
-    """Write a table as an HTML element; columns of text have the class `text`."""
+    """Return a table as an HTML element; text columns have the class `text`."""
     html_lines = ["<table>"]
     if table.title:
         html_lines.append(f"<caption>{_HTML.phrase(table.title)}</caption>")
@@ -276,11 +274,10 @@ def html(table: Table) -> str:
 
 
 def csv(table: Table) -> str:
-    """Write a table as comma-separated values for programs.
+    """Return a table as comma-separated values for programs, without title and notes.
 
-    Numbers are not rounded and stand as in the run's own tables: scores and shares from 0 to 1.
-    An interval takes three columns. Text that a spreadsheet would run as a formula begins with an
-    apostrophe. Title and notes are left out.
+    Numbers are not rounded or rescaled: scores and shares are from 0 to 1. An interval takes three columns. Text that a
+    spreadsheet would evaluate as a formula gets a leading apostrophe.
     """
     buffer = io.StringIO()
     writer = csv_module.writer(buffer, lineterminator="\n")
@@ -299,9 +296,9 @@ def csv(table: Table) -> str:
 
 
 def _joined(phrases: Iterable[Phrase]) -> list[Phrase]:
-    """The parts of a text without nesting, neighbouring strings as one.
+    """Flatten a phrase and merge adjacent strings.
 
-    An escape has to see neighbours at once: "1" and "." begin a list together.
+    Escaping needs merged strings: "1" and "." together begin a list.
     """
     flat_phrases: list[Phrase] = []
     for phrase in phrases:
@@ -327,20 +324,20 @@ def _written(table: Table, markup: _Markup) -> list[list[str]]:
 
 
 def _spaced(cell: Interval, column: Column, *, signed: bool) -> str:
-    """A mean with its interval, such as `5.0 [0.2, 50.2]`; the mean alone without one."""
+    """Format a mean with its interval, such as `5.0 [0.2, 50.2]`, or alone if there is none."""
     mean_text = number(cell.mean, column.kind, signed=signed)
     interval_text = interval(cell.lo, cell.hi, column.kind, signed=signed)
     return mean_text if interval_text == DASH else f"{mean_text} {interval_text}"
 
 
 def _titled(column: Column, markup: _Markup) -> str:
-    """A column's title, after that of its group, where an output has one line of titles."""
+    """Return the title of a column, prefixed with its group, for outputs with one header row."""
     group_prefix = markup.phrase(column.group) + ": " if column.group else ""
     return group_prefix + markup.phrase(column.title)
 
 
 def _ends_group(table: Table, row_index: int) -> bool:
-    """Whether the row is the last of its group and others follow."""
+    """Return whether the row is the last of its group and another group follows."""
     return row_index + 1 < len(table.rows) and table.rows[row_index].group != table.rows[row_index + 1].group
 
 
@@ -360,7 +357,7 @@ def _names(cell: Cell) -> list[str]:
 
 
 def _broken(column_title: str) -> str:
-    """A title over a narrow column, broken at spaces and underscores."""
+    """Break the title of a narrow column at spaces and underscores."""
     title_lines = [""]
     for fragment in column_title.replace("_", "_\0").replace(" ", " \0").split("\0"):
         if title_lines[-1] and len(title_lines[-1]) + len(fragment.rstrip()) > _TITLE_WIDTH:
@@ -384,7 +381,7 @@ def _piped(cell_texts: Iterable[str]) -> str:
 
 
 def _stacked(column: Column) -> str:
-    """A title over a narrow column, broken as in a terminal."""
+    """Return the title of a narrow column in LaTeX, broken as in a terminal."""
     first_part, *later_parts = _joined([column.title]) or [""]
     match first_part:
         case str(text):
@@ -405,7 +402,7 @@ _LATEX_FIT = [
 
 
 def _latex_block(note_texts: list[str]) -> list[str]:
-    """Notes below a table, in one paragraph as wide as the line."""
+    """Return notes as one paragraph of full line width."""
     if not note_texts:
         return []
     block_start = r"\par\smallskip\begin{minipage}{\linewidth}\footnotesize\raggedright"

@@ -1,4 +1,4 @@
-"""How every figure looks: fonts, sizes, one colour and marker per policy, deterministic files."""
+"""Plot style: fonts, sizes, a colour and marker per policy, deterministic files."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ from matplotlib.lines import Line2D
 from kvbench.files import replacing
 from kvbench.tables.text import plain, short
 
-# A font that is missing, and the building of its cache, are no news to whoever reads a report.
+# Missing fonts and the font cache are irrelevant to users of a report.
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 COLUMN = 3.5  # inches: one column of a two-column paper
 PAGE = 7.0  # inches: both columns
 
-# Okabe and Ito's colours, which stay apart with any kind of colour vision, with the yellow darkened
-# for white paper and a wine red as the eighth. Colours and markers repeat with different periods (8
-# and 9), so that a pair repeats only after 72 policies.
+# Colours of Okabe and Ito, which are distinct for any colour vision, with a darker yellow for white paper and a wine
+# red as the eighth. Colours and markers repeat with periods 8 and 9, so that a pair repeats only after 72 policies.
 _COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B8860B", "#555555", "#882255",
 )  # fmt: skip
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 
 MOST_COLOURS = len(_COLOURS)
-"""With more policies than this, a figure greys those that are not on the front."""
-_LETTER = 0.063  # inches that a letter of a name takes at 8 points
+"""If there are more policies, a figure greys those that are not on the front."""
+_LETTER = 0.063  # inches per letter of a name at 8 points
 _TITLE_LETTER = 0.058  # of running text, which is narrower
-_MARKER_SIZE = {"P": 5.5, "X": 5.5, "D": 4.0}  # so that all look about as large
+_MARKER_SIZE = {"P": 5.5, "X": 5.5, "D": 4.0}  # so that all look about equally large
 GREY = "#777777"
 GREY_BAND = "#e9e9e9"
 PALE = "#b8b8b8"
@@ -49,7 +48,7 @@ FRONT: dict[str, Any] = {"color": "#222222", "lw": 1.1, "ls": (0, (1, 1))}
 
 _RC: Any = {
     "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib: the same file on every machine
+    "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib, so it is the same on every machine
     "font.size": 8,
     "axes.titlesize": 8,
     "axes.labelsize": 8,
@@ -73,7 +72,7 @@ _RC: Any = {
 
 
 def marker_styles(policies: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Colour and marker of each policy, by its place in the run."""
+    """Return colour and marker of each policy, by its index in the run."""
     return {
         policy: (_COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)])
         for index, policy in enumerate(policies)
@@ -81,7 +80,7 @@ def marker_styles(policies: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def marker_options(marker_style: tuple[str, str], **overrides: Any) -> dict[str, Any]:
-    """How a line with markers of that colour and marker is drawn."""
+    """Return line options for a colour and marker."""
     colour, marker = marker_style
     marker_size = _MARKER_SIZE.get(marker, 4.5)
     return {
@@ -94,16 +93,15 @@ def marker_options(marker_style: tuple[str, str], **overrides: Any) -> dict[str,
 
 
 def legend_handle(marker_style: tuple[str, str]) -> Line2D:
-    """What stands for a policy in a legend."""
+    """Return the legend handle of a policy."""
     return Line2D([], [], **marker_options(marker_style, lw=0.8))
 
 
 @contextmanager
 def plot_style() -> Iterator[None]:
-    """Draw with the settings of this page whatever the user's matplotlibrc says."""
+    """Apply the plot style, regardless of the user's matplotlibrc."""
     with matplotlib.rc_context(), warnings.catch_warnings():
-        # A letter that the font lacks is drawn as a box, which shows; matplotlib would say so
-        # again for every label of every figure.
+        # A letter that the font lacks is drawn as a box; matplotlib would warn for every label of every figure.
         warnings.filterwarnings("ignore", r"(?s)Glyph .* missing from (current )?font")
         warnings.filterwarnings("ignore", "Matplotlib currently does not support")
         matplotlib.rcdefaults()
@@ -113,14 +111,14 @@ def plot_style() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FigureLayout:
-    """A figure with a title, a grid of panels of known size and a legend below them.
+    """A figure with a title, a grid of panels of fixed size and a legend below them.
 
-    Sizes are set in inches rather than by a layout engine: that is three times as fast, and panels
-    of different figures have the same size.
+    Sizes are set in inches without a layout engine, which is three times as fast and gives the panels of all figures
+    the same size.
 
     Attributes:
         figure: The figure.
-        axes: `[lines, columns]` of Axes.
+        axes: Axes, `[lines, columns]`.
         panel_width: Width of a panel in inches.
     """
 
@@ -129,7 +127,7 @@ class FigureLayout:
     panel_width: float
 
     def used(self, panel_count: int) -> list[Axes]:
-        """The first `panel_count` panels, line by line; the others are hidden."""
+        """Return the first `panel_count` panels, line by line, and hide the others."""
         all_axes = list(self.axes.flat)
         for ax in all_axes[panel_count:]:
             ax.set_axis_off()
@@ -139,10 +137,10 @@ class FigureLayout:
         """Draw a colour bar to the right of a line of panels.
 
         Args:
-            image: What it explains.
-            values: All numbers that are shown in these colours. The bar ends in an arrow where they
-                go beyond its limits, because such numbers share the last colour.
-            label: What the colours mean.
+            image: Image with the colour scale.
+            values: All numbers in these colours. The bar ends in an arrow if they exceed its limits, because such
+                numbers share the last colour.
+            label: Meaning of the colours.
             line_index: The line of panels.
         """
         lower_limit, upper_limit = image.get_clim()
@@ -183,24 +181,24 @@ def lay_out_figure(
     sharex: bool | Literal["col"] = False,
     sharey: bool = False,
 ) -> FigureLayout:
-    """Lay out a figure on the Agg canvas: no display and no pyplot state.
+    """Lay out a figure on the Agg canvas, without display and pyplot state. All sizes are in inches.
 
     Args:
         line_count: Lines of panels.
         column_count: Columns of panels.
-        title: What the figure shows; it is wrapped to the width.
-        width: Width of the figure in inches, as are all sizes here.
+        title: Title of the figure, wrapped to its width.
+        width: Width of the figure.
         panel_height: Height of a panel.
-        x_label: Below all panels.
-        y_label: Beside all panels.
+        x_label: Label below all panels.
+        y_label: Label to the left of all panels.
         labels: Names in the legend, as the user wrote them.
-        handles: A handle for each; no legend if empty.
-        left_margin: Room for tick labels and `y_label`.
-        top_margin: Room between the title and the first line of panels.
-        panel_gap: Room between panels, across and down.
-        right_margin: Room at the right.
-        sharex: Whether all panels have one x axis, or `col` for those of one column.
-        sharey: Whether all panels have one y axis.
+        handles: Legend handles, one per label; no legend if empty.
+        left_margin: Space for tick labels and `y_label`.
+        top_margin: Space between the title and the first line of panels.
+        panel_gap: Horizontal and vertical space between panels.
+        right_margin: Space on the right.
+        sharex: Whether panels share the x axis, or `col` to share it within a column.
+        sharey: Whether panels share the y axis.
     """
     label_texts = [short(label) for label in labels]
     if len(set(label_texts)) < len(label_texts):
@@ -249,7 +247,7 @@ def _legend(
     legend_bottom: float,
 ) -> None:
     column_count = -(-len(label_texts) // -(-len(label_texts) // column_count))
-    # Labels are set afterwards: matplotlib drops a handle whose label starts with an underscore.
+    # Labels are set later, because matplotlib drops a handle whose label starts with an underscore.
     legend = figure.legend(
         list(legend_handles),
         ["."] * len(label_texts),
@@ -270,12 +268,12 @@ def _legend(
 
 @dataclass(frozen=True)
 class SavedFigure:
-    """A figure that was written.
+    """A figure that was written to files.
 
     Attributes:
-        title: What it shows.
-        paths: Its files, PNG and SVG.
-        task: The only task that it is about; empty if it is about several.
+        title: Title of the figure.
+        paths: PNG and SVG file.
+        task: Task of the figure; empty if it covers several.
     """
 
     title: str
@@ -287,7 +285,7 @@ def save(figure: Figure, figure_stem: Path) -> list[Path]:
     """Write `stem.png` (200 dpi) and `stem.svg`; the same figure gives the same bytes.
 
     Raises:
-        UserError: A file cannot be written; a file of that name is then as it was before.
+        UserError: A file cannot be written; an existing one is unchanged.
     """
     figure_paths = []
     for suffix, save_options in ((".png", {"dpi": 200}), (".svg", {"metadata": {"Date": None}})):

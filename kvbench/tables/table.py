@@ -1,8 +1,7 @@
-"""A table as a value: typed columns and cells, without a format.
+"""Tables as data: typed columns and cells, independent of the output format.
 
-Whatever shows a table makes a `Table` and hands it to an output of `kvbench.tables.outputs`:
-terminal, Markdown, LaTeX, HTML or CSV. The outputs escape every text, so a table holds names and
-messages exactly as a user, a model or a file wrote them.
+A `Table` is passed to an output of `kvbench.tables.outputs`: terminal, Markdown, LaTeX, HTML or CSV. The outputs escape
+every text, so a table holds names and messages exactly as a user, a model or a file wrote them.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Name:
-    """A name that is shown verbatim, in a code font where the output has one."""
+    """A verbatim name, in a code font if the output has one."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Phrases one below the other."""
+    """Phrases on separate lines."""
 
     lines: tuple[Phrase, ...]
 
 
 Phrase: TypeAlias = "str | Name | Lines | tuple[Phrase, ...]"
-"""Text. The parts of a tuple are joined without a space."""
+"""Rich text. The parts of a tuple are joined without spaces."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A number with its 95% interval; NaN ends if the interval is unknown."""
+    """A number with its 95% interval; the ends are NaN if it is unknown."""
 
     mean: float
     lo: float = math.nan
@@ -46,7 +45,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Compared:
-    """A score with its paired difference to another score."""
+    """A score with its paired difference from another score."""
 
     score: float
     gap: Interval
@@ -54,15 +53,15 @@ class Compared:
 
 @dataclass(frozen=True)
 class Graded:
-    """A number that says itself how it is written, and how it compares with others of its table.
+    """A number with its own format, rank and significance.
 
     Attributes:
-        value: The number; NaN is shown as a dash.
-        kind: How it is written.
-        signed: Whether it is a difference, which is written with a sign.
-        rank: 1 for the best and 2 for the second best of those that it competes with, otherwise 0.
-        better: Whether it is significantly better (+1) or worse (-1) than a reference, otherwise 0.
-        p: The p-value of that, corrected for the other tests of the table; NaN if there is none.
+        value: The number; NaN is written as a dash.
+        kind: Format of the number.
+        signed: Whether the number is a difference, written with a sign.
+        rank: 1 for the best and 2 for the second best of the competing numbers, otherwise 0.
+        better: +1 or -1 if significantly better or worse than a reference, otherwise 0.
+        p: p-value, corrected for all tests of the table; NaN if there is none.
     """
 
     value: float
@@ -74,12 +73,12 @@ class Graded:
 
     @property
     def text(self) -> str:
-        """The number as text, without its mark."""
+        """The number as text, without marks."""
         return number(self.value, self.kind, signed=self.signed)
 
 
 Cell: TypeAlias = "float | int | Interval | Compared | Graded | Phrase | None"
-"""None is shown as a dash. Text in a column of numbers says why there is no number."""
+"""Content of a table cell. None is written as a dash. Text in a number column explains a missing number."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +86,14 @@ class Column:
     """A column of a table.
 
     Attributes:
-        title: Its heading.
-        kind: How its numbers are written.
-        group: A heading above neighbouring columns of the same group.
-        better: Which numbers are better, if that is known.
-        signed: Whether it holds differences, which are written with a sign.
-        align: By default text stands left and numbers stand right.
-        merged: Whether a cell is left blank if it and all before it repeat the row above, as for
-            names of sections. CSV repeats them.
+        title: Heading.
+        kind: Format of the numbers.
+        group: Heading above adjacent columns of the same group.
+        better: Which numbers are better, if known.
+        signed: Whether the numbers are differences, written with a sign.
+        align: Alignment; by default, text is left-aligned and numbers are right-aligned.
+        merged: Whether to leave a cell blank if it and all cells before it repeat the row above, as for section names.
+            CSV repeats them.
     """
 
     title: Phrase
@@ -111,7 +110,7 @@ class Column:
         return self.align == "right" or (not self.align and self.kind is not NumberFormat.TEXT)
 
     def is_worse(self, cell: Cell) -> bool:
-        """Whether a difference is certainly for the worse: all of its interval is."""
+        """Return whether the whole interval of a difference is on the worse side."""
         if not (self.signed and self.better and isinstance(cell, Interval)):
             return False
         return cell.hi < 0 if self.better == "higher" else cell.lo > 0
@@ -122,9 +121,9 @@ class TableRow:
     """A row of a table.
 
     Attributes:
-        cells: A cell for each column.
-        group: Rows of one group compete for the best number, such as those of one budget. A row
-            without a group, such as the full cache's, competes with none.
+        cells: One cell per column.
+        group: Rows that compete for the best number, such as those of one budget. A row without a group, such as the
+            full cache's, does not compete.
     """
 
     cells: tuple[Cell, ...]
@@ -136,10 +135,10 @@ class Table:
     """A table.
 
     Attributes:
-        title: What the table shows.
-        columns: The columns.
-        rows: The rows, in order; those of one group are neighbours.
-        notes: What a reader must know, shown below.
+        title: Title.
+        columns: Columns.
+        rows: Rows in order; those of one group are adjacent.
+        notes: Notes below the table.
     """
 
     title: Phrase
@@ -149,7 +148,7 @@ class Table:
 
     @property
     def column_groups(self) -> list[tuple[str, int]]:
-        """Runs of neighbouring columns with the same group: its heading and how many they are."""
+        """Heading and width of each run of adjacent columns with the same group."""
         column_runs: list[tuple[str, int]] = []
         for column in self.columns:
             if column_runs and column_runs[-1][0] == column.group:
@@ -159,10 +158,10 @@ class Table:
         return column_runs
 
     def ranks(self) -> dict[tuple[int, int], int]:
-        """Best (1) and second best (2) cells by row and column.
+        """Return the ranks of the best (1) and second best (2) cells, by row and column.
 
-        Numbers that read the same share a rank. A column is ranked if it says what is better and
-        does not hold differences; a group of rows is ranked if two of its rows have a number.
+        Numbers with equal text share a rank. A column is ranked if `better` is set and it does not hold differences; a
+        group of rows is ranked if two of its rows have a number.
         """
         ranks: dict[tuple[int, int], int] = {}
         for column_index, column in enumerate(self.columns):
@@ -189,18 +188,17 @@ class Table:
         return ranks
 
     def repeats(self, row_index: int, column_index: int) -> bool:
-        """Whether the cell in row i and column j is left blank; see `Column.merged`."""
+        """Return whether a cell is left blank; see `Column.merged`."""
         if not row_index or not self.columns[column_index].merged:
             return False
         return self.rows[row_index - 1].cells[: column_index + 1] == self.rows[row_index].cells[: column_index + 1]
 
 
 def first_two(values: Mapping[Key, tuple[float, str]]) -> dict[Key, int]:
-    """The best (1) and the second best (2) of some numbers, by key.
+    """Return the ranks of the best (1) and second best (2) numbers, by key.
 
     Args:
-        values: By key, a number that is smaller the better, and how it is shown. What reads the
-            same shares a place.
+        values: Number and text by key; smaller is better. Numbers with equal text share a rank.
     """
     ordered_values = sorted(values.values(), key=lambda value: value[0])
     best_texts = list(dict.fromkeys(shown_text for _, shown_text in ordered_values))[:2]
@@ -216,13 +214,13 @@ def beside(
     groups: Sequence[str] = (),
     notes: Iterable[Phrase] = (),
 ) -> Table:
-    """Make a table of columns that stand side by side.
+    """Return a table from columns.
 
     Args:
-        table_title: What it shows.
-        columns: Columns with their cells, all of the same number.
-        groups: The group of each row; by default the rows have none.
-        notes: Shown below.
+        table_title: Title.
+        columns: Columns with their cells, all of the same length.
+        groups: Group of each row; by default none.
+        notes: Notes below the table.
 
     Raises:
         ValueError: The columns differ in length.
@@ -237,7 +235,7 @@ def beside(
 
 
 def value_of(cell: Cell) -> float:
-    """The number of a cell, the mean of an interval; NaN if it has none."""
+    """Return the number of a cell, or the mean of its interval; NaN if it has none."""
     match cell:
         case Interval():
             return cell.mean

@@ -1,4 +1,4 @@
-"""Text that is safe for a terminal, for Markdown, for LaTeX and for a file name."""
+"""Escaping of text for terminals, Markdown, LaTeX and file names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import unicodedata
 REFERENCE_MODEL = "reference"
 REFERENCE_NOTE = (
     f"The model {REFERENCE_MODEL} is kvbench's own tiny model, trained on synthetic tasks: its "
-    "scores are about policies, not about a real model."
+    "scores compare policies and say nothing about real models."
 )
 
 
@@ -38,7 +38,7 @@ _TEX = {c: f"\\{c}" for c in "{}$&#_%"} | {
     "\N{GREEK SMALL LETTER ALPHA}": r"$\alpha$",
     "\N{GREEK SMALL LETTER BETA}": r"$\beta$",
     "\N{GREEK SMALL LETTER THETA}": r"$\theta$",
-    # Letters and quotes that need no package and that every encoding of fonts has.
+    # Letters and quotes that need no package and exist in every font encoding.
     **{c: c for c in "ßæœøåłÆŒØÅŁ‘’“”"},
 }
 _ACCENTS = "\N{COMBINING GRAVE ACCENT}\N{COMBINING ACUTE ACCENT}\N{COMBINING CIRCUMFLEX ACCENT}\
@@ -46,14 +46,14 @@ _ACCENTS = "\N{COMBINING GRAVE ACCENT}\N{COMBINING ACUTE ACCENT}\N{COMBINING CIR
 
 
 def plain(text: object) -> str:
-    """Text on one line without control, bidirectional or other unprintable characters."""
+    """Return text on one line without control, bidirectional or other unprintable characters."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in str(text)
     )
 
 
 def short(text: object, width: int = 44) -> str:
-    """Plain text of at most `width` characters; the middle of a longer one is left out."""
+    """Return plain text of at most `width` characters; the middle of longer text is removed."""
     plain_text = plain(text)
     if len(plain_text) <= width:
         return plain_text
@@ -62,14 +62,14 @@ def short(text: object, width: int = 44) -> str:
 
 
 def md(text: object, *, start: bool = True) -> str:
-    """Text as Markdown that renders as exactly that text, in a table cell as well.
+    """Escape text for Markdown, including table cells.
 
-    Characters that Markdown or HTML could read as structure become numeric entities, which are
-    never structure (CommonMark 0.31, section 2.5). An underscore within a word is just that.
+    Characters that Markdown or HTML could interpret as structure become numeric entities, which are never structure
+    (CommonMark 0.31, section 2.5). Underscores within words need no escape.
 
     Args:
         text: The text.
-        start: Whether it can stand at the start of a line.
+        start: Whether the text can be at the start of a line.
     """
     structure_pattern = r"[\\`*{}\[\]<>#+!|~&@$]|(?<![^\W_])_|_(?![^\W_])"
     escaped = re.sub(structure_pattern, lambda match: f"&#{ord(match[0])};", plain(text))
@@ -82,30 +82,30 @@ def md(text: object, *, start: bool = True) -> str:
 
 
 def code(text: object) -> str:
-    """A name as Markdown: a code span where that is safe as it stands, escaped text otherwise."""
+    """Return a name as Markdown: as a code span if that is safe, otherwise as escaped text."""
     plain_text = plain(text)
     return f"`{plain_text}`" if re.fullmatch(r"[\w.:=,/+-]+", plain_text) else md(plain_text)
 
 
 def span(text: object) -> str:
-    """Any text as a code span, in which nothing is markup; not for a table, which `|` would end.
+    """Return any text as a Markdown code span; not for tables, where `|` would end the cell.
 
-    The fence is longer than every run of backticks within (CommonMark 0.31, section 6.1).
+    The fence is longer than every run of backticks in the text (CommonMark 0.31, section 6.1).
     """
     plain_text = plain(text)
     if not plain_text:
         return ""
     fence = "`" * (max((len(backtick_run) for backtick_run in re.findall("`+", plain_text)), default=0) + 1)
-    # One space at either end is stripped again, if there is one at both and other text between.
+    # Markdown strips one space at each end if both ends have one and the text is not blank.
     needs_padding = plain_text.startswith(("`", " ")) or plain_text.endswith(("`", " "))
     padding = " " if needs_padding and plain_text.strip() else ""
     return f"{fence}{padding}{plain_text}{padding}{fence}"
 
 
 def tex(text: object) -> str:
-    r"""Text as LaTeX that renders as exactly that text, at the start of a table row as well.
+    r"""Escape text for LaTeX, including the start of a table row.
 
-    Letters that pdfLaTeX has in no font are spelled as in Python, such as `\u4e2d`.
+    Letters that no pdfLaTeX font has are spelled as in Python, such as `\u4e2d`.
     """
     # `\\` takes a following `[` or `*` as its argument, and `--` becomes a dash.
     return "".join(map(_tex_char, plain(text))).replace("--", "-{}-")
@@ -115,25 +115,25 @@ def _tex_char(character: str) -> str:
     if character in _TEX or character.isascii():
         return _TEX.get(character, character)
     letter, *accents = list(unicodedata.normalize("NFD", character))
-    # Of what Latin-1 and Latin Extended-A compose, LaTeX sets these with any font.
+    # LaTeX sets these composed letters of Latin-1 and Latin Extended-A with any font.
     if character <= "\u017f" and len(accents) == 1 and accents[0] in _ACCENTS and letter.isascii():
         return character
     return "".join(_TEX.get(escaped_char, escaped_char) for escaped_char in character.encode("unicode_escape").decode())
 
 
 def word(text: object) -> str:
-    """A name as it stands where nothing in it is markup, as a code span otherwise."""
+    """Return a name unchanged if it contains no markup, otherwise as a code span."""
     plain_text = plain(text)
     return plain_text if re.fullmatch(r"[^\W_]+(?:[._-]+[^\W_]+)*", plain_text) else span(plain_text)
 
 
 def tokens(length: int) -> str:
-    """The length of a task's prompts; 0 stands for data that kvbench does not resize."""
+    """Return the length of a task's prompts as text; 0 stands for data that kvbench does not resize."""
     return f"{length} tokens" if length else "natural length"
 
 
 def slug(text: object) -> str:
-    """A file name for a name; names that differ give file names that differ."""
+    """Return a file name for a name; different names give different file names."""
     full_name = str(text)
     safe_name = re.sub(r"[^a-z0-9._-]+", "-", full_name).strip("-.")[:60]
     if safe_name == full_name:
@@ -142,17 +142,17 @@ def slug(text: object) -> str:
 
 
 def mean_of(task_count: int) -> str:
-    """What a mean over a group is called."""
+    """Return the name of a mean over a group."""
     return f"mean of {counted(task_count, 'task')}"
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of things, such as `1 question` or `3 questions`."""
+    """Return a count with its noun, such as `1 question` or `3 questions`."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def listed(items: list[str], max_items: int = 12) -> str:
-    """Items with commas; a long list is cut and says how many are left out."""
+    """Join items with commas; a long list is shortened to `a, b and 3 more`."""
     if len(items) <= max_items:
         return ", ".join(items)
     return ", ".join(items[:max_items]) + f" and {len(items) - max_items} more"

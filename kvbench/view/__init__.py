@@ -1,7 +1,7 @@
-"""What a part of a policy is shown, and what it may ask the engine to observe.
+"""Inputs of a policy's parts, and the observations that they can require from the engine.
 
-Re-exported by `kvbench.plugin`, the page that a plugin author reads. Shapes: `B` sequences, `H` KV
-heads, `H_q` query heads, `n` entries shown, `d` head dim.
+Re-exported by `kvbench.plugin`, the plugin API. Shapes: `B` sequences, `H` KV heads, `H_q` query heads, `n` entries in
+the view, `d` head dimension.
 """
 
 from kvbench.view.blocks import Blocks

@@ -1,4 +1,4 @@
-"""The model as a part of a policy sees it."""
+"""Model information for the parts of a policy."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The model as a policy sees it.
+    """Shapes and projections of the model.
 
-    `output_weight(layer)` returns the output projection of a layer as `[H_q, d, d_model]`, one
-    slice per query head (a copy in the weight's own dtype, made by every call).
-    `project(layer, hidden)` projects hidden states `[B, n, d_model]` to queries, keys and values,
-    before RoPE and before any query or key norm: `[B, n, (H_q + 2 H) d]`.
-    `rotary(layer, position)` returns the cosines and sines by which RoPE turns queries and keys of
-    a layer at text positions `[n]`, float32 `[n, r]` each: of their first `r` of `d` channels,
-    channel `c` belongs together with channel `c + r/2`. Both contain the factor that some kinds of
-    RoPE scale attention with.
+    `output_weight(layer)` returns the output projection of a layer as `[H_q, d, d_model]`, one slice per query head
+    (every call copies it, in the weight's own dtype).
+    `project(layer, hidden)` projects hidden states `[B, n, d_model]` to queries, keys and values, before RoPE and
+    before any query or key norm: `[B, n, (H_q + 2 H) d]`.
+    `rotary(layer, position)` returns the cosines and sines with which RoPE rotates queries and keys of a layer at text
+    positions `[n]`, float32 `[n, r]` each. RoPE applies to the first `r` of `d` channels and pairs channel `c` with
+    channel `c + r/2`. Both tensors include the attention scaling factor that some RoPE variants use.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a part of a policy may ask the engine to observe."""
+"""Observations that a part of a policy can require from the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvbench.view.model import ModelInfo
 
 
 class Observer(Protocol):
-    """Accumulates one kind of observation over the forwards of a prefill, in all layers."""
+    """Accumulates one kind of observation over the forward passes of a prefill, in all layers."""
 
     def update(
         self,
@@ -24,26 +24,26 @@ class Observer(Protocol):
         valid: Tensor,
         scale: float,
     ) -> None:
-        """Observe one forward of one layer.
+        """Observe one forward pass of one layer.
 
         Args:
             layer: Index among the full-attention layers.
             q: New queries after RoPE, `[B, H_q, n, d]`.
-            k: All keys so far, the new ones last, `[B, H, S, d]`; after the cache was cut, only
-                the keys of the new tokens.
+            k: All keys so far, the new ones last, `[B, H, S, d]`; after an eviction step, only the keys of the new
+                tokens.
             v: The values of the same tokens.
-            hidden: New hidden states that enter the attention block, `[B, n, d_model]`.
+            hidden: Hidden states of the new tokens at the input of the attention block, `[B, n, d_model]`.
             valid: Which columns are tokens rather than padding, bool `[B, S]`.
-            scale: Factor of the logits, usually `1 / sqrt(d)`.
+            scale: Scale of the attention logits, usually `1 / sqrt(d)`.
         """
         ...
 
     def fork(self) -> Self:
-        """Return an observer that can continue without changing this one."""
+        """Return an independent copy."""
         ...
 
     def read(self, layer: int) -> Tensor:
-        """Return what was observed in a layer; the `Need` documents its shape."""
+        """Return the observation of a layer; the `Need` documents its shape."""
         ...
 
     @classmethod
@@ -54,39 +54,33 @@ class Observer(Protocol):
 
 @runtime_checkable
 class Separable(Protocol):
-    """An observer that can be split into its sequences.
-
-    Contexts are prefilled in one batch only if all their observers can.
-    """
+    """An observer that can be split by sequence, as batched prefill requires of all observers."""
 
     def sequence(self, row: int, tokens: int) -> Observer:
-        """The observer of one sequence without its padding.
+        """Return the observer of one sequence without its padding.
 
         Args:
-            row: The sequence.
-            tokens: How many tokens it has: the last columns of the batch.
+            row: Index of the sequence in the batch.
+            tokens: Length of the sequence; its tokens are the last columns of the batch.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Need:
-    """Something the engine observes for a part. Hashable; equal needs are observed once."""
+    """An observation that the engine makes for a part. Hashable; equal needs are observed once."""
 
     per_entry: ClassVar[bool] = False
-    """The observation has one value per cache entry, on its last axis."""
+    """Whether the observation has one value per cache entry, on its last axis."""
     of_tokens: ClassVar[bool] = False
-    """The observation is about tokens, not layers, and is known when a forward has ended."""
+    """Whether the observation is per token, not per layer, and known only after a forward pass."""
     at_end: ClassVar[bool] = False
-    """The observation is known when a prefill has ended."""
+    """Whether the observation is known only after a prefill."""
     goes_on: ClassVar[bool] = False
-    """Per entry; the engine keeps it with the entries from one cut of a cache to the next."""
+    """Whether the engine keeps this per-entry observation from one eviction step to the next."""
 
     def observer(self, model: ModelInfo) -> Observer:
-        """Make the observer for this need. A need of your own must implement this method.
-
-        The engine has the observers of the needs on this page.
-        """
+        """Return a new observer. Custom needs must implement this; the engine provides those of this module."""
         raise NotImplementedError(f"{type(self).__name__} does not implement observer()")
 
 
@@ -102,14 +96,13 @@ class Queries(Need):
 
 @dataclass(frozen=True)
 class AttentionMass(Need):
-    """Attention that every entry received, summed over queries, float32 `[B, H_q, n]`.
+    """Accumulated attention of every entry, summed over queries, float32 `[B, H_q, n]`.
 
-    The sums are exact; they are computed by blocks of queries, never as a `T x T` matrix. If a
-    cache is cut more than once, the engine keeps the sum with every entry and adds the attention
-    of each new query.
+    The sums are exact; they are computed in blocks of queries, never as a `T x T` matrix. Between eviction steps, the
+    engine keeps the sum of every entry and adds the attention of each new query.
 
     Attributes:
-        observe: Count only this many last queries of a prefill (None: all).
+        observe: Count only the last N queries of a prefill; None counts all.
         power: 1, or 2 for the sum of squared weights.
     """
 
@@ -121,10 +114,9 @@ class AttentionMass(Need):
 
 @dataclass(frozen=True)
 class PerToken(Need):
-    """A number that each token gets once per layer and KV head: float32 `[B, H, n]`.
+    """A number computed once per token, layer and KV head, float32 `[B, H, n]`.
 
-    A subclass computes it in `measure`; a learned gate is the usual case. The engine keeps the
-    number with the entry for as long as the entry is held.
+    Subclasses compute it in `measure`, usually with a learned gate. The engine keeps it as long as the entry.
     """
 
     per_entry: ClassVar[bool] = True
@@ -135,10 +127,10 @@ class PerToken(Need):
 
         Args:
             layer: Index among the full-attention layers.
-            hidden: Hidden states that enter the attention block, after its norm, `[B, n, d_model]`.
+            hidden: Hidden states at the input of the attention block, after its norm, `[B, n, d_model]`.
             key: Keys of the new tokens after RoPE, `[B, H, n, d]`.
-            value: Their values, `[B, H, n, d]`.
-            model: The model; `model.project(layer, hidden)` returns `q, k, v` before RoPE.
+            value: Values of the new tokens, `[B, H, n, d]`.
+            model: `model.project(layer, hidden)` returns `q, k, v` before RoPE.
         """
         raise NotImplementedError
 
@@ -147,9 +139,8 @@ class PerToken(Need):
 class Surprisal(Need):
     """`-log p(token | all tokens before it)` under the model itself, float32 `[B, H, n]`.
 
-    It is the same in all heads and layers. The first token of a sequence, which nothing predicts,
-    gets the largest value of its sequence. The model predicts from what its cache holds: evicted
-    entries do not contribute.
+    It is the same in all heads and layers. The first token of a sequence, which has no prediction, gets the largest
+    value of its sequence. Evicted entries do not contribute to the prediction.
     """
 
     of_tokens: ClassVar[bool] = True
@@ -157,16 +148,16 @@ class Surprisal(Need):
 
 @dataclass(frozen=True)
 class Replay(Need):
-    """Largest attention that every entry receives while the context is fed once more.
+    """Largest attention that every entry receives in a second pass over the context, float32 `[B, H, n]`.
 
-    float32 `[B, H, n]`, the maximum over the queries of the replay and the query heads of a KV
-    head. The context is replayed chunk by chunk when its prefill has ended; the engine does so once
-    for all policies, and books the time with each of them. It is present at the first cut only.
+    The maximum is over the queries of the replay and the query heads of a KV head. The context is replayed chunk by
+    chunk after its prefill, once for all policies; the time is added to each of them. Present only at the first
+    eviction step.
 
     Attributes:
-        chunk: Tokens of a chunk. Entries are seen by the replay of their own chunk.
+        chunk: Tokens per chunk. An entry is seen only by the queries of its own chunk.
         sinks: First tokens that also take part in the softmax.
-        norm: Weight the attention by `||v W_O||_2` over the length of the query's hidden state.
+        norm: Weight the attention by `||v W_O||_2` divided by the norm of the query's hidden state.
     """
 
     chunk: int = 2048

@@ -1,7 +1,7 @@
-"""Turning queries and keys forth and back as RoPE does, for scores that look before it.
+"""RoPE and its inverse, for scores that use queries or keys before RoPE.
 
-Cosines and sines come from `ModelInfo.rotary`. In models that give images positions on several axes
-(M-RoPE), keys of images are turned by the angle of their place in the sequence, as text is.
+Cosines and sines come from `ModelInfo.rotary`. In models whose images have positions on several axes (M-RoPE), image
+keys are rotated by their position in the sequence, as text is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvbench.view.model import ModelInfo
 
 
 def angles(model: ModelInfo, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of a layer at any positions.
+    """Return the cosines and sines of a layer at any positions.
 
     Args:
         model: The model.
@@ -22,7 +22,7 @@ def angles(model: ModelInfo, layer: int, positions: Tensor) -> tuple[Tensor, Ten
         positions: int64, any shape; negative positions count as 0.
 
     Returns:
-        float32 `[*position.shape, r]` each.
+        float32 `[*positions.shape, r]` each.
 
     Raises:
         UserError: The model has no rotary embedding.
@@ -34,7 +34,7 @@ def angles(model: ModelInfo, layer: int, positions: Tensor) -> tuple[Tensor, Ten
 
 
 def turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn `states` `[..., d]` by angles `[..., r]`; channels from `r` on stay as they are."""
+    """Rotate `states` `[..., d]` by angles `[..., r]`; channels from `r` on are unchanged."""
     rotary_dim = cos.shape[-1]
     return torch.cat(
         [
@@ -46,7 +46,7 @@ def turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turn_back(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Undo `turn`."""
+    """Apply the inverse of `turn`."""
     squared_norm = cos.square() + sin.square()
     return turn(states, cos / squared_norm, -sin / squared_norm)
 

@@ -1,4 +1,4 @@
-"""The ratings of the entries of one layer, and what they protect."""
+"""Scores and protection classes of the entries of one layer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from kvbench.view.shown import View
 
 @dataclass
 class Scores:
-    """The ratings of the entries of one layer.
+    """Scores and protection classes of the entries of one layer.
 
     Attributes:
-        value: The value of each entry, finite float32 `[B, H, n]`; ignored where `valid` is false.
-        protect: Entries that are kept before all others, `[B, H, n]`: bool (true means `WINDOW`),
-            or int8 classes, where a higher class gives way later (see `protect_window` and
-            `protect_sinks`). If the protected entries do not fit a head's share, the lowest class
-            gives way first. Within a class the oldest entry gives way first, with two exceptions.
-            Among sinks, the last one gives way first, so that position 0 stays longest. In
-            `CHOSEN`, the class of entries chosen by a first stage, the smallest value gives way
-            first.
+        value: Score of each entry, finite float32 `[B, H, n]`; ignored where `valid` is false.
+        protect: Entries that are kept before all others, `[B, H, n]`: bool (true means `WINDOW`), or int8 classes (see
+            `protect_window` and `protect_sinks`). If the protected entries exceed a head's budget, the lowest class is
+            evicted first and, within a class, the oldest entry, with two exceptions: the last sink is evicted first,
+            so that position 0 stays longest, and in `CHOSEN`, the class of entries chosen by a first stage, the entry
+            with the smallest value is evicted first.
     """
 
     value: Tensor
@@ -36,7 +34,7 @@ class Scores:
     NEWEST: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
-        """Turn a mask into classes."""
+        """Convert a mask to classes."""
         if self.protect.dtype == torch.bool:
             self.protect = self.protect.to(torch.int8) * Scores.WINDOW
         elif not self.protect.is_floating_point() and not self.protect.is_complex():
@@ -44,14 +42,14 @@ class Scores:
 
 
 def checked_scores(result: object, v: View) -> Scores:
-    """Check the type, dtype and shape of what a score has returned.
+    """Validate the type, dtype and shape of a score's return value.
 
     Args:
-        result: What it returned.
-        v: What it was shown.
+        result: Return value of the score.
+        v: The view that was passed to it.
 
     Returns:
-        The scores; a plain tensor protects nothing.
+        The scores; a plain tensor protects no entry.
 
     Raises:
         BudgetError: The scores are not a floating-point tensor `[B, H, n]`, or the protection
@@ -74,10 +72,10 @@ def checked_scores(result: object, v: View) -> Scores:
 
 
 def check_floating(source_name: str, data: Tensor) -> None:
-    """Refuse numbers that are not floating-point: converting them would hide a mistake.
+    """Reject numbers that are not floating-point, because converting them would hide a mistake.
 
     Raises:
-        BudgetError: They are complex, bool or integers.
+        BudgetError: The numbers are complex, bool or integers.
     """
     if not data.is_floating_point():
         conversion = ".abs()" if data.is_complex() else ".float()"
@@ -91,12 +89,12 @@ def _kind(tensor: Tensor) -> str:
 
 
 def protect_nothing(v: View) -> Tensor:
-    """Protection classes that protect no entry, int8 `[B, H, n]`."""
+    """Return protection classes that protect no entry, int8 `[B, H, n]`."""
     return torch.zeros(v.shape, dtype=torch.int8, device=v.col.device)
 
 
 def protect_window(v: View, window: int | Tensor) -> Tensor:
-    """Protect the last `window` tokens (an int, or int64 `[B]`); the newest gives way last."""
+    """Protect the last `window` tokens (an int, or int64 `[B]`); the newest is evicted last."""
     window_size = window if isinstance(window, int) else window[:, None, None]
     entry_classes = ((v.age < window_size) & v.valid).to(torch.int8) * Scores.WINDOW
     is_newest = (v.age == 0) & v.valid & (entry_classes > 0)
@@ -104,5 +102,5 @@ def protect_window(v: View, window: int | Tensor) -> Tensor:
 
 
 def protect_sinks(v: View, sinks: int) -> Tensor:
-    """Protect the first `sinks` tokens of every sequence; position 0 gives way last."""
+    """Protect the first `sinks` tokens of every sequence; position 0 is evicted last."""
     return ((v.position < sinks) & v.valid).to(torch.int8) * Scores.SINK

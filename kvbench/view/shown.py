@@ -1,4 +1,4 @@
-"""What a part of a policy is shown of one layer."""
+"""The view of one layer that the parts of a policy receive."""
 
 from __future__ import annotations
 
@@ -15,36 +15,35 @@ from kvbench.view.needs import Need, Queries
 
 
 class View:
-    """One layer at one moment: the sequences that belong to one policy.
+    """One layer at one moment, for the sequences of one policy.
 
-    Entries are in the order of their columns, so the last valid one is the newest.
+    Entries are in column order, so the last valid one is the newest.
 
     Attributes:
         layer: Index among the full-attention layers, `0 <= layer < model.layers`.
         moment: When the cache is compressed.
-        length: Tokens that each sequence has seen, without padding, int64 `[B]`.
+        length: Tokens processed per sequence, without padding, int64 `[B]`.
         col: Logical column of every entry, int64 `[B, H, n]` (padding counts; see `position`).
-        position: Logical position of every entry, int64 `[B, H, n]`: 0 for the first token,
-            `length - 1` for the newest, regardless of evictions.
+        position: Logical position of every entry, int64 `[B, H, n]`: 0 for the first token, `length - 1` for the
+            newest, regardless of evictions.
         valid: Which entries exist, bool `[B, H, n]`.
         key: Keys after RoPE, `[B, H, n, d]`.
         value: Values, `[B, H, n, d]`.
-        obs: Observations by `Need`. The per-entry needs of a plugin are present when a prefill is
-            cut, but not at later cuts: state that must last belongs in the extras.
-            `AttentionMass`, `Queries` and `Surprisal` continue and are present at every cut.
+        obs: Observations by `Need`. The per-entry needs of a plugin are present at the eviction step of a prefill but
+            not at later ones; keep lasting state in `extras`. `AttentionMass`, `Queries` and `Surprisal` are
+            present at every eviction step.
         extras: Per-entry state of the policy by name, `[B, H, n]`; a score may assign to it.
-        turns_ago: How many turns before the newest one an entry came, int64 `[B, H, n]`; 0
-            everywhere except at moment `turns`.
-        final: Whether this is the last cut of a chunked prefill.
-        coming: Tokens of the prompt that are prefilled after that last cut (`Score.tail`).
-        asked: Tokens of the question, which are the last ones of every sequence; 0 if the cache
-            holds no question, or holds more tokens behind it.
-        model: The model's shapes and output projections.
-        scale: Factor of the attention logits.
+        turns_ago: Age of every entry in turns, int64 `[B, H, n]`: 0 for the newest turn; 0 everywhere except at
+            moment `turns`.
+        final: Whether this is the last eviction step of a chunked prefill.
+        coming: Tokens of the prompt that are prefilled after that last step (`Score.tail`).
+        asked: Tokens of the question, which are the last of every sequence; 0 if the cache holds no question, or
+            tokens after it.
+        model: Shapes and output projections of the model.
+        scale: Scale of the attention logits.
         seed: Noise seed of every sequence, int64 `[B]`, from the run's seed and the context.
-        visual: Which entries are of images and videos, bool `[B, H, n]`; False everywhere in a text
-            model.
-        pruned: Which of these the prefill has pruned, bool `[B, H, n]`; see `VisualTokens`.
+        visual: Which entries belong to images and videos, bool `[B, H, n]`; False everywhere in a text model.
+        pruned: Which of the visual entries the prefill has pruned, bool `[B, H, n]`; see `VisualTokens`.
     """
 
     def __init__(
@@ -97,25 +96,25 @@ class View:
         self._alone: View | None = None
 
     def once(self, name: Hashable, make: Callable[[View], Tensor]) -> Tensor:
-        """Make a tensor once for all cells of a prefill; nobody may change it in place.
+        """Compute a tensor once for all cells of a prefill; it must not be modified in place.
 
         Args:
-            name: Identifies what is made, with its parameters.
-            make: Makes it from a view, `[B, ...]`. It may depend on the layer's K, V, observations
-                and the model, not on scores or budgets.
+            name: Identifies the tensor, including its parameters.
+            make: Computes it from a view, `[B, ...]`. It may depend on the layer's K, V, observations and the model,
+                not on scores or budgets.
         """
         if self._alone is not None:
             return _repeated(self._alone.once(name, make), len(self._budget))
         return make(self) if self._share is None else self._share(name, partial(make, self))
 
     def share(self, once: Callable[[Hashable, Callable[[], Tensor]], Tensor]) -> None:
-        """Let `once` decide what is made anew, given a name and what makes the tensor."""
+        """Set the cache for `View.once`: a function of a name and of what computes the tensor."""
         self._share = once
 
     def for_budgets(self, budget: Tensor) -> View:
-        """Show the only sequence of this view once for every budget, int64 `[B]`.
+        """Return a view that repeats the only sequence of this view for every budget, int64 `[B]`.
 
-        No tensor is copied. The extras are zero, as they are before a score sets them.
+        No tensor is copied. `extras` is zero, as it is before a score sets it.
         """
         budget_view = copy.copy(self)
         for field_name in _BY_SEQUENCE:
@@ -129,7 +128,7 @@ class View:
         return budget_view
 
     def tensors(self) -> list[tuple[object, Tensor]]:
-        """The tensors that nobody may change in place, by name or need: all but the extras."""
+        """Return the tensors that must not be modified in place, by name or need: all but `extras`."""
         named_tensors = [(field_name, getattr(self, field_name)) for field_name in _BY_SEQUENCE]
         return [*named_tensors, ("budget", self._budget), *self.obs.items()]
 
@@ -137,7 +136,7 @@ class View:
     def budget(self) -> Tensor:
         """Mean entries per (layer, KV head), `b`, int64 `[B]`.
 
-        A score that reads it is computed for every budget; any other score is computed once.
+        A score that uses it is computed for every budget; any other score is computed once.
         """
         self.read_budget = True
         return self._budget
@@ -166,14 +165,14 @@ class View:
         return grouped_heads.sum(2) if how == "sum" else grouped_heads.mean(2)
 
     def window_attention(self, window: int, last: int | None = None) -> Tensor:
-        """Attention of the last `window` queries on the entries, causal within the window.
+        """Return the attention of the last `window` queries to the entries, causal within the window.
 
-        The softmax is in float32 over all entries shown. If a sequence is shorter than the window,
-        the rows of missing queries are zero.
+        The softmax is in float32 over all entries of the view. If a sequence is shorter than the window, the rows of
+        missing queries are zero.
 
         Args:
-            window: Number of queries that are observed.
-            last: Use only this many of them, the newest; None: all.
+            window: Number of observed queries, as in the need `Queries(window)`.
+            last: Use only the newest N of them; None uses all.
 
         Returns:
             float32 `[B, H_q, last, n]`.
@@ -193,10 +192,10 @@ class View:
         return attention.flatten(1, 2)
 
     def noise(self, stream: int = 0) -> Tensor:
-        """Uniform noise in [0, 1), float32 `[B, H, n]`; streams are independent of each other.
+        """Return uniform noise in [0, 1), float32 `[B, H, n]`; streams are independent of each other.
 
-        The noise is a hash of (seed, context, layer, head, position), not the output of a
-        generator, so it depends neither on the batch nor on the order in which cells run.
+        The noise is a hash of (seed, context, layer, head, position), not the output of a generator, so it depends
+        neither on the batch nor on the order in which cells run.
         """
         head_indices = torch.arange(self.valid.shape[1], device=self.col.device)[None, :, None]
         noise_keys = self.seed[:, None, None] + 0x9E3779B1 * (self.layer * 1024 + head_indices) + self.position
@@ -219,5 +218,5 @@ _BY_SEQUENCE = (
 
 
 def _repeated(tensor: Tensor, repeat_count: int) -> Tensor:
-    """A tensor of one sequence `[1, ...]` as that of several, without a copy."""
+    """Repeat a tensor of one sequence, `[1, ...]`, along the batch without copying it."""
     return tensor.expand(repeat_count, *tensor.shape[1:])

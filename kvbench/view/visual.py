@@ -1,4 +1,4 @@
-"""What a score that prunes is shown of the visual tokens of a prompt."""
+"""Input and output of pruning: the visual tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VisualTokens:
-    """The visual tokens of one prompt, as a score with `Score.prunes` is shown them.
+    """The visual tokens of one prompt, passed to `Score.prune`.
 
-    `V` visual tokens, `X` text tokens, `D` hidden size of the language model.
+    `V` visual tokens, `X` text tokens, `D` hidden size of the language model. Pruning takes place either before the
+    language model (`Score.prunes` is 0) or inside it; fields of the other case are None.
 
     Attributes:
-        keep: How many visual tokens stay, at least 1.
-        feature: What the language model is given for them, `[V, D]`; inside the language model, the
-            hidden states that enter the attention of the layer before the pruning.
-        text: The same of the text tokens, `[X, D]`.
-        image: Number of the image or video of each visual token, from 0, int64 `[V]`.
-        salience: Attention that each receives in the vision tower, float32 `[V]`: from the class
-            token if there is one, otherwise the mean over all patches; mean over heads. It is of
-            the layer whose output the language model is given. None inside the language model.
-        patch_key: Keys of that layer, all heads side by side, `[V, d_tower]`. Where several patches
-            make one token, these and the fields after them are means over the patches. None inside
-            the language model.
-        head_key: The mean of these keys over heads, `[V, d_tower / heads]`.
-        last_salience: As `salience`, but of the tower's last layer, and of one softmax over all
-            heads together, scaled by the square root of `d_tower`.
-        last_key: As `patch_key`, but of the tower's last layer.
-        attention: Attention from the last token of the prompt in the layer before the pruning, mean
-            over heads, float32 `[V]`. None before the language model.
-        key: Keys of that layer, all heads side by side, `[V, H d]`. None before it.
-        text_key: The same of the text tokens, `[X, H d]`. None before it.
-        output: What that layer puts out, after the final norm of the language model, `[V, D]`. None
-            before it.
-        text_output: The same of the text tokens, `[X, D]`. None before it.
-        follows: Which text tokens come after the last visual token, bool `[X]`. None before it.
+        keep: Number of visual tokens to keep, at least 1.
+        feature: Input embeddings of the visual tokens, `[V, D]`; inside the language model, the hidden states at the
+            input of the attention of the layer before the pruning.
+        text: The same for the text tokens, `[X, D]`.
+        image: Index of the image or video of each visual token, from 0, int64 `[V]`.
+        salience: Attention that each visual token receives in the vision tower, float32 `[V]`: from the class token if
+            there is one, otherwise the mean over all patches; mean over heads. Measured in the layer whose output the
+            language model receives. None inside the language model.
+        patch_key: Keys of that layer, heads concatenated, `[V, d_tower]`. If several patches form one token, this and
+            the next fields are means over the patches. None inside the language model.
+        head_key: Mean of these keys over heads, `[V, d_tower / heads]`.
+        last_salience: Like `salience`, but for the tower's last layer and with one softmax over all heads together,
+            scaled by the square root of `d_tower`.
+        last_key: Like `patch_key`, but for the tower's last layer.
+        attention: Attention from the last token of the prompt in the layer before the pruning, mean over heads,
+            float32 `[V]`. None before the language model.
+        key: Keys of that layer, heads concatenated, `[V, H d]`. None before the language model.
+        text_key: The same for the text tokens, `[X, H d]`. None before the language model.
+        output: Output of that layer, after the final norm of the language model, `[V, D]`. None before the language
+            model.
+        text_output: The same for the text tokens, `[X, D]`. None before the language model.
+        follows: Which text tokens come after the last visual token, bool `[X]`. None before the language model.
     """
 
     keep: int
@@ -58,11 +58,11 @@ class VisualTokens:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What is left of visual tokens.
+    """Result of pruning visual tokens.
 
     Attributes:
-        keep: Which tokens stay, bool `[V]`; exactly `VisualTokens.keep` are true.
-        feature: What the language model is given for them instead, `[V, D]`; None: nothing else.
+        keep: Which tokens to keep, bool `[V]`; exactly `VisualTokens.keep` are true.
+        feature: Replacement for `VisualTokens.feature`, `[V, D]`; None leaves it unchanged.
     """
 
     keep: Tensor

@@ -62,7 +62,7 @@ def test_a_policy_that_gives_up(tmp_path: Path) -> None:
 def test_a_score_that_is_not_finite(tmp_path: Path) -> None:
     body = "def mine(v):\n    return torch.log(v.key.float().norm(dim=-1) - 4)\n"
     results = check(tmp_path, body, "mine")
-    detail = results["scores are finite and inputs untouched"].detail
+    detail = results["scores are finite, inputs unmodified"].detail
     assert "of layer 0 are not finite" in detail
     assert "Llama, G=2" in detail
 
@@ -70,12 +70,12 @@ def test_a_score_that_is_not_finite(tmp_path: Path) -> None:
 def test_a_score_that_changes_its_input(tmp_path: Path) -> None:
     body = "def mine(v):\n    return v.value.mul_(1.1).norm(dim=-1)\n"
     results = check(tmp_path, body, "mine")
-    assert "value was changed in place" in results["scores are finite and inputs untouched"].detail
+    assert "value was modified in place" in results["scores are finite, inputs unmodified"].detail
 
 
 def test_a_score_of_the_wrong_shape(tmp_path: Path) -> None:
     results = check(tmp_path, "def mine(v):\n    return v.value.float().sum(-1).mean(1)\n", "mine")
-    detail = results["scores are finite and inputs untouched"].detail
+    detail = results["scores are finite, inputs unmodified"].detail
     assert "scores of shape [3, 61]; return [B, H, n] [3, 2, 61]" in detail
 
 
@@ -90,7 +90,7 @@ def test_a_score_of_the_wrong_shape(tmp_path: Path) -> None:
 def test_a_score_that_is_not_floating_point(tmp_path: Path, cast: str, kind: str, mend: str) -> None:
     body = f"def mine(v):\n    return v.value.float().norm(dim=-1).{cast}\n"
     results = check(tmp_path, body, "mine")
-    assert results["scores are finite and inputs untouched"].detail == (
+    assert results["scores are finite, inputs unmodified"].detail == (
         f"layer 0: the score returned {kind}, not floating-point; convert it, for example with .{mend}()"
     )
 
@@ -98,8 +98,8 @@ def test_a_score_that_is_not_floating_point(tmp_path: Path, cast: str, kind: str
 def test_a_score_that_sees_padding(tmp_path: Path) -> None:
     body = "def mine(v):\n    return (v.value.float() - v.value.float().mean(2, True)).norm(dim=-1)\n"
     results = check(tmp_path, body, "mine")
-    assert failed(results) == {"a padded row keeps what it keeps alone"}
-    assert "of padding" in results["a padded row keeps what it keeps alone"].detail
+    assert failed(results) == {"padding does not change kept entries"}
+    assert "of padding" in results["padding does not change kept entries"].detail
 
 
 def test_a_score_that_sees_its_batch(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_score_that_sees_its_batch(tmp_path: Path) -> None:
 def test_a_score_from_a_global_generator(tmp_path: Path) -> None:
     results = check(tmp_path, "def mine(v):\n    return torch.rand(v.shape)\n", "mine")
     assert "deterministic" in failed(results)
-    assert "twice the same" in results["deterministic"].detail
+    assert ", repeated: " in results["deterministic"].detail
 
 
 def test_a_selector_that_keeps_too_many(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ class Mine(Score):
         return v.value.float().norm(dim=-1)
 """
     results = check(tmp_path, body, "Mine")
-    assert "not read back" in results["parameters are spelled back"].detail
+    assert "is not parsed as" in results["parameters round-trip"].detail
 
 
 def test_parameters_out_of_range_must_say_so(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ class Mine(Score):
         return v.value.float().norm(dim=-1)
 """
     results = check(tmp_path, body, "Mine")
-    detail = results["parameters are spelled back"].detail
+    detail = results["parameters round-trip"].detail
     assert "size=-1 raises AssertionError; raise UserError" in detail
 
 
@@ -183,6 +183,6 @@ def test_a_reader_that_does_wrong_is_told_what(tmp_path: Path) -> None:
         "NAN = Policy('nan', None, Uniform(), TopK(), read=Nan())\n"
         "CHANGES = Policy('changes', None, Uniform(), TopK(), read=Changes())\n"
     )
-    name = "scores are finite and inputs untouched"
+    name = "scores are finite, inputs unmodified"
     assert "ratings of layer 0 are not finite" in check(tmp_path, body, "NAN")[name].detail
-    assert "key was changed in place" in check(tmp_path, body, "CHANGES")[name].detail
+    assert "key was modified in place" in check(tmp_path, body, "CHANGES")[name].detail

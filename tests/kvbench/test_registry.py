@@ -232,7 +232,7 @@ def test_a_file_without_modules_beside_it_keeps_its_digest(tmp_path: Path) -> No
         (
             "class E(Exception):\n    def __str__(self): raise ValueError\nraise E",
             "A",
-            r"my_policy\.py:3 cannot be executed: E: its message cannot be read",
+            r"my_policy\.py:3 cannot be executed: E: no message, because its __str__ raises",
         ),
         ("A = 1", "", "does not name an object"),
     ],

@@ -1,1 +1,1 @@
-"""Tables for a paper: the layouts of published tables, and any other, filled with runs' figures."""
+"""Tables for papers: layouts of published tables, or any others, filled with the results of runs."""

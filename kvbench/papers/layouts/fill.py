@@ -1,4 +1,4 @@
-"""Fills a layout with the figures of runs: scores, ranks, and marks of significance."""
+"""Filling of layouts with the results of runs: scores, ranks and significance marks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvbench.tables.table import Cell, Column, Graded, Table, TableRow, first_tw
 
 ALPHA = 0.05
 _RESOLUTION = 10
-"""Draws per 1 / level: enough that the smallest p that can be drawn is far below the level."""
+"""Draws per 1 / level, so that the smallest possible p-value is far below the level."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Test:
     """A paired test of a slot against the reference.
 
     Attributes:
-        better: +1 if it is significantly better, -1 if it is significantly worse, otherwise 0.
+        better: +1 or -1 if significantly better or worse, otherwise 0.
         p: The p-value, corrected for all tests of the table.
-        contexts: How many contexts both have.
+        contexts: Number of common contexts.
     """
 
     better: int = 0
@@ -38,18 +38,17 @@ class Test:
 def fill(layout: Layout, measures: Measures, against: str = "") -> Table:
     """Fill a layout.
 
-    The best number of those that compete (the same thing at the same budget, by policy) has rank
-    1, the second best rank 2; the full cache does not compete. A slot that the runs do not fill is
-    a dash, and a note says what is missing.
+    Policies compete for the best number in the same place at the same budget: the best has rank 1, the second best
+    rank 2; the full cache does not compete. A slot without a result is a dash, and a note lists what is missing.
 
     Args:
         layout: The layout.
         measures: The runs.
-        against: The policy that every score is tested against at the same budget, `full` for the
-            full cache, or an empty string for no tests.
+        against: Reference policy of the significance tests at the same budget, `full` for the full cache, or "" for no
+            tests.
 
     Raises:
-        UserError: The runs do not have the policy to test against.
+        UserError: The runs lack the reference policy.
     """
     filler = _Filler(measures)
     slot_tests = _tests(layout, filler, against) if against else {}
@@ -75,24 +74,24 @@ def fill(layout: Layout, measures: Measures, against: str = "") -> Table:
 
 
 class _Filler:
-    """What slots hold."""
+    """Computes the values of slots."""
 
     def __init__(self, measures: Measures) -> None:
         self.measures = measures
 
     def fills(self, slot: Slot) -> bool:
-        """Whether the runs have a figure for a slot."""
+        """Return whether the runs have a result for a slot."""
         return not math.isnan(self.value(slot))
 
     def value(self, slot: Slot) -> float:
-        """The figure of a slot, scores and shares as the runs record them; NaN without one."""
+        """Return the value of a slot, with scores and shares on the scale of the run; NaN if there is none."""
         if isinstance(slot, ComputedSlot):
             numbers = [self._points(operand) for operand in slot.of]
             if any(map(math.isnan, numbers)):
                 return math.nan
             try:
                 return slot.compute(numbers) / 100
-            except ZeroDivisionError:  # a loss against a full cache that scores 0
+            except ZeroDivisionError:  # the full cache scores 0
                 return math.nan
         if slot.value is Value.KV:
             return self._mean(slot, self.measures.held)
@@ -108,7 +107,7 @@ class _Filler:
         return -relative_change if slot.value is Value.LOSS else relative_change
 
     def format(self, slot: Slot) -> tuple[NumberFormat, bool]:
-        """How the figure of a slot is written, and whether with a sign."""
+        """Return the number format of a slot, and whether it is signed."""
         if isinstance(slot, ComputedSlot):
             return NumberFormat.PERCENT, slot.signed
         if slot.value is Value.KV:
@@ -119,7 +118,7 @@ class _Filler:
         return score_kind(unit_scaled=unit_scaled), slot.value is Value.DIFF
 
     def sign(self, slot: Slot) -> int:
-        """+1 if larger figures of a slot are better, -1 if smaller ones are, 0 if neither is."""
+        """Return +1 if higher values of a slot are better, -1 if lower ones are, 0 if neither."""
         if isinstance(slot, ComputedSlot):
             return {"higher": 1, "lower": -1}.get(slot.better, 0)
         if slot.value is Value.KV:
@@ -131,7 +130,7 @@ class _Filler:
         return 100 * self.value(slot)
 
     def _mean(self, slot: MeasuredSlot, measure: Callable[[Config, ScoreSource], float]) -> float:
-        """The slot's mean; NaN if a source lacks a figure, or if they differ in kind."""
+        """Return the mean of a slot; NaN if a source lacks a score, or if they differ in direction or scale."""
         sources = [source for source, _ in slot.weights]
         directions = {self.measures.higher_is_better(slot.config, mean_source) for mean_source in sources}
         if len(directions) > 1 or len({self.measures.unit(mean_source) for mean_source in sources}) > 1:
@@ -156,9 +155,9 @@ def _ranks(layout: Layout, filler: _Filler) -> dict[Slot, int]:
 
 
 def _tests(layout: Layout, filler: _Filler, against: str) -> dict[Slot, Test]:
-    """The tests of all slots that differ from the reference in a score.
+    """Return the tests of all slots that differ from the reference in a score.
 
-    Where nothing differs no false alarm can be raised, so the correction leaves these slots out.
+    Slots without differences cannot raise a false alarm, so the correction ignores them.
     """
     measures = filler.measures
     policy_names = list(dict.fromkeys(map(str, measures.cells["policy"])))
@@ -171,7 +170,7 @@ def _tests(layout: Layout, filler: _Filler, against: str) -> dict[Slot, Test]:
         for slot in layout_slots
         if isinstance(slot, MeasuredSlot)
         and slot.value is not Value.KV
-        # A loss beside its own score would be the same test once more.
+        # A loss next to the same score would be a duplicate test.
         and not (slot.value is Value.LOSS and replace(slot, value=Value.SCORE) in layout_slots)
         and slot.config.policy not in ("full", against)
         and filler.fills(slot)

@@ -1,4 +1,4 @@
-"""Published tables whose layout runs can fill, and what kvbench has of what they show."""
+"""Published tables whose layout runs can fill, and the tasks that correspond to their datasets."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _TABLES = {
 }
 
 _TIMES = ("tokens/s", "s", "TTFT s", "speed-up")
-"""Metrics of speed at a fixed batch, which a run of tasks does not measure."""
+"""Speed metrics at a fixed batch size, which a run does not measure."""
 _ANSWERS = (*SCORES, "judge")
-"""Metrics that a task can have."""
+"""Metrics of tasks."""
 _PARTS = {
     "LongMemEval-S Multi": ScoreSource("longmemeval_s", "question_type", "multi-session"),
     "LongMemEval-S Knowledge": ScoreSource("longmemeval_s", "question_type", "knowledge-update"),
@@ -36,15 +36,15 @@ _PARTS = {
 """Published datasets that are parts of a task."""
 
 LENGTHS = {"L=50k": (50_000, 51_200), "L=100k": (100_000, 102_400)}
-"""Settings that are lengths, and the lengths of a run that are meant."""
+"""Published settings that are lengths, and the corresponding lengths of a run."""
 
 
 @dataclass(frozen=True)
 class PublishedLayout:
-    """A published table that runs can be laid out like.
+    """A published table whose layout runs can fill.
 
     Attributes:
-        paper: Name of its paper.
+        paper: Name of the paper.
         table: The table.
     """
 
@@ -53,14 +53,14 @@ class PublishedLayout:
 
     @property
     def name(self) -> str:
-        """What the command line calls it."""
+        """Name on the command line."""
         return f"{self.paper}-{self.table.number}"
 
     @property
     def figures(self) -> list[Figure]:
-        """The figures of the model with most of them, without rows that the paper copied.
+        """The results of the model with the most results, without rows that the paper copied.
 
-        Tables repeat the same rows for every model, so one model's stand for all.
+        Tables repeat the same rows for every model, so one model represents all.
         """
         measured_figures = [figure for figure in self.table.figures if not figure.method.endswith("*")]
         model_names = list(dict.fromkeys(figure.model for figure in measured_figures))
@@ -72,7 +72,7 @@ class PublishedLayout:
 
     @property
     def lacking(self) -> str:
-        """Why nothing of the table can be filled from kvbench's own tasks, or an empty string."""
+        """Why kvbench's own tasks cannot fill any of the table, or an empty string."""
         if any(task_weights(figure, ()) for figure in self.figures):
             return ""
         speed_figures = [figure for figure in self.figures if figure.metric in _TIMES]
@@ -84,7 +84,7 @@ class PublishedLayout:
 
 
 def published_layouts() -> dict[str, PublishedLayout]:
-    """All layouts of published tables, by name."""
+    """Return all layouts of published tables, by name."""
     layouts = [
         PublishedLayout(paper_name, papers()[paper_name].table(table_number))
         for paper_name, table_numbers in _TABLES.items()
@@ -94,10 +94,10 @@ def published_layouts() -> dict[str, PublishedLayout]:
 
 
 def published_layout(layout_name: str) -> PublishedLayout:
-    """A layout by name.
+    """Return a layout by name.
 
     Raises:
-        UserError: There is none of that name; the nearest names are given.
+        UserError: There is no such layout; the message suggests the closest names.
     """
     if layout_name not in published_layouts():
         raise unknown("layout", layout_name, published_layouts(), "kvbench list layouts")
@@ -105,11 +105,11 @@ def published_layout(layout_name: str) -> PublishedLayout:
 
 
 def task_weights(figure: Figure, extra_tasks: Collection[str]) -> Weights:
-    """The mean of tasks that a figure is the score of; empty if there are no such tasks.
+    """Return the weighted tasks that correspond to a published result; empty if there are none.
 
     Args:
-        figure: The figure.
-        extra_tasks: Tasks that there are beside those of the installed benchmarks.
+        figure: The published result.
+        extra_tasks: Further tasks, besides those of the installed benchmarks.
     """
     task_sets = catalogue.task_sets()
     if figure.metric not in _ANSWERS:
@@ -124,5 +124,5 @@ def task_weights(figure: Figure, extra_tasks: Collection[str]) -> Weights:
 
 
 def datasets(figures: Iterable[Figure]) -> list[str]:
-    """What figures are scores of, as the paper calls it."""
+    """Return the datasets of published scores, in the paper's words."""
     return list(dict.fromkeys(figure.dataset for figure in figures if figure.metric in _ANSWERS))

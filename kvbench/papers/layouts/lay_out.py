@@ -1,4 +1,4 @@
-"""Makes the layout of a published table for the models of runs."""
+"""Layouts of published tables for the models of runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvbench.tables.table import Cell, Column, Name, Phrase
 from kvbench.tables.text import listed, tokens
 
 _BETTER = {"loss %": "lower", "share %": "higher", "change %": "higher"}
-"""Which numbers are better, of the metrics that are computed from scores."""
+"""Direction of metrics that are computed from scores."""
 
 _HEADINGS = {"Summarization (second)": "Few-shot"}
-"""Headings that the papers misprint, and what they stand above."""
+"""Corrections of headings misprinted in the papers."""
 
 
 def lay_out(
@@ -31,24 +31,22 @@ def lay_out(
     *,
     reduced: bool = False,
 ) -> Layout:
-    """Make a published table's layout for the models of runs: a block of rows for each of them.
+    """Return the layout of a published table for the models of runs, with a block of rows per model.
 
     Args:
         published_layout: The published table.
         measures: The runs.
-        substitutes: What stands in place of what the paper measured.
-        reduced: Whether to leave out rows and columns that the runs have nothing of. Averages are
-            then of the columns that stay.
+        substitutes: Replacements for the paper's policies, tasks, budgets and lengths.
+        reduced: Whether to leave out rows and columns without results. Averages are then over the remaining columns.
 
     Raises:
-        UserError: kvbench has nothing of what the table shows, the runs have nothing of it, or they
-            have several lengths, moments or seeds.
+        UserError: kvbench or the runs have nothing to fill in, or the runs have several lengths, moments or seeds.
     """
     substitutes.check(published_layout.figures, measures)
     figures = [substitutes.apply(figure) for figure in published_layout.figures]
     builder = _Builder(published_layout, measures, figures, substitutes)
     if not builder.direct:
-        hint = "; --use 'NAME=TASK' fills it in from a task of yours" * bool(datasets(figures))
+        hint = "; use --use 'NAME=TASK' to fill it in from another task" * bool(datasets(figures))
         raise UserError(f"{published_layout.name} cannot be filled: {published_layout.lacking}{hint}")
     if not any(builder.present(figure) for figure in builder.direct if figure.policy != "full"):
         raise UserError(_nothing_fits(published_layout, builder.direct, measures))
@@ -59,7 +57,7 @@ def lay_out(
 
 
 class _Builder:
-    """Makes the layout of one published table for the models of runs."""
+    """Builds the layout of one published table for the models of runs."""
 
     def __init__(
         self,
@@ -79,7 +77,7 @@ class _Builder:
         claim_by_figure = {
             claim.figure: claim for claim in claims(published_layout.paper, published_layout.table.number, figures)
         }
-        # A mean that is a task of its own is measured; one of several tasks is what the paper says.
+        # The mean of a single task is measured; a mean of several tasks is computed as in the paper.
         self.claims: dict[Figure, Claim] = {
             figure: claim for figure, claim in claim_by_figure.items() if len(self.weights[figure]) != 1
         }
@@ -89,24 +87,24 @@ class _Builder:
 
     @property
     def direct(self) -> list[Figure]:
-        """The figures in whose place a run can have a score."""
+        """Published results for which a run can have a score."""
         return [figure for figure in self.figures if figure.policy and figure.kept and self.weights[figure]]
 
     def present(self, figure: Figure) -> bool:
-        """Whether the runs have the score that stands in the place of a figure."""
+        """Return whether the runs have the score for a published result."""
         return any(
             all(self._measured(figure, model_name, source) for source, _ in self.weights[figure])
             for model_name in self.models
         )
 
     def reduced(self) -> list[Figure]:
-        """The figures of rows and columns that the runs have something of."""
+        """Return the published results in rows and columns for which the runs have any score."""
         measured_figures = [figure for figure in self.direct if figure not in self.claims and self.present(figure)]
         row_keys, column_keys = (
             {_row(figure) for figure in measured_figures},
             {_column(figure) for figure in measured_figures},
         )
-        # Averages and losses stay beside what they are computed from.
+        # Keep averages and losses of the remaining rows and columns.
         row_keys |= {
             _row(figure) for figure in self.claims if _column(figure) in column_keys and _is_line(figure, self, _row)
         }
@@ -116,7 +114,7 @@ class _Builder:
         return [figure for figure in self.figures if _row(figure) in row_keys and _column(figure) in column_keys]
 
     def layout(self, *, reduced: bool) -> Layout:
-        """The layout."""
+        """Return the layout."""
         column_keys = list(dict.fromkeys(map(_column, self.figures)))
         figures_by_row: dict[tuple[str, str], dict[tuple[str, str], Figure]] = {}
         for figure in self.figures:
@@ -180,13 +178,13 @@ class _Builder:
             yield f"kvbench has no task for {listed(missing_datasets)}."
         if reduced:
             yield (
-                "Rows and columns of the paper's table that the run has nothing of are left out"
-                + "; averages are of the columns that are here" * bool(self.claims)
+                "Rows and columns of the paper's table without results in the run are left out"
+                + "; averages are over the remaining columns" * bool(self.claims)
                 + "."
             )
 
     def _slot(self, figure: Figure, model_name: str, slot_by_figure: dict[Figure, Slot | None]) -> Slot | None:
-        """What stands in the place of a figure; None if nothing can."""
+        """Return the slot for a published result; None if there is none."""
         if figure not in slot_by_figure:
             slot_by_figure[figure] = self._new_slot(figure, model_name, slot_by_figure)
         return slot_by_figure[figure]
@@ -223,7 +221,7 @@ class _Builder:
         return self.measures.row(self._config(figure, model_name), source) is not None
 
     def _moment(self) -> str:
-        """The moment of the runs that is meant: the paper's if they have it."""
+        """Return the moment of the runs to use: the paper's, if available."""
         cells = self.measures.cells
         run_moments = list(dict.fromkeys(cells.loc[cells["policy"] != "full", "moment"].astype(str)))
         paper_moments = {MOMENTS.get(figure.setting, "") for figure in self.figures}
@@ -247,7 +245,7 @@ class _Builder:
 
 
 def _is_line(figure: Figure, builder: _Builder, line_key: Callable[[Figure], tuple[str, str]]) -> bool:
-    """Whether a computed figure's row or column holds nothing that is measured."""
+    """Return whether the row or column of a computed result contains only computed results."""
     line_figures = [line_figure for line_figure in builder.figures if line_key(line_figure) == line_key(figure)]
     return all(line_figure in builder.claims or line_figure.metric in _BETTER for line_figure in line_figures)
 
@@ -261,7 +259,7 @@ def _single(measures: Measures, column: str) -> int:
 
 
 def _mean(claim: Claim, operand_slots: Sequence[Slot]) -> Weights:
-    """The weights of the tasks in a mean that a paper computes from other figures."""
+    """Return the weights of the tasks in a mean that a paper computes from other results."""
     weight_by_source: dict[ScoreSource, float] = {}
     for slot_index, slot in enumerate(operand_slots):
         assert isinstance(slot, MeasuredSlot)
@@ -290,6 +288,6 @@ def _nothing_fits(published_layout: PublishedLayout, figures: Sequence[Figure], 
     budgets = list(dict.fromkeys(figure.kept for figure in figures if figure.policy != "full"))
     tasks = list(dict.fromkeys(figure.task or figure.dataset for figure in figures))
     return (
-        f"nothing of the run fits {published_layout.name}: it shows {listed(policy_names, 4)} at "
+        f"the run has no result for {published_layout.name}, which shows {listed(policy_names, 4)} at "
         f"{listed(budgets, 4)} on {listed(tasks, 4)}; the run has {has[0]} at {has[1]} on {has[2]}"
     )

@@ -1,4 +1,4 @@
-"""The scores of runs, looked up by what the cell of a table asks for."""
+"""Lookup of the scores of runs for table cells."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ Row: TypeAlias = dict[str, Any]
 _PLACE = ["model", "task", "length", "policy", "budget", "moment", "seed"]
 _ANSWER = ["sample_id", "question_id", "repeat", "score", "context_id", "extra"]
 _KEPT = 512
-"""Configurations whose responses stay in memory: that of the reference is asked for again."""
+"""Number of configurations whose responses are cached; that of the reference is needed repeatedly."""
 _MADE_WITH = ["data_hash", "task_version", "model_revision", "dtype", "device", "attention"]
 
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured, apart from the task.
+    """Configuration of a cell, apart from the task.
 
     Attributes:
         model: The model, as the run names it.
         policy: Canonical spelling of the policy.
         budget: Canonical spelling of the budget.
         moment: When the cache was compressed.
-        length: Tokens of prompt and answer; tasks whose data kvbench does not resize have any.
+        length: Tokens of prompt and answer; ignored for tasks whose data kvbench does not resize.
         seed: The run's seed.
     """
 
@@ -52,18 +52,18 @@ class Config:
 
     @property
     def full(self) -> Config:
-        """The full cache in its place."""
+        """The corresponding configuration of the full cache."""
         return replace(self, policy="full", budget="full")
 
     @property
     def label(self) -> str:
-        """Policy and budget in a few words."""
+        """Policy and budget as text."""
         return self.policy if self.policy == "full" else f"{self.policy} at {self.budget}"
 
 
 @dataclass(frozen=True)
 class ScoreSource:
-    """What a score is taken from: a task, or its samples in which a field has a value."""
+    """Source of a score: a task, or only its samples with a field value."""
 
     task: str
     field: str = ""
@@ -71,12 +71,12 @@ class ScoreSource:
 
     @property
     def label(self) -> str:
-        """The task, and the part of it."""
+        """Task and field value as text."""
         return f"{self.task} ({self.field} {self.value})" if self.field else self.task
 
 
 Weights: TypeAlias = tuple[tuple[ScoreSource, float], ...]
-"""A mean of scores: its sources, with weights that add up to 1."""
+"""A mean of scores: its sources, with weights that sum to 1."""
 
 Key: TypeAlias = tuple[ScoreSource, str, int, int]
 """Source, sample, question and repeat."""
@@ -92,12 +92,12 @@ class Responses:
 
 @dataclass(frozen=True)
 class Tested:
-    """A paired test.
+    """Result of a paired test.
 
     Attributes:
         gap: The mean paired difference.
         p: The p-value; NaN if no score differs.
-        contexts: Contexts that both configurations have.
+        contexts: Number of common contexts.
     """
 
     gap: float
@@ -107,12 +107,12 @@ class Tested:
 
 @dataclass(frozen=True)
 class Paired:
-    """Weighted scores of two configurations by key: each adds up to a mean.
+    """Weighted scores of two configurations by key; the sum of each is a mean.
 
     Attributes:
         first: Scores of the first configuration.
-        second: Scores of the second one, with the same keys.
-        contexts: The context of each key.
+        second: Scores of the second configuration, with the same keys.
+        contexts: Context by key.
     """
 
     first: Mapping[Key, float]
@@ -134,11 +134,11 @@ class Paired:
 
 
 class Measures:
-    """Cells of runs by what they measure.
+    """Cells of runs by configuration and task.
 
     Args:
-        cells: The frame of `cells.parquet`, with one cell at most for every model, task, length,
-            policy, budget, moment and seed; see `merged`.
+        cells: The frame of `cells.parquet`, with at most one cell per model, task, length, policy, budget, moment and
+            seed; see `merged`.
         samples: The frame of `samples.parquet`.
     """
 
@@ -152,10 +152,10 @@ class Measures:
         self.responses = functools.lru_cache(maxsize=_KEPT)(self._responses)
 
     def row(self, config: Config, source: ScoreSource) -> Row | None:
-        """The cell that holds a score, finished or failed; None if there is none."""
+        """Return the cell for a score, finished or failed; None if there is none."""
         moment = config.moment
         if config.policy == "full":
-            moment = "turns" if moment == "turns" else ""  # a live dialogue has its own full cache
+            moment = "turns" if moment == "turns" else ""  # a live dialogue has a separate full cache
         for length in (config.length, 0):
             row_key = (source.task, length, config.policy, config.budget, moment, config.seed)
             if (cell_row := self._rows.get((config.model, *row_key))) is not None:
@@ -163,7 +163,7 @@ class Measures:
         return None
 
     def score(self, config: Config, source: ScoreSource) -> float:
-        """A mean score; NaN if there is none."""
+        """Return a mean score; NaN if there is none."""
         cell_row = self.row(config, source)
         if cell_row is None or cell_row["status"] != "ok":
             return math.nan
@@ -173,7 +173,7 @@ class Measures:
         return math.fsum(scores) / len(scores) if scores else math.nan
 
     def held(self, config: Config, source: ScoreSource) -> float:
-        """Live bytes over those of the full cache; NaN if they are not known."""
+        """Return live bytes divided by those of the full cache; NaN if unknown."""
         cell_row = self.row(config, source)
         is_measured = cell_row is not None and cell_row["status"] == "ok" and cell_row["kv_bytes_full"] > 0
         return (
@@ -181,27 +181,24 @@ class Measures:
         )
 
     def higher_is_better(self, config: Config, source: ScoreSource) -> bool:
-        """The direction of a score that is there."""
+        """Return whether a higher score is better; True if there is no score."""
         cell_row = self.row(config, source)
         return cell_row is None or bool(cell_row["higher_is_better"])
 
     def unit(self, source: ScoreSource) -> bool:
-        """Whether all scores of a source's task lie in [0, 1]."""
+        """Return whether all scores of a source's task lie in [0, 1]."""
         return self._unit.get(source.task, True)
 
     def paired(self, first_config: Config, second_config: Config, weights: Weights) -> Paired:
-        """The scores of two configurations on the responses that both have.
+        """Return the weighted scores of two configurations on their common responses.
 
-        Every source has its weight in the mean however many responses it has. Contexts of different
-        tasks are different contexts.
+        The weight of a source does not depend on its number of responses. Contexts of different tasks are distinct.
+        Empty if a source has no common responses.
 
         Args:
             first_config: The first configuration.
-            second_config: The second one.
-            weights: The mean that is compared.
-
-        Returns:
-            The weighted scores; empty if a source has no response in both.
+            second_config: The second configuration.
+            weights: The mean to compare.
         """
         first_scores: dict[Key, float] = {}
         second_scores: dict[Key, float] = {}
@@ -243,16 +240,16 @@ def _extra(extra_json: str) -> dict[str, Any]:
 
 
 def load(folders: Sequence[Path], filters: Mapping[str, Sequence[str]]) -> Measures:
-    """Read runs for a table.
+    """Load runs for a table.
 
     Args:
         folders: Folders of runs.
-        filters: By column of `cells.parquet`, the values to keep, as text. The full cache is kept
-            whatever its policy, budget and moment, and so are tasks of natural length.
+        filters: Values to keep, as text, by column of `cells.parquet`. Filters of policy, budget and moment do not
+            apply to the full cache, and length filters do not apply to tasks of natural length.
 
     Raises:
-        UserError: A run cannot be read, a value is in none of them, or two runs have measured the
-            same with different scores.
+        UserError: A run cannot be read, a value is in none of them, or two runs have different scores for the same
+            cell.
     """
     cells, samples = load_frames(folders, ["cell", *_ANSWER], coded=True)
     for column_name, selected_names in filters.items():
@@ -274,17 +271,17 @@ def load(folders: Sequence[Path], filters: Mapping[str, Sequence[str]]) -> Measu
 
 
 def merged(cells: pd.DataFrame, folders: Sequence[Path] = ()) -> pd.DataFrame:
-    """Leave one cell for everything that was measured.
+    """Remove duplicate cells.
 
-    Cells of the same `match` with the same score are one measurement; the one with most samples
-    stays. A cell that failed gives way to one that did not.
+    Cells with the same `match` and score are duplicates; the one with the most samples is kept. Finished cells take
+    precedence over failed ones.
 
     Args:
         cells: The frame of `cells.parquet`, of one or several runs.
-        folders: Where they are from, for the message.
+        folders: Folders of the runs, for the message.
 
     Raises:
-        UserError: Two cells measure the same and differ.
+        UserError: Two cells measure the same but differ.
     """
     is_repeated = cells.duplicated(_PLACE, keep=False)
     kept_indices = list(cells.index[~is_repeated])
@@ -320,13 +317,13 @@ def _conflict(first: Row, second: Row, folders: Sequence[Path]) -> UserError:
     )
     return UserError(
         f"{have} two scores of {what} ({', '.join(filter(None, where))}): {first['score']:.4g} and "
-        f"{second['score']:.4g}; they differ in {', '.join(apart[:3]) or 'nothing recorded'}; give "
-        "runs that were made alike, or one of them"
+        f"{second['score']:.4g}; they differ in {', '.join(apart[:3]) or 'nothing recorded'}; use "
+        "runs with the same settings, or only one of them"
     )
 
 
 def _home(cell_row: Row, folders: Sequence[Path]) -> str:
-    """The folder that holds a cell."""
+    """Return the folder that contains a cell."""
     for folder in folders:
         if cell_row["cell"] in set(load_frames(folder, ["cell"])[0]["cell"]):
             return str(folder)

@@ -1,4 +1,4 @@
-"""What stands below a filled table: how to read it, what it rests on, what is missing."""
+"""Notes below a table: how to read it, the underlying runs, and missing results."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kvbench.tables.table import Name, Phrase
 from kvbench.tables.text import REFERENCE_MODEL, REFERENCE_NOTE, counted, listed, tokens
 
 _MOST = 12
-"""A note names at most so many things of one kind."""
+"""Maximum number of items per list in a note."""
 
 SlotRequest = tuple[Config, ScoreSource]
 
 
 @dataclass(frozen=True)
 class Tests:
-    """The tests of a table.
+    """The significance tests of a table.
 
     Attributes:
-        against: What scores were tested against, or an empty string.
-        count: How many tests were made.
-        alpha: Their level.
-        contexts: The most contexts that a test had.
+        against: Reference policy of the significance tests, or "".
+        count: Number of tests.
+        alpha: Level of the tests.
+        contexts: Largest number of contexts in a test.
     """
 
     against: str
@@ -39,13 +39,13 @@ class Tests:
 
 
 def notes(layout: Layout, measures: Measures, *, ranked: bool, tested: Tests) -> Iterator[Phrase]:
-    """The notes of a table.
+    """Yield the notes of a table.
 
     Args:
         layout: The layout.
-        measures: The runs that fill it.
+        measures: The runs.
         ranked: Whether numbers are bold or underlined.
-        tested: The tests.
+        tested: The significance tests.
     """
     if ranked:
         yield ("Bold: best; underlined: second best of the policies at one budget, without the full cache.")
@@ -71,7 +71,7 @@ def notes(layout: Layout, measures: Measures, *, ranked: bool, tested: Tests) ->
     yield from _missing(failed_requests, requests, "failed")
     used_cells = measures.cells[measures.cells["cell"].isin([cell_row["cell"] for cell_row in ok_rows.values()])]
     if at_chance := tasks_at_chance(used_cells):
-        yield (f"The full cache is not above chance on {listed(at_chance, _MOST)}: differences there mean nothing.")
+        yield (f"The full cache is not above chance on {listed(at_chance, _MOST)}: differences there are meaningless.")
     for judge_name, judged_tasks in judged(used_cells).items():
         yield (f"{listed(judged_tasks, _MOST)}: scored by the judge ", Name(judge_name), ".")
     if REFERENCE_MODEL in {config.model for config, _ in ok_rows}:
@@ -94,7 +94,7 @@ def _marks(tested: Tests) -> Iterator[Phrase]:
 
 
 def _slot_requests(slot: Slot) -> Iterator[SlotRequest]:
-    """What a slot needs of the runs."""
+    """Yield the scores that a slot requires."""
     if isinstance(slot, ComputedSlot):
         for operand in slot.of:
             yield from _slot_requests(operand)
@@ -107,7 +107,7 @@ def _slot_requests(slot: Slot) -> Iterator[SlotRequest]:
 
 
 def _basis(ok_rows: dict[SlotRequest, dict[str, Any]], measures: Measures) -> Iterator[Phrase]:
-    """Number of samples, length, moment and seed of what fills a table."""
+    """Yield number of samples, length, moment and seed of the results in a table."""
     if not ok_rows:
         return
     sample_counts = [
@@ -133,7 +133,7 @@ def _basis(ok_rows: dict[SlotRequest, dict[str, Any]], measures: Measures) -> It
 def _missing(
     missing_requests: Sequence[SlotRequest], all_requests: Sequence[SlotRequest], reason_text: str
 ) -> Iterator[Phrase]:
-    """What is missing: whole tasks, whole configurations, and the rest one by one."""
+    """Yield notes on missing results: whole tasks, whole configurations, then single cells."""
     if not missing_requests:
         return
     model_names = list(dict.fromkeys(config.model for config, _ in all_requests))
@@ -177,12 +177,7 @@ def _missing(
 
 
 def _by_policy(configs: Iterable[Config], *, with_lengths: bool) -> list[str]:
-    """Configurations in a few words, those of the same budgets together.
-
-    Args:
-        configs: The configurations.
-        with_lengths: Whether they differ in length, so that it has to be named.
-    """
+    """Return configurations as text, grouped by budgets, with lengths if they vary."""
     budgets_by_policy: dict[tuple[str, str], list[str]] = {}
     for config in configs:
         length_text = f" ({tokens(config.length)})" * with_lengths

@@ -1,4 +1,4 @@
-"""Any table of a run: which of its dimensions are rows, which are columns."""
+"""Pivot tables of runs, with any dimensions as rows and columns."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kvbench.tables.table import Column, Name, Phrase
 from kvbench.tables.text import tokens
 
 DIMENSIONS = ("policy", "budget", "task", "group", "model", "moment", "length", "seed")
-"""What can be on an axis."""
+"""Dimensions of the axes."""
 
 _TASKS = ("task", "group")
 _FULL = {"policy": "full", "budget": "full", "moment": ""}
-"""What the full cache has in these dimensions."""
+"""Values of the full cache in these dimensions."""
 
 _TITLES = {
     Value.SCORE: "Scores",
-    Value.DIFF: "Paired differences to the full cache",
+    Value.DIFF: "Paired differences from the full cache",
     Value.RELATIVE: "Changes from the full cache, in percent of its score",
-    Value.LOSS: "Losses against the full cache, in percent of its score",
+    Value.LOSS: "Losses relative to the full cache, in percent of its score",
     Value.KV: "Bytes held, in percent of the full cache",
 }
 
@@ -39,16 +39,16 @@ Place: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Axes:
-    """What a table shows.
+    """Axes and values of a table.
 
     Attributes:
-        rows: Dimensions that name the rows, the outermost first.
-        columns: Dimensions that name the columns.
-        value: What the cells show.
-        mean: Whether to add the mean over tasks as a column, with its loss against the full cache.
+        rows: Dimensions of the rows, the outermost first.
+        columns: Dimensions of the columns.
+        value: Value of the cells.
+        mean: Whether to add columns for the mean over tasks and its loss relative to the full cache.
 
     Raises:
-        UserError: A dimension is unknown or given twice, or `mean` has nothing to add to.
+        UserError: A dimension is unknown or repeated, or `mean` is set without scores by task.
     """
 
     rows: tuple[str, ...]
@@ -71,11 +71,11 @@ class Axes:
 
 
 def default_rows(measures: Measures, columns: Sequence[str]) -> tuple[str, ...]:
-    """Policy and budget, within whatever else the runs have several values of.
+    """Return the default rows: policy and budget, preceded by any other dimension that varies.
 
     Args:
         measures: The runs.
-        columns: What is in the columns already.
+        columns: Dimensions already used as columns.
     """
     compressed_cells = measures.cells[measures.cells["policy"] != "full"]
     varied_dimensions = ("model", "length", "moment", "seed")
@@ -88,14 +88,10 @@ def default_rows(measures: Measures, columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def pivot(measures: Measures, axes: Axes) -> Layout:
-    """The layout of a table with these axes.
+    """Return the layout of a table with these axes.
 
-    Tasks that are on no axis are averaged, each with the same weight. Every other dimension that is
-    on no axis has to have one value only.
-
-    Args:
-        measures: The runs.
-        axes: The axes.
+    If tasks are on no axis, they are averaged with equal weights. Any other dimension that is on no axis must have a
+    single value.
 
     Raises:
         UserError: A dimension that is on no axis has several values.
@@ -147,7 +143,7 @@ def pivot(measures: Measures, axes: Axes) -> Layout:
 
 
 def _only(cells: pd.DataFrame, axis: str) -> Any:
-    """The one value of a dimension that is on no axis."""
+    """Return the single value of a dimension that is on no axis."""
     dimension_values = _values(cells, axis)
     if len(dimension_values) > 1:
         names = ", ".join(map(str, dimension_values))
@@ -159,10 +155,10 @@ def _only(cells: pd.DataFrame, axis: str) -> Any:
 
 
 def _values(cells: pd.DataFrame, dimension: str) -> list[Any]:
-    """The values of a dimension in the order of a table."""
+    """Return the values of a dimension in the order of a table."""
     dimension_values = list(dict.fromkeys(cells[dimension]))
     if dimension == "length":
-        # Tasks of natural length have 0 beside any other length.
+        # Tasks of natural length have length 0, which is not a separate value.
         return sorted(filter(None, dimension_values)) or dimension_values
     if dimension == "budget":
         return sorted(dimension_values, key=lambda budget: (budget != "full", *budget_order(str(budget))))
@@ -170,7 +166,7 @@ def _values(cells: pd.DataFrame, dimension: str) -> list[Any]:
 
 
 def _places(cells: pd.DataFrame, dimensions: Sequence[str]) -> list[Place]:
-    """The places along an axis that the run has, full first."""
+    """Return the combinations of values along an axis, full first."""
     full_cells, compressed_cells = (
         cells[cells["policy"] == "full"],
         cells[cells["policy"] != "full"],
@@ -182,7 +178,7 @@ def _places(cells: pd.DataFrame, dimensions: Sequence[str]) -> list[Place]:
         ] + places
     places = [dict(place_key) for place_key in dict.fromkeys(tuple(place.items()) for place in places)]
     value_order = {dimension: _values(cells, dimension) for dimension in dimensions}
-    # The full cache has the first row of each section that is outside its own dimensions.
+    # The full cache is the first row of each section of other dimensions.
     for dimension in ("policy", "budget", "moment"):
         if dimension in value_order:
             value_order[dimension].sort(key=lambda value: value != _FULL[dimension])
@@ -219,7 +215,7 @@ def _config(fixed_values: Mapping[str, Any], place: Place) -> Config:
 
 
 def _tasks(cells: pd.DataFrame, place: Place) -> Weights:
-    """The tasks of a place, all with the same weight."""
+    """Return the tasks for some dimension values, with equal weights."""
     place_cells = cells
     for dimension in _TASKS:
         if dimension in place:
@@ -229,7 +225,7 @@ def _tasks(cells: pd.DataFrame, place: Place) -> Weights:
 
 
 def _head(place: Place, measures: Measures) -> tuple[Phrase, str]:
-    """Title and group of a column."""
+    """Return title and group of a column."""
     *outer_items, last_item = place.items()
     group_text = ", ".join(_plain(dimension, value) for dimension, value in outer_items)
     direction_mark = DOWN * (last_item[0] == "task" and str(last_item[1]) in lower_is_better_tasks(measures.cells))
@@ -245,7 +241,7 @@ def _plain(dimension: str, value: Any) -> str:
 
 
 def _group(place: Place, dimensions: Sequence[str]) -> str:
-    """Which rows stand together: those of a section, or all but the full cache."""
+    """Return the group of a row: its section, or whether it is the full cache."""
     if len(dimensions) == 1:
         return str(place.get("policy") == "full")
     return str(place[dimensions[0]])
@@ -256,7 +252,7 @@ def _mean(weights: Weights) -> str:
 
 
 def _shared_values(fixed_values: Mapping[str, Any]) -> Iterable[Phrase]:
-    """What all cells of a table share."""
+    """Yield the common values of all cells of a table."""
     if "model" in fixed_values:
         yield from (", model ", Name(str(fixed_values["model"])))
     if fixed_values.get("policy", "full") != "full":

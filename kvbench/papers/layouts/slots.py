@@ -1,4 +1,4 @@
-"""A layout: a table whose cells say what they ask for, before any run fills them."""
+"""Layouts: tables whose cells specify which results to fill in."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvbench.tables.table import Cell, Column, Phrase
 
 @dataclass(frozen=True)
 class MeasuredSlot:
-    """A cell that a run measures.
+    """A table cell that a run measures.
 
     Attributes:
         config: The configuration.
-        weights: The mean over tasks that is shown; most often one task.
-        value: What is shown of it.
+        weights: Task weights of the mean in this cell (usually one task).
+        value: Value derived from the mean.
     """
 
     config: Config
@@ -27,7 +27,7 @@ class MeasuredSlot:
 
     @property
     def rivals(self) -> tuple[object, ...]:
-        """What the cells that it competes with share: all but the policy."""
+        """Key shared by competing cells: everything but the policy."""
         config = self.config
         return (
             config.model,
@@ -42,15 +42,15 @@ class MeasuredSlot:
 
 @dataclass(frozen=True)
 class ComputedSlot:
-    """A cell that is computed from others, as a loss is from two averages.
+    """A table cell computed from others, such as a loss from two averages.
 
     Attributes:
         config: The configuration.
-        name: What it is called, the same in all cells of its row or column.
-        of: What it is computed from.
-        compute: From their numbers (scores in points) to its own, in percent.
+        name: Name of its row or column.
+        of: The operands.
+        compute: Maps the values of the operands (scores in points) to the value of the cell, in percent.
         better: Which numbers are better.
-        signed: Whether it is a change, which is written with a sign.
+        signed: Whether the value is a change, written with a sign.
     """
 
     config: Config
@@ -62,7 +62,7 @@ class ComputedSlot:
 
     @property
     def rivals(self) -> tuple[object, ...]:
-        """What the cells that it competes with share: all but the policy."""
+        """Key shared by competing cells: everything but the policy."""
         config = self.config
         return config.model, config.budget, config.moment, config.length, config.seed, self.name
 
@@ -72,12 +72,12 @@ Slot: TypeAlias = MeasuredSlot | ComputedSlot
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """A row: what names it, and what its other cells ask for; None where nothing can be.
+    """A row of a layout.
 
     Attributes:
-        lead: A cell for each of the layout's leading columns.
-        slots: A slot for each of its headings.
-        group: Rows of one group stand together; a line divides them from others.
+        lead: One cell per leading column of the layout.
+        slots: One slot per heading of the layout; None for an empty cell.
+        group: Group of adjacent rows; a line separates groups.
     """
 
     lead: tuple[Cell, ...]
@@ -87,14 +87,14 @@ class LayoutRow:
 
 @dataclass(frozen=True)
 class Layout:
-    """A table without figures.
+    """A table to be filled with results.
 
     Attributes:
-        title: What it shows.
-        lead: The columns that name the rows.
-        heads: Title and group of each other column.
-        rows: The rows.
-        notes: What a reader must know whatever the figures.
+        title: Title.
+        lead: Columns of row labels.
+        heads: Title and group of the other columns.
+        rows: Rows.
+        notes: Notes that do not depend on the results.
     """
 
     title: tuple[Phrase, ...]

@@ -1,4 +1,4 @@
-"""What a run has in place of what a paper measured: `--use NAME=OURS`."""
+"""Substitutes for a paper's policies, tasks, budgets and lengths: `--use NAME=OURS`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from kvbench.tables.table import Name, Phrase
 
 @dataclass(frozen=True)
 class Substitutes:
-    """What stands in a layout in place of what the paper measured.
+    """Replacements in the layout of a paper.
 
     Attributes:
-        replacements: By method, dataset, budget or length as the paper calls it, the run's policy,
-            task, budget or length.
+        replacements: The run's policy, task, budget or length, by the paper's method, dataset, budget or length.
     """
 
     replacements: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, layout: PublishedLayout, options: Iterable[str]) -> Substitutes:
-        """Read `NAME=OURS`, NAME as printed in the table or as `kvbench published` gives it.
+        """Parse `NAME=OURS`, with NAME as printed in the table or by `kvbench published`.
 
         Raises:
             UserError: The table has no such name.
@@ -34,25 +33,25 @@ class Substitutes:
         replacements = {}
         for option in options:
             figure_names = _names(layout.figures)
-            # A name may hold "=" itself, and so may what stands for it.
+            # Names and replacements may contain "=".
             fitting_names = [figure_name for figure_name in figure_names if option.startswith(f"{figure_name}=")]
             if not fitting_names:
                 raise unknown(f"name in {layout.name}", option.partition("=")[0], figure_names)
             longest_name = max(fitting_names, key=len)
             if not (replacement := option[len(longest_name) + 1 :]):
-                raise UserError(f"--use {option}: name what stands for {longest_name}")
+                raise UserError(f"--use {option}: name the replacement for {longest_name}")
             replacements[figure_names[longest_name]] = replacement
         return cls(replacements)
 
     def check(self, figures: Sequence[Figure], measures: Measures) -> None:
-        """Refuse what the runs do not have, and a budget that the table shows already.
+        """Validate that the runs have the replacements and that budgets remain distinct.
 
         Args:
-            figures: The figures of the layout, before anything is put in their place.
+            figures: Published results of the layout, before replacements.
             measures: The runs.
 
         Raises:
-            UserError: It names what is wrong.
+            UserError: A replacement is missing in the runs, or two budgets become equal.
         """
         cells = measures.cells
         for printed, ours in self.replacements.items():
@@ -80,7 +79,7 @@ class Substitutes:
             raise UserError("--use: two budgets of the table would be the same")
 
     def apply(self, figure: Figure) -> Figure:
-        """A figure of the layout with what stands in its place."""
+        """Return a published result with replacements applied."""
         replacements = self.replacements
         if figure.method in replacements:
             replacement = replacements[figure.method]
@@ -105,16 +104,16 @@ class Substitutes:
         return figure
 
     def notes(self) -> Iterator[Phrase]:
-        """What stands for what."""
+        """Yield a note that lists the replacements."""
         if self.replacements:
             name_pairs = [
                 (Name(replacement), f" for {paper_name}") for paper_name, replacement in self.replacements.items()
             ]
-            yield ("In place of what the paper has: ", *_joined(name_pairs), ".")
+            yield ("Replacements for the paper's settings: ", *_joined(name_pairs), ".")
 
 
 def _names(figures: Iterable[Figure]) -> dict[str, str]:
-    """The methods, datasets, budgets and lengths of figures, by every spelling of them."""
+    """Return methods, datasets, budgets and lengths of published results, by each of their spellings."""
     spellings: dict[str, str] = {}
     for figure in figures:
         spellings |= {figure.method: figure.method, figure.dataset: figure.dataset}

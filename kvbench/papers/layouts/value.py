@@ -1,4 +1,4 @@
-"""What the cells of a table show of a score."""
+"""Values of table cells that are derived from scores."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from enum import StrEnum
 
 
 class Value(StrEnum):
-    """What a cell shows of a mean of scores."""
+    """Value of a cell, derived from a mean of scores."""
 
     SCORE = "score"
     """The mean itself."""
     DIFF = "diff"
-    """Its difference to the full cache."""
+    """Difference from the full cache."""
     RELATIVE = "relative"
-    """Its change from the full cache, as a share of the full cache's score."""
+    """Change from the full cache, as a fraction of the full cache's score."""
     LOSS = "loss"
-    """The same with the opposite sign: what is lost."""
+    """Loss: the relative change with the opposite sign."""
     KV = "kv"
-    """The bytes that the cache holds, as a share of the full cache's; a mean over tasks."""
+    """Bytes held, as a fraction of the full cache's; mean over tasks."""

@@ -1,1 +1,1 @@
-"""The figures of published tables: browse them, check them, lay a run beside them."""
+"""Published results: browse them, check them, and compare a run with them."""

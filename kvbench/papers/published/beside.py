@@ -1,4 +1,4 @@
-"""The scores of a run beside what papers print for the same policy, task and budget."""
+"""Comparison of a run's scores with published scores for the same policy, task and budget."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ MOMENTS = {
     "chunked prefill": "chunked",
     "multi-turn": "turns",
 }
-"""The moment that a published setting amounts to, where that is known."""
+"""Moments that correspond to published settings, if known."""
 
 _OF_RUN = ("model", "length", "moment", "seed", "task", "policy", "budget")
 
 _READING = (
-    "Published scores are of other models, prompts, lengths and data, unless a row says "
-    '"same model". Compare how much of the full cache\'s score a policy keeps (of full), and '
-    "which of two policies keeps more, rather than the scores."
+    'Published scores are for other models (unless a row says "same model"), prompts, lengths and data. Rather than '
+    "scores, compare which fraction of the full cache's score a policy retains (of full), and which of two policies "
+    "retains more."
 )
 
 
@@ -52,9 +52,9 @@ class PublishedPair:
         policy: The policy.
         budget: The budget.
         score: The run's score.
-        full_score: The run's score of the full cache; NaN without it.
-        figure: The published figure.
-        published_full: What the paper prints for the full cache; NaN if it does not.
+        full_score: The run's full-cache score; NaN if there is none.
+        figure: The published result.
+        published_full: The paper's full-cache score; NaN if there is none.
     """
 
     model: str
@@ -76,7 +76,7 @@ class PublishedPair:
 
     @property
     def same_model(self) -> bool:
-        """Whether both are of the same model, by its name."""
+        """Whether both scores have the same model name."""
         return _bare(self.model) == _bare(self.figure.model)
 
     @property
@@ -95,9 +95,8 @@ class PublishedPair:
 def pairs(cells: pd.DataFrame) -> list[PublishedPair]:
     """Pair the scores of runs with published ones by policy, task and budget.
 
-    Only scores in [0, 1] are paired. The mean of a group or a subset is paired if all of its tasks
-    were run and tell policies apart. All figures of one cell are given, but what several tables of
-    a paper print alike only once.
+    Only scores in [0, 1] are paired. The mean of a group or a subset is paired if all of its tasks were run and are
+    informative. All published results for a cell are paired, except repetitions in other tables of a paper.
 
     Args:
         cells: The frame of `cells.parquet`.
@@ -115,7 +114,7 @@ def pairs(cells: pd.DataFrame) -> list[PublishedPair]:
 
 
 def beside_table(score_pairs: Sequence[PublishedPair]) -> Table:
-    """The pairs, at least one, as a table; what all of them share is said above or below it."""
+    """Return at least one pair as a table, with common values in the title or a note."""
     place_columns: list[tuple[Column, list[Phrase]]] = [
         (Column("model"), [Name(pair.model) for pair in score_pairs]),
         (Column("length"), [tokens(pair.length) for pair in score_pairs]),
@@ -155,11 +154,11 @@ def beside_table(score_pairs: Sequence[PublishedPair]) -> Table:
         phrase for _, column_cells in place_columns if not _vary(column_cells) for phrase in (column_cells[0], ", ")
     ]
     task_groups = [pair.task for pair in score_pairs]
-    return beside((*shared_phrases, "beside published scores"), table_columns, groups=task_groups, notes=notes)
+    return beside((*shared_phrases, "compared with published scores"), table_columns, groups=task_groups, notes=notes)
 
 
 def unmatched(cells: pd.DataFrame) -> str:
-    """One line about runs that nothing published fits: what they have, and what there is."""
+    """Return a line about runs without published counterparts: the runs' settings and the published ones."""
     compressed_cells = cells[cells["policy"] != "full"]
     policy_names, budgets, task_names = (
         list(map(str, dict.fromkeys(compressed_cells[column_name]))) for column_name in ("policy", "budget", "task")
@@ -179,19 +178,19 @@ def unmatched(cells: pd.DataFrame) -> str:
         f"published for these tasks: {'; '.join(table_texts[:3])}" if table_texts else "no paper has these tasks"
     )
     more_text = f"; {len(table_texts) - 3} more tables (kvbench published --task)" if len(table_texts) > 3 else ""
-    return f"nothing published fits: the run has {run_text}; {published_text}{more_text}"
+    return f"no published result matches: the run has {run_text}; {published_text}{more_text}"
 
 
 def write(score_pairs: list[PublishedPair], empty_text: str, folder: Path) -> list[Path]:
-    """Write the pairs beside the other files of a report.
+    """Write the pairs to the folder of a report.
 
     Args:
         score_pairs: The pairs.
-        empty_text: What to write instead if there are none.
+        empty_text: Text to write if there are none.
         folder: The report's folder, with its folder `tables`.
 
     Returns:
-        `published.md`; and if there are pairs, their table as CSV and as LaTeX.
+        `published.md` and, if there are pairs, their table as CSV and LaTeX.
 
     Raises:
         UserError: A file cannot be written.
@@ -208,7 +207,7 @@ def write(score_pairs: list[PublishedPair], empty_text: str, folder: Path) -> li
 
 
 def as_records(score_pairs: list[PublishedPair]) -> list[dict[str, Any]]:
-    """The pairs as JSON can hold them; numbers that are not known are null."""
+    """Return the pairs as JSON-serialisable data; unknown numbers become null."""
     return [
         {
             **{field_name: getattr(pair, field_name) for field_name in _OF_RUN},
@@ -229,7 +228,7 @@ def as_records(score_pairs: list[PublishedPair]) -> list[dict[str, Any]]:
 
 
 class _FullScores:
-    """What papers print for the full cache."""
+    """Published scores of the full cache."""
 
     def __init__(self) -> None:
         self.in_table: dict[tuple[object, ...], set[float]] = {}
@@ -240,10 +239,9 @@ class _FullScores:
                 self.in_paper.setdefault(self._key(figure), set()).add(figure.number)
 
     def of(self, figure: Figure) -> float:
-        """The full cache's score beside a figure, in [0, 1].
+        """Return the full-cache score for a published result, in [0, 1].
 
-        It is that of the same table; if that has none, that of the paper's other tables, unless
-        they differ.
+        It is from the same table or, failing that, from other tables of the paper, unless they differ.
         """
         table_scores = self.in_table.get((figure.table, *self._key(figure)), set())
         known_scores = table_scores or self.in_paper.get(self._key(figure), set())
@@ -251,21 +249,21 @@ class _FullScores:
 
     @staticmethod
     def _key(figure: Figure) -> tuple[object, ...]:
-        # Columns of one task in one table differ in length (D2O, Table 20), and rows with a star
-        # are copied from another paper and have a full cache of their own (TRIM-KV, Table 8).
+        # Columns of one task in one table differ in length (D2O, Table 20), and rows with a star are copied from
+        # another paper and have a separate full cache (TRIM-KV, Table 8).
         is_copied = figure.method.endswith("*")
         return figure.paper, figure.model, figure.task, figure.setting, is_copied, figure.metric
 
 
 def _scores() -> Iterator[Figure]:
-    """Published scores of policies and tasks that kvbench has, at known budgets."""
+    """Yield published scores of policies and tasks in kvbench, at known budgets."""
     for figure in all_figures():
         if figure.metric in SCORES and figure.policy not in ("", "full") and figure.task and figure.kept:
             yield figure
 
 
 def _run_scores(cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """The scores of runs: of every task, and of sets of tasks that were run whole."""
+    """Yield the scores of runs: of every task, and of complete sets of tasks."""
     results = prepare(cells)
     ok_cells = results.cells[(results.cells["status"] == "ok") & (results.cells["policy"] != "full")]
     for _, task_cells in ok_cells.groupby("task", sort=False):
@@ -297,7 +295,7 @@ def _named(score_row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bare(model_name: str) -> str:
-    """A model's name without its owner, in lower case, without punctuation."""
+    """Return a model's name without owner and punctuation, in lower case."""
     return re.sub(r"[^a-z0-9]", "", model_name.rstrip("/").rpartition("/")[2].lower())
 
 

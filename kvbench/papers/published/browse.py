@@ -1,4 +1,4 @@
-"""Choosing figures, and showing them as tables: those of a paper, or lists of what there is."""
+"""Filtering of published results, and their tables and overviews."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvbench.tables.table import Cell, Column, Name, Table, TableRow
 
 @dataclass(frozen=True)
 class Filter:
-    """Which figures to keep. An empty collection keeps all.
+    """Filter of published results. An empty collection keeps all.
 
     Attributes:
-        policies: Policies of kvbench, or methods as a paper calls them.
-        tasks: Tasks, subsets or groups of kvbench, or datasets as a paper calls them.
-        models: Parts of the names of models.
-        members: What each group and subset consists of: its name stands for these, too.
+        policies: Policies of kvbench, or methods in a paper's words.
+        tasks: Tasks, subsets or groups of kvbench, or datasets in a paper's words.
+        models: Substrings of model names.
+        members: Tasks by group and subset, which the name of a group or subset includes.
     """
 
     policies: Collection[str] = ()
@@ -31,10 +31,10 @@ class Filter:
         return bool(self.policies or self.tasks or self.models)
 
     def apply(self, figures: Sequence[Figure]) -> list[Figure]:
-        """The figures that pass.
+        """Return the results that pass the filter.
 
         Raises:
-            UserError: A name fits none of the figures; the nearest names are given.
+            UserError: A name matches no result; the message suggests the closest names.
         """
         task_members = {filter_name: {filter_name, *self.members.get(filter_name, ())} for filter_name in self.tasks}
         model_names = {figure.model for figure in figures if figure.model}
@@ -48,7 +48,7 @@ class Filter:
             ("task", task_members, _datasets),
             ("model", matching_models, lambda figure: (figure.model,)),
         ):
-            # Our names come last, so that they are suggested where a paper's differ only in case.
+            # kvbench's names are last, so that they are suggested if a paper's differ only in case.
             known_names = {
                 filter_name.lower(): filter_name
                 for figure in figures
@@ -68,7 +68,7 @@ class Filter:
 
 
 def overview(figures: Iterable[Figure]) -> Table:
-    """A row per paper: how many tables and figures there are."""
+    """Return a table with a row per paper: its numbers of tables and results."""
     figures_by_paper: dict[str, list[Figure]] = {}
     for figure in figures:
         figures_by_paper.setdefault(figure.paper, []).append(figure)
@@ -88,7 +88,7 @@ def overview(figures: Iterable[Figure]) -> Table:
 
 
 def contents(paper: Paper, figures: Iterable[Figure]) -> Table:
-    """A row per table of a paper: its number, how many figures it has, what it shows."""
+    """Return a table with a row per table of a paper: number, results, section and title."""
     figure_counts = Counter(figure.table for figure in figures)
     table_rows = [
         TableRow((table_number, str(figure_counts[table_number]), table.where, table.title))
@@ -100,13 +100,12 @@ def contents(paper: Paper, figures: Iterable[Figure]) -> Table:
 
 
 def as_printed(paper: Paper, table: PublishedTable, figures: Sequence[Figure]) -> Table:
-    """A table with its rows and columns as the paper prints them.
+    """Return a table with rows and columns as printed in the paper.
 
     Args:
         paper: The paper.
         table: The table.
-        figures: The figures to show, in the order of the table; rows and columns without any are
-            left out.
+        figures: Results to show, in the order of the table; rows and columns without any are left out.
     """
     column_keys = list(dict.fromkeys((figure.group, figure.column) for figure in figures))
     values_by_cell: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
@@ -121,7 +120,7 @@ def as_printed(paper: Paper, table: PublishedTable, figures: Sequence[Figure]) -
     for (row_part, row_label), cell_values in values_by_cell.items():
         lead_cells: list[Cell] = [row_part if row_part != previous_part else ""] if has_parts else []
         previous_part = row_part
-        # A cell that holds two numbers, such as a score and a time.
+        # A cell can hold two numbers, such as a score and a time.
         printed_cells = [
             " / ".join(cell_values[column_key]) if column_key in cell_values else None for column_key in column_keys
         ]
@@ -139,7 +138,7 @@ def _right(column_title: str) -> Column:
 
 
 def _methods(figure: Figure) -> tuple[str, ...]:
-    """What a method may be called; a policy with parameters also goes by its name alone."""
+    """Return the names of a method; for a policy with parameters, also its name alone."""
     return figure.method, figure.policy.partition(":")[0], figure.policy
 
 

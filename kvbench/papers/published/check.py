@@ -1,4 +1,4 @@
-"""Where a paper contradicts itself: sums that do not add up, cells that are printed differently."""
+"""Contradictions within papers: wrong sums, and cells that differ between tables."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvbench.tables.table import Cell, Column, Name, Table, TableRow
 
 @dataclass(frozen=True)
 class Finding:
-    """A printed figure that other figures of its paper contradict.
+    """A published result that contradicts others of the same paper.
 
     Attributes:
-        figure: The figure.
-        expected: What the others give.
-        why: Where that comes from.
+        figure: The result.
+        expected: Value expected from the others.
+        why: Source of the expected value.
     """
 
     figure: Figure
@@ -27,11 +27,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check of papers found.
+    """Outcome of checking papers.
 
     Attributes:
-        sums: Figures that were computed again from others.
-        repeats: Measurements that several tables print.
+        sums: Number of results recomputed from others.
+        repeats: Number of measurements in several tables.
         findings: The contradictions, paper by paper.
     """
 
@@ -41,9 +41,9 @@ class Checked:
 
 
 def check(papers: Iterable[Paper]) -> Checked:
-    """Compute again what the papers compute, and compare what they print twice.
+    """Recompute derived results, and compare results that appear in several tables.
 
-    A figure contradicts others only if no numbers that round to what is printed agree.
+    A result contradicts others only if no numbers that round to the printed ones agree.
     """
     sum_count = repeat_count = 0
     findings: list[Finding] = []
@@ -67,7 +67,7 @@ def check(papers: Iterable[Paper]) -> Checked:
 
 
 def findings_table(check_result: Checked) -> Table:
-    """The contradictions as a table."""
+    """Return the contradictions as a table."""
     head_columns = (
         Column("paper"),
         Column("table", align="right"),
@@ -94,12 +94,12 @@ def _cells(finding: Finding) -> tuple[Cell, ...]:
 
 def _miscounted(claim: Claim) -> Finding:
     decimals = len(claim.figure.value.partition(".")[2])
-    # One digit more than printed shows a figure that was cut instead of rounded.
+    # One more digit than printed reveals values that were truncated instead of rounded.
     return Finding(claim.figure, f"{claim.computed:.{decimals + 1}f}", claim.rule)
 
 
 def _repeated(figures: Iterable[Figure]) -> list[list[Figure]]:
-    """Measurements that several tables of a paper print, each with its figures, one a table."""
+    """Return measurements in several tables of a paper, each with one result per table."""
     figures_by_key: dict[tuple[str, ...], dict[str, Figure]] = {}
     for figure in figures:
         method, dataset = figure.policy or figure.method, figure.task or figure.dataset

@@ -1,7 +1,7 @@
-"""What printed figures claim about each other: averages, losses, quotients.
+"""Relations between published results: averages, losses, quotients.
 
-A rule reads a table and yields a claim for every figure that the table computes from others.
-`RULES` says which rules hold in which table; a new paper adds its lines there.
+A rule yields a claim for every result that a table computes from others. `RULES` lists the rules of each table; add
+lines there for a new paper.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Numbers: TypeAlias = Sequence[float]
 
 @dataclass(frozen=True)
 class Claim:
-    """A figure that others of its table determine.
+    """A published result that is computed from others of its table.
 
     Attributes:
-        figure: The figure.
-        of: The figures that it is computed from.
-        compute: From their numbers to its number; monotone in each of them.
-        rule: How it is computed, in a few words.
+        figure: The result.
+        of: The results that it is computed from.
+        compute: Maps their numbers to the result; monotone in each of them.
+        rule: The computation in a few words.
     """
 
     figure: Figure
@@ -33,12 +33,12 @@ class Claim:
 
     @property
     def computed(self) -> float:
-        """The number that the printed figures give."""
+        """The number computed from the printed results."""
         return self.compute([figure.number for figure in self.of])
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The least and largest number that figures which round to the printed ones can give."""
+        """Range of the computed number over all operands that round to the printed ones."""
         printed_numbers = [figure.number for figure in self.of]
         lowest_numbers, highest_numbers = list(printed_numbers), list(printed_numbers)
         for figure_index, figure in enumerate(self.of):
@@ -54,7 +54,7 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """Whether rounding alone can explain the difference between printed and computed."""
+        """Whether rounding can explain the difference between printed and computed number."""
         lower_bound, upper_bound = self.bounds
         slack = self.figure.half_digit + 1e-9
         return lower_bound - slack <= self.figure.number <= upper_bound + slack
@@ -62,13 +62,13 @@ class Claim:
 
 @dataclass(frozen=True)
 class Line:
-    """The figures of one method, model, budget and setting in a table, by dataset and metric."""
+    """The results of one method, model, budget and setting in a table, by dataset and metric."""
 
     figures: Mapping[tuple[str, str], Figure]
 
     @property
     def first(self) -> Figure:
-        """Any figure of the line; they agree on everything but dataset, metric and value."""
+        """The first result of the line; all agree on everything but dataset, metric and value."""
         return next(iter(self.figures.values()))
 
     @property
@@ -77,7 +77,7 @@ class Line:
         return {dataset: figure for (dataset, metric), figure in self.figures.items() if metric in SCORES}
 
     def of(self, dataset: str) -> Figure | None:
-        """The figure of a dataset, whatever its metric."""
+        """Return the result of a dataset, regardless of its metric."""
         return next(
             (figure for (figure_dataset, _), figure in self.figures.items() if figure_dataset == dataset),
             None,
@@ -88,7 +88,7 @@ Rule: TypeAlias = Callable[[Sequence[Line]], Iterator[Claim]]
 
 
 def lines(figures: Iterable[Figure]) -> list[Line]:
-    """Gather the figures of a table into lines."""
+    """Group the results of a table into lines."""
     figures_by_line: dict[tuple[str, ...], dict[tuple[str, str], Figure]] = {}
     for figure in figures:
         line_key = (figure.method, figure.model, figure.kept, figure.setting)
@@ -97,7 +97,7 @@ def lines(figures: Iterable[Figure]) -> list[Line]:
 
 
 def claims(paper_name: str, table_number: str, figures: Iterable[Figure]) -> list[Claim]:
-    """The claims of a table's figures; none if its figures do not depend on each other."""
+    """Return the claims of a table's results; none if they do not depend on each other."""
     table_lines = lines(figures)
     return [claim for rule in RULES.get((paper_name, table_number), ()) for claim in rule(table_lines)]
 
@@ -106,11 +106,11 @@ def claims(paper_name: str, table_number: str, figures: Iterable[Figure]) -> lis
 
 
 def mean(target: str, weights: Mapping[str, float] | None = None) -> Rule:
-    """`target` is the mean of the line's other scores.
+    """Rule: `target` is the mean of the line's other scores.
 
     Args:
         target: Dataset of the mean.
-        weights: Weights by task, or by dataset where there is no task; by default all are equal.
+        weights: Weights by task, or by dataset if there is no task; equal by default.
     """
 
     def rule(table_lines: Sequence[Line]) -> Iterator[Claim]:
@@ -133,7 +133,7 @@ def mean(target: str, weights: Mapping[str, float] | None = None) -> Rule:
 
 
 def loss(target: str, dataset: str) -> Rule:
-    """`target` is the loss of `dataset` against the full cache, in percent of it."""
+    """Rule: `target` is the relative loss of `dataset` versus the full cache, in percent."""
     return _against_full(
         target,
         dataset,
@@ -143,12 +143,12 @@ def loss(target: str, dataset: str) -> Rule:
 
 
 def share(target: str, dataset: str) -> Rule:
-    """`target` is `dataset` in percent of the full cache."""
+    """Rule: `target` is `dataset` in percent of the full cache."""
     return _against_full(target, dataset, lambda score, full_score: 100 * score / full_score, "percent of full")
 
 
 def change(target: str, dataset: str) -> Rule:
-    """`target` is the change of `dataset` against the full cache, in percent of it."""
+    """Rule: `target` is the relative change of `dataset` from the full cache, in percent."""
     return _against_full(
         target,
         dataset,
@@ -158,11 +158,11 @@ def change(target: str, dataset: str) -> Rule:
 
 
 def mean_share(target: str, applies_to: Callable[[Figure], bool] = lambda _: True) -> Rule:
-    """`target` is the mean over the line's scores of their percentages of the full cache.
+    """Rule: `target` is the mean of the line's scores, each in percent of the full cache.
 
     Args:
         target: Dataset of the mean.
-        applies_to: Which figures of `target` claim so.
+        applies_to: Which results of `target` the rule applies to.
     """
     return _mean_against_full(
         target,
@@ -173,12 +173,12 @@ def mean_share(target: str, applies_to: Callable[[Figure], bool] = lambda _: Tru
 
 
 def mean_change(target: str) -> Rule:
-    """`target` is the mean over the line's scores of their changes from the full cache."""
+    """Rule: `target` is the mean of the relative changes of the line's scores from the full cache."""
     return _mean_against_full(target, lambda score, full_score: 100 * (score / full_score - 1), "mean change, %")
 
 
 def speed_up(metric: str, *, more_is_faster: bool) -> Rule:
-    """Figures of metric `speed-up` compare those of `metric` with the full cache's."""
+    """Rule: results of metric `speed-up` compare those of `metric` with the full cache's."""
 
     def rule(table_lines: Sequence[Line]) -> Iterator[Claim]:
         full_figures = {
@@ -202,7 +202,7 @@ def speed_up(metric: str, *, more_is_faster: bool) -> Rule:
 
 
 def quotient(target: str, numerator: str, denominator: str) -> Rule:
-    """`target` is `numerator` in percent of `denominator`; all three are names of columns."""
+    """Rule: `target` is `numerator` in percent of `denominator`; all three are column names."""
 
     def rule(table_lines: Sequence[Line]) -> Iterator[Claim]:
         for figure, row_figures in _rows(table_lines, target):
@@ -217,7 +217,7 @@ def quotient(target: str, numerator: str, denominator: str) -> Rule:
 
 
 def per_token(target: str, total: str, prefill: str) -> Rule:
-    """`target` is `total` less `prefill`, per generated token; the row is PROMPT+GENERATED."""
+    """Rule: `target` is `total` minus `prefill`, per generated token; the row is PROMPT+GENERATED."""
 
     def rule(table_lines: Sequence[Line]) -> Iterator[Claim]:
         for figure, row_figures in _rows(table_lines, target):
@@ -233,7 +233,7 @@ def per_token(target: str, total: str, prefill: str) -> Rule:
 
 
 def gain(other_methods: Sequence[str]) -> Rule:
-    """Figures of metric `gain` are the score less the best of the methods `other_methods`."""
+    """Rule: results of metric `gain` are the score minus the best of `other_methods`."""
 
     def rule(table_lines: Sequence[Line]) -> Iterator[Claim]:
         figure_by_method = {
@@ -309,7 +309,7 @@ def _mean_against_full(
 
 
 def _full(table_lines: Sequence[Line], line: Line) -> Line | None:
-    """The full cache's line for the model of a line, with the same datasets."""
+    """Return the full-cache row for a row's model and datasets."""
     for other_line in table_lines:
         is_full_line = other_line.first.policy == "full" and other_line.first.model == line.first.model
         if is_full_line and other_line.figures.keys() & line.figures.keys():
@@ -322,7 +322,7 @@ def _figures(table_lines: Sequence[Line], metric: str) -> Iterator[Figure]:
 
 
 def _rows(table_lines: Sequence[Line], target: str) -> Iterator[tuple[Figure, dict[str, Figure]]]:
-    """Every figure of a column with the figures of its row, by column."""
+    """Yield every result of a column with the results of its row, by column."""
     figures_by_row: dict[tuple[str, str], dict[str, Figure]] = {}
     for line in table_lines:
         for figure in line.figures.values():
@@ -367,7 +367,7 @@ RULES: dict[tuple[str, str], tuple[Rule, ...]] = {
     ("criticalkv", "7"): (mean("Avg.", _DOMAINS),),
     ("criticalkv", "9"): (quotient("Ratio", "Our Bound θ̂", "Prev. Bound θ̂relax"),),
     ("criticalkv", "14"): (mean("Ave. Score", _DOMAINS), loss("Avg. Loss ↓", dataset="Ave. Score")),
-    # TrimKV and DBTrimKV stand beside a full cache of their own, whose scores are not printed.
+    # TrimKV and DBTrimKV are relative to a separate full cache, whose scores are not printed.
     ("dbtrimkv", "1"): (mean_share("Avg. (%)", lambda f: f.row.endswith("*")),),
     ("dbtrimkv", "2"): (mean_share("(% vs Vanilla)"),),
     ("dbtrimkv", "3"): (share("MMDU % vs Vanilla", dataset="MMDU Overall"),),
@@ -379,7 +379,7 @@ RULES: dict[tuple[str, str], tuple[Rule, ...]] = {
     ("d2o", "5"): (speed_up("tokens/s", more_is_faster=True),),
     ("d2o", "12"): _COSTS,
     ("d2o", "13"): _COSTS,
-    # The row's label is lost; that this is what it holds follows from 14 of its 16 figures.
+    # The row's label is lost; 14 of its 16 results confirm this rule.
     ("d2o", "17"): (gain(["Local Window", "StreamingLLM", "H2O"]),),
 }
 """The rules of each table, by paper and number."""

@@ -1,4 +1,4 @@
-"""The transcribed figures of papers, read from the data package `kvbench_published`."""
+"""Published results, transcribed in the data package `kvbench_published`."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from kvbench.budget import Budget
 from kvbench.errors import UserError, quoted, unknown
 
 PACKAGE = "kvbench_published"
-"""The data package: `papers.yaml`, and `NAME.csv` for every paper in it."""
+"""The data package, with `papers.yaml` and a `NAME.csv` for every paper."""
 
 SCORES = ("score", "accuracy", "F1", "BLEU", "ROUGE-Lsum", "exact match", "pass@1")
-"""The metrics that measure answers; on kvbench's tasks they run from 0 to 100."""
+"""Metrics of answers; 0 to 100 for kvbench's tasks."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One printed figure.
+    """One published result.
 
     Attributes:
-        paper: Its paper, a key of `papers`.
-        table: The table's number.
-        part: Section of the table that its row is in; may be empty.
-        row: The row's label.
-        group: Heading above its column and neighbours; may be empty.
-        column: The column's heading.
-        method: What was measured, as the paper calls it.
-        policy: The same in kvbench's canonical spelling; empty where kvbench has none.
-        dataset: What it was measured on, as the paper calls it.
-        task: The same in kvbench: a task, a subset or a group; empty where kvbench has none.
-        model: The model, in one spelling per paper; empty where the paper does not say.
-        budget: What was kept, as printed; empty for full and where the paper does not say.
-        fraction: The budget as a fraction, in decimals; empty if it is not one.
+        paper: The paper, a key of `papers`.
+        table: Number of the table.
+        part: Section of the table; may be empty.
+        row: Row label.
+        group: Heading above a group of columns; may be empty.
+        column: Column heading.
+        method: The method in the paper's words.
+        policy: The method in kvbench's canonical spelling; empty if kvbench lacks it.
+        dataset: The dataset in the paper's words.
+        task: The dataset in kvbench: a task, a subset or a group; empty if kvbench lacks it.
+        model: The model, in one spelling per paper; empty if not stated.
+        budget: The budget as printed; empty for full and if not stated.
+        fraction: The budget as a decimal fraction; empty if it is not one.
         tokens: The budget as a number of tokens; empty if it is not one.
-        setting: When the cache was compressed, and what else distinguishes the measurement.
-        metric: What the number is.
-        value: The number as printed, digits and all.
+        setting: When the cache was compressed, and other conditions of the measurement.
+        metric: Metric of the value.
+        value: The number exactly as printed.
     """
 
     paper: str
@@ -65,18 +65,18 @@ class Figure:
 
     @property
     def number(self) -> float:
-        """The value."""
+        """The value as a number."""
         return float(self.value)
 
     @property
     def half_digit(self) -> float:
-        """Half a unit of the last printed digit: how far rounding may have moved the value."""
+        """Half a unit of the last printed digit: the maximum rounding error."""
         decimals = len(self.value.partition(".")[2])
         return 0.5 * 10.0**-decimals
 
     @property
     def kept(self) -> str:
-        """The budget as a run records it: `0.4`, `2048` or `full`; empty if it is not known."""
+        """The budget as in a run: `0.4`, `2048` or `full`; empty if unknown."""
         if self.policy == "full":
             return "full"
         budget_text = self.fraction or self.tokens
@@ -84,7 +84,7 @@ class Figure:
 
     @property
     def place(self) -> str:
-        """Where the figure stands in its table."""
+        """Row and column of the result in its table."""
         row_text = ", ".join(filter(None, (self.part, self.row)))
         return f"{row_text}; {', '.join(filter(None, (self.group, self.column)))}"
 
@@ -98,11 +98,11 @@ class PublishedTable:
     """A table of a paper.
 
     Attributes:
-        number: Its number.
-        title: What it shows, in our words.
-        where: The section it belongs to.
-        note: What a reader of its figures must know; may be empty.
-        figures: Its figures, row by row.
+        number: Number of the table.
+        title: Content of the table, in our words.
+        where: Section of the paper.
+        note: Explanation of the results; may be empty.
+        figures: The results, row by row.
     """
 
     number: str
@@ -122,10 +122,10 @@ class Paper:
     tables: dict[str, PublishedTable]
 
     def table(self, number: str) -> PublishedTable:
-        """A table of the paper.
+        """Return a table of the paper.
 
         Raises:
-            UserError: The paper has no such table with figures.
+            UserError: The paper has no such table with results.
         """
         if number not in self.tables:
             table_numbers = ", ".join(self.tables)
@@ -135,10 +135,10 @@ class Paper:
 
 @functools.cache
 def papers() -> dict[str, Paper]:
-    """All papers, by name.
+    """Return all papers, by name.
 
     Raises:
-        ValueError: A file's figures are not those of the tables that `papers.yaml` lists.
+        ValueError: A file has results for tables that `papers.yaml` does not list.
     """
     folder = resources.files(PACKAGE)
     paper_index: dict[str, Any] = yaml.safe_load((folder / "papers.yaml").read_text(encoding="utf-8"))
@@ -146,10 +146,10 @@ def papers() -> dict[str, Paper]:
 
 
 def paper(name: str) -> Paper:
-    """A paper by name.
+    """Return a paper by name.
 
     Raises:
-        UserError: There is no such paper; the nearest names are given.
+        UserError: There is no such paper; the message suggests the closest names.
     """
     if name not in papers():
         raise unknown("paper", name, papers())
@@ -157,7 +157,7 @@ def paper(name: str) -> Paper:
 
 
 def all_figures() -> Iterator[Figure]:
-    """The figures of all papers, table by table."""
+    """Yield the results of all papers, table by table."""
     for source_paper in papers().values():
         for table in source_paper.tables.values():
             yield from table.figures

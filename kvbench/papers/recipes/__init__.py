@@ -1,4 +1,4 @@
-"""Recipes: the experiment behind a table or figure of a paper, in full and in miniature."""
+"""Recipes: the experiments behind tables and figures of papers, full-size and in miniature."""
 
 from kvbench.papers.recipes.recipe import (
     LeftOutItem,

@@ -1,4 +1,4 @@
-"""Reads recipes: one YAML file in `shipped/` per table or figure of a paper."""
+"""Loading of recipes: one YAML file in `shipped/` per table or figure of a paper."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvbench.runs.options import flag_of
 from kvbench.spelling import policy
 
 RUN = "run"
-"""The command of most recipes: what follows `kvbench`."""
+"""The `kvbench` subcommand of most recipes."""
 
 _KINDS = ("table", "figure")
 _LEFT_OUT = "left_out.yaml"
@@ -28,23 +28,21 @@ _LEFT_OUT = "left_out.yaml"
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to repeat a table or figure.
+    """Reproduction of a table or figure.
 
     Attributes:
         paper: Name of the paper, a key of `kvbench.papers.published.results.papers`.
         item: "table 1" or "figure 4".
-        title: What it shows, in our words.
-        full: The paper's experiment, for a GPU: a grid as `kvbench run --config` takes it, or the
-            flags of `by`.
-        miniatures: By small model, what its miniature changes in `full`. The model itself is not
-            named there again.
-        differs: What differs from the paper's protocol, a sentence each.
-        by: The command that makes it: "run", "bench", or such as "analyze perturbation".
-        needs: Commands that make what policies need to know about a model, once per model.
+        title: Content of the item, in our words.
+        full: The paper's experiment, for a GPU: a grid for `kvbench run --config`, or the flags of `by`.
+        miniatures: Changes of `full` in the miniature, by small model; the model itself is implied.
+        differs: Differences from the paper's protocol, a sentence each.
+        by: The `kvbench` subcommand: "run", "bench", or for example "analyze perturbation".
+        needs: Commands that create the model-specific files of policies, once per model.
         lacks: Rows, columns or models of the paper that kvbench cannot run.
-        layout: Options of `kvbench table` that lay the full run out.
-        small_layout: The same for a miniature.
-        also: What else the same run shows, such as "figures 5 and 6"; may be empty.
+        layout: Options of `kvbench table` for the full run.
+        small_layout: Options of `kvbench table` for a miniature.
+        also: Other items that the same run covers, such as "figures 5 and 6"; may be empty.
     """
 
     paper: str
@@ -62,41 +60,41 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """What the command line calls it: `criticalkv-table1`."""
+        """Name on the command line, such as `criticalkv-table1`."""
         return f"{self.paper}-{self.item.replace(' ', '')}"
 
     @property
     def source(self) -> str:
-        """Where it stands: `table 1 of criticalkv`."""
+        """Location, such as `table 1 of criticalkv`."""
         return f"{self.item} of {self.paper}"
 
     def is_miniature(self, models: Sequence[str]) -> bool:
-        """Whether these models, as given on the command line, mean a miniature."""
+        """Return whether these models of the command line select a miniature."""
         return bool(set(models) & set(self.miniatures))
 
     def settings(self, models: Sequence[str] = ()) -> dict[str, Any]:
-        """The experiment for the models that were asked for.
+        """Return the experiment for the requested models.
 
         Args:
-            models: Names from the command line. One of the small models alone means its miniature;
-                anything else is the full experiment, on those models if there are any.
+            models: Names from the command line. A single small model selects its miniature; anything else selects the
+                full experiment, on those models if there are any.
 
         Raises:
-            UserError: A small model is asked for together with others.
+            UserError: A small model is requested together with others.
         """
         small = [model_name for model_name in models if model_name in self.miniatures]
         if not small:
             return overlaid(self.full, {"models": list(models)} if models else {})
         if len(models) > 1:
             raise UserError(
-                f"the miniature of {self.name} for {small[0]} is another grid than the full one; "
-                "give one --model at a time"
+                f"the miniature of {self.name} for {small[0]} has a different grid than the full experiment; "
+                "use one --model at a time"
             )
         small_settings = overlaid(self.full, self.miniatures[small[0]])
         return overlaid(small_settings, {"models": small})
 
     def command(self, models: Sequence[str] = ()) -> str:
-        """The command that makes it, for recipes that `kvbench run` does not run."""
+        """Return the command of a recipe that `kvbench run` does not run."""
         command_words = ["kvbench", *self.by.split()]
         for setting_name, setting_value in self.settings(models).items():
             setting_values = setting_value if isinstance(setting_value, list) else [setting_value]
@@ -107,27 +105,27 @@ class Recipe:
         return shlex.join(command_words)
 
     def grid(self, models: Sequence[str] = (), override: Mapping[str, Any] | None = None) -> Grid:
-        """The grid that `kvbench run` runs.
+        """Return the grid for `kvbench run`.
 
         Args:
             models: As in `settings`.
             override: Values that take precedence, by attribute or flag name.
 
         Raises:
-            UserError: Another command makes it, or a value of `override` is wrong.
+            UserError: The recipe needs another command, or a value of `override` is invalid.
         """
         if self.by != RUN:
-            raise UserError(f"{self.name} is made by another command: {self.command(models)}")
+            raise UserError(f"{self.name} needs another command: {self.command(models)}")
         return Grid.from_dict(overlaid(self.settings(models), override or {}))
 
     def layout_for(self, models: Sequence[str] = ()) -> str:
-        """Options of `kvbench table` that lay the run for these models out."""
+        """Return the options of `kvbench table` for the run of these models."""
         return self.small_layout if self.is_miniature(models) else self.layout
 
 
 @dataclass(frozen=True)
 class LeftOutItem:
-    """A table or figure without a recipe, and the reason, which completes "there is none: "."""
+    """A table or figure without a recipe; the reason completes "there is no recipe NAME: "."""
 
     paper: str
     item: str
@@ -135,16 +133,16 @@ class LeftOutItem:
 
     @property
     def name(self) -> str:
-        """What its recipe would be called."""
+        """Name that its recipe would have."""
         return f"{self.paper}-{self.item.replace(' ', '')}"
 
 
 @functools.cache
 def recipes() -> Mapping[str, Recipe]:
-    """All recipes by name, paper by paper, tables before figures.
+    """Return all recipes by name, paper by paper, tables before figures.
 
     Raises:
-        ValueError: A file of the package is no recipe.
+        ValueError: A file of the package is not a recipe.
     """
     all_recipes = []
     for recipe_path in _folder().iterdir():
@@ -158,10 +156,10 @@ def recipes() -> Mapping[str, Recipe]:
 
 
 def recipe(name: str) -> Recipe:
-    """A recipe by name.
+    """Return a recipe by name.
 
     Raises:
-        UserError: There is none; the message gives the reason, or the nearest names.
+        UserError: There is none; the message gives the reason, or suggests the closest names.
     """
     if name in recipes():
         return recipes()[name]
@@ -173,7 +171,7 @@ def recipe(name: str) -> Recipe:
 
 @functools.cache
 def left_out() -> tuple[LeftOutItem, ...]:
-    """The tables and figures that have no recipe, in the order of `recipes`."""
+    """Return the tables and figures without a recipe, in the order of `recipes`."""
     yaml_text = (_folder() / _LEFT_OUT).read_text(encoding="utf-8")
     left_items = [
         LeftOutItem(paper_name, item, reason)
@@ -184,7 +182,7 @@ def left_out() -> tuple[LeftOutItem, ...]:
 
 
 def missing_parts(checked_recipe: Recipe) -> list[str]:
-    """What of a recipe cannot be run here: what it lacks, and parts that are not installed."""
+    """Return the parts of a recipe that cannot be run here: unsupported or not installed."""
     settings = {flag_of(setting_name): setting_value for setting_name, setting_value in checked_recipe.full.items()}
     missing_items = list(checked_recipe.lacks)
     for policy_spec in settings["policy"]:

@@ -1,4 +1,4 @@
-"""The HTML report: one file with its data, its styles and its scripts, which needs no network."""
+"""The HTML report: one file with data, styles and scripts, which needs no network."""
 
 from kvbench.report.page.html import NAME, write_page
 

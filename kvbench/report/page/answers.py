@@ -1,4 +1,4 @@
-"""The responses of a run, question by question, for the page's browser of samples."""
+"""The responses of a run, question by question, for the sample browser of the page."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvbench.report.frames import Results, extras, records
 from kvbench.report.sorted_samples import Samples
 
 MOST = 5_000_000
-"""Characters of responses in a page, so that it stays under 8 MB with everything else."""
+"""Maximum number of response characters in a page, which keeps it under 8 MB in total."""
 LONGEST = 6_000
-"""Characters of a response; the middle of a longer one is left out."""
+"""Maximum number of characters of a response; the middle of longer ones is removed."""
 _ENTRY = 40
-"""Characters that a response takes besides its text."""
+"""Characters per response besides its text."""
 
 Responses: TypeAlias = Callable[[Sequence[str]], pd.DataFrame]
-"""Reads all columns of `samples.parquet`, of the samples with these ids."""
+"""Loads all columns of `samples.parquet` for some sample ids."""
 
 _PLACE = ["model", "task", "length", "seed"]
 _QUESTION = [*_PLACE, "sample_id", "question_id", "repeat"]
@@ -31,24 +31,21 @@ _OF_CELL = ["cell", "model", "seed", "policy", "budget", "moment"]
 
 
 def answers(results: Results, responses: Responses) -> dict[str, Any]:
-    """The questions with the responses of every setting.
-
-    If they are more than a page can hold, every task shows its first questions.
+    """Return the questions with the responses of every setting; only the first of every task if a page cannot hold all.
 
     Args:
-        results: What was run.
-        responses: Reads the responses of the samples that may be shown.
+        results: The results.
+        responses: Loads the responses of some samples.
 
     Returns:
-        `cells` (policy, budget and moment of each), `texts` (each response once), `questions` (with
-        `answers`: index of the cell, index of the text, score, why it ended, tokens) and `total`
-        (how many questions the run has).
+        `cells` (policy, budget and moment of each), `texts` (each response once), `questions` (with `answers`: index of
+        the cell, index of the text, score, stop reason, tokens) and `total` (number of questions in the run).
     """
     if results.samples is None or not len(results.samples):
         return {"cells": [], "texts": [], "questions": [], "total": 0}
     cell_frame = results.cells[_OF_CELL]
     sample_ids, question_count = _first_samples(results, results.samples)
-    # The model of the report, and not of the run: it tells apart what has the same name.
+    # The model name of the report, not of the run, because only the former is unique.
     sample_frame = Samples(responses(sample_ids)).of(cell_frame["cell"])
     sample_frame = sample_frame.drop(columns=["policy", "budget", "moment"]).merge(cell_frame, on="cell")
     cell_order = {str(cell_id): cell_index for cell_index, cell_id in enumerate(cell_frame["cell"])}
@@ -88,10 +85,10 @@ def answers(results: Results, responses: Responses) -> dict[str, Any]:
 
 
 def _first_samples(results: Results, samples: Samples) -> tuple[list[str], int]:
-    """The samples that `answers` may show, and how many questions the run has.
+    """Return the samples that fit in the page, and the number of questions in the run.
 
-    Responses take at least `_ENTRY` characters each, so only the first questions of a large run can
-    be in the page. The responses of all others are not even read.
+    Responses take at least `_ENTRY` characters each, so only the first questions of a large run fit. The responses of
+    the others are not loaded.
     """
     sample_questions: list[tuple[Any, str, int]] = []
     for task_key, task_cells in results.cells.groupby(_PLACE, sort=False):
@@ -113,7 +110,7 @@ def _first_samples(results: Results, samples: Samples) -> tuple[list[str], int]:
 
 
 def _by_turns(questions: Iterable[_Q], place_of: Callable[[Any], Any]) -> Iterator[_Q]:
-    """One question of every task, then another of each, and so on."""
+    """Yield questions of all tasks in round-robin order."""
     questions_by_task: dict[Any, list[_Q]] = {}
     for question in questions:
         questions_by_task.setdefault(place_of(question), []).append(question)
@@ -127,7 +124,7 @@ def _question(
     text_indices: dict[str, int],
     cell_order: dict[str, int],
 ) -> dict[str, Any]:
-    """A question; new texts are added to `text_indices`."""
+    """Return a question, and add new texts to `text_indices`."""
     first_row = response_rows[0]
     return {
         **{field_name: first_row[field_name] for field_name in (*_QUESTION, "context_id", "doc_id")},
@@ -155,4 +152,4 @@ def _short(text: str) -> str:
     if len(text) <= LONGEST:
         return text
     half = LONGEST // 2
-    return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters omitted …]\n{text[-half:]}"

@@ -1,4 +1,4 @@
-"""What the page shows, as JSON can hold it."""
+"""The data of the page, JSON-serialisable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvbench.tables.text import tokens
 from kvbench.terminal import printable
 
 WITHIN = (0.5, 1.0, 2.0, 5.0, 10.0)
-"""Points within which a reader can look for the cheapest setting, besides those asked for."""
+"""Tolerances in points that a reader can select, besides the requested one."""
 
 _NUMBERS = (
     *("share", "read_share", "allocated_share"),
@@ -33,14 +33,12 @@ _HEAT = ["model", "task", "length", *CONFIG, "depth"]
 
 
 def payload(results: Results, responses: Responses, aim: Aim) -> dict[str, Any]:
-    """Everything that the page shows.
-
-    Control characters, bidirectional marks and their like are spelled out in every text.
+    """Return the data of the page, with control and bidirectional characters escaped in every text.
 
     Args:
-        results: What was run.
-        responses: Reads the responses that the page shows.
-        aim: What a setting is looked for when the page opens.
+        results: The results.
+        responses: Loads the responses of some samples.
+        aim: Initial requirements for the choice of a setting.
     """
     all_panels = list(panels(results))
     page_data = {
@@ -60,7 +58,7 @@ def payload(results: Results, responses: Responses, aim: Aim) -> dict[str, Any]:
 
 
 def _rows(panel: Panel) -> Iterator[dict[str, Any]]:
-    """A panel's settings: their means over tasks, where there are several, and every task."""
+    """Yield the settings of a panel: means over tasks, if there are several, and every task."""
     has_mean = len(panel.tasks) > 1 and len(panel.overall)
     task_frames = [("", panel.overall)] * bool(has_mean)
     task_frames += [(task_name, panel.of_task(task_name)) for task_name in panel.tasks]
@@ -88,7 +86,7 @@ def _rows(panel: Panel) -> Iterator[dict[str, Any]]:
 
 
 def _choices(results: Results, all_panels: list[Panel], aim: Aim) -> dict[str, Any]:
-    """The cheapest settings for several distances, and what their memory follows from."""
+    """Return the cheapest settings for several tolerances, and the data for memory estimates."""
     panel_memories = [PanelMemory.of(panel, results.samples) for panel in all_panels]
     serving = aim.serving or Serving()
     known_contexts = [panel_memory.context for panel_memory in panel_memories if not math.isnan(panel_memory.context)]
@@ -127,7 +125,7 @@ def _choices(results: Results, all_panels: list[Panel], aim: Aim) -> dict[str, A
 
 
 def _depths(results: Results) -> list[dict[str, Any]]:
-    """Mean score by depth of the needle, length, policy and budget; seeds are pooled."""
+    """Return mean scores by depth of the needle, length, policy and budget; seeds are pooled."""
     if results.samples is None:
         return []
     depth_samples = with_depth(results)
@@ -148,7 +146,7 @@ def _depths(results: Results) -> list[dict[str, Any]]:
 
 
 def _facts(results: Results) -> list[list[str]]:
-    """What was run, as pairs of a name and a text."""
+    """Return facts about the run, as pairs of name and text."""
     cells = results.cells
     compressed_cells = cells[cells["policy"] != "full"]
     failed_count = int((cells["status"] != "ok").sum())
@@ -168,7 +166,7 @@ def _facts(results: Results) -> list[list[str]]:
 
 
 def _provenance(cells: pd.DataFrame) -> dict[str, list[dict[str, str]]]:
-    """What the cells were made with, as tables: rows of texts by column."""
+    """Return models, data and versions as tables: rows of texts by column."""
     table_columns = {
         "Models": ["model_id", "model_revision", "dtype", "device", "attention", "answers"],
         "Data": ["task", "group", "length", "seed", "task_version", "data_hash", "metric"],
@@ -184,7 +182,7 @@ def _provenance(cells: pd.DataFrame) -> dict[str, list[dict[str, str]]]:
 
 
 def _versions(cells: pd.DataFrame) -> dict[str, list[dict[str, str]]]:
-    """The recorded versions: those of all cells, and by policy and task those that differ."""
+    """Return the recorded versions: common ones, and by policy and task those that differ."""
     version_rows = [
         {
             field_name: field_value if isinstance(field_value, str) else json.dumps(field_value)
@@ -225,7 +223,7 @@ def _listed(column: pd.Series) -> str:
 
 
 def _number(value: float) -> float | None:
-    """A number with six significant digits; None if it is not finite, which JSON cannot hold."""
+    """Round to six significant digits; None if the number is not finite, which JSON does not allow."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 

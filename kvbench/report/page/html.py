@@ -1,4 +1,4 @@
-"""Puts the page together: template, styles, scripts and data in one file."""
+"""Assembly of the page: template, styles, scripts and data in one file."""
 
 from __future__ import annotations
 
@@ -22,25 +22,22 @@ NAME = "report.html"
 
 _LIBRARIES = ("vendor/d3.min.js", "vendor/plot.min.js")
 _SCRIPTS = ("dom.js", "state.js", "charts.js", "scores.js", "answers.js", "report.js")
-"""In the order in which they need each other."""
+"""Scripts in order of their dependencies."""
 
 _UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
-"""What could end the element that holds the data, or begin a comment in it."""
+"""Escapes of characters that could end the data element or begin a comment in it."""
 
 
 def write_page(results: Results, responses: Responses, folder: Path, aim: Aim = WITHIN_A_POINT) -> Path:
-    """Write the report of one or several runs as a page for a browser.
+    """Write the report of one or several runs as an HTML page, and return its path.
 
     The same results give the same bytes.
 
     Args:
-        results: What was run, with its samples.
-        responses: Reads the responses that the page shows: of a large run, the first ones.
-        folder: Where to write `report.html`; created if needed.
-        aim: What a setting is looked for when the page opens.
-
-    Returns:
-        The page.
+        results: The results, with samples.
+        responses: Loads the responses of some samples; for a large run, only the first ones.
+        folder: Folder for `report.html`, created if needed.
+        aim: Initial requirements for the choice of a setting.
 
     Raises:
         UserError: The page cannot be written.
@@ -59,13 +56,10 @@ def write_page(results: Results, responses: Responses, folder: Path, aim: Aim = 
 
 
 def page(page_data: Mapping[str, Any]) -> str:
-    """The page as text.
+    """Return the page as text, from JSON-serialisable data.
 
-    Its policy (CSP) lets nothing be loaded from anywhere and no script run but the page's own,
-    each named by its digest. So even markup that got into the page could run nothing.
-
-    Args:
-        page_data: What it shows, as JSON can hold it.
+    Its content security policy forbids loading anything, and running any script except the page's own, listed by
+    digest. Even injected markup could not run code.
     """
     scripts = [_file(script_name) for script_name in _LIBRARIES]
     scripts.append('"use strict";\n' + "\n".join(map(_file, _SCRIPTS)))
@@ -75,12 +69,12 @@ def page(page_data: Mapping[str, Any]) -> str:
         "data": embedded(page_data),
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
-    # In one pass over the template, so that nothing in a part is taken for a place.
+    # A single pass over the template, so that placeholders within a part are not replaced.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: template_parts[match[1]], _file("report.html"))
 
 
 def embedded(data: object) -> str:
-    """JSON that can stand in a `script` element, whatever its texts hold.
+    """Return JSON that is safe within a `script` element, for any texts.
 
     Raises:
         ValueError: A number is not finite.
@@ -92,7 +86,7 @@ def embedded(data: object) -> str:
 def _policy(scripts: list[str]) -> str:
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     script_sources = " ".join(f"'sha256-{digest}'" for digest in digests)
-    # Plot sets inline styles. Styles can load nothing either: every source but these is 'none'.
+    # Plot sets inline styles, which cannot load anything, because all other sources are 'none'.
     return (
         f"default-src 'none'; script-src {script_sources}; style-src 'unsafe-inline'; "
         "base-uri 'none'; form-action 'none'"

@@ -42,9 +42,9 @@ function memoryNote(panels, context) {
   if (!known.length) return "Memory is unknown: the run has no full cache of a context.";
   const each = distinct(known.map((panel) => `${bytes(panel.token_bytes)} per token${varies.model ? ` (${panel.model})` : ""}`));
   const longest = Math.max(...panels.map((panel) => panel.length || panel.measured || 0));
-  const beyond = context > longest ? ` The scores are of at most ${Math.round(longest)} tokens: this run does not say what a policy loses at ${context}.` : "";
-  return `Memory counts keys and values over the layers that are compressed: ${each.join(", ")}, as measured in this run.${beyond} `
-    + "The cheapest setting is picked after seeing the scores, which flatters it: confirm a choice on fresh samples.";
+  const beyond = context > longest ? ` The scores are for at most ${Math.round(longest)} tokens: this run does not show what a policy loses at ${context}.` : "";
+  return `Memory counts keys and values over all compressed layers: ${each.join(", ")}, as measured in this run.${beyond} `
+    + "The cheapest setting is selected after seeing the scores, so it is optimistically biased: confirm it on new samples.";
 }
 
 // --- figures --------------------------------------------------------------------------------------

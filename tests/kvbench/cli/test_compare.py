@@ -71,7 +71,7 @@ def test_the_table_shows_what_changed(
     assert cli.call(["compare", "base", "worse"]) == 1
     shown = capsys.readouterr().out
     assert shown.count("snapkv") == 1 and "keydiff" not in shown
-    assert "failed" in shown and "9 unchanged" in shown and "can go unseen" in shown
+    assert "failed" in shown and "9 unchanged" in shown and "can remain undetected" in shown
     assert cli.call(["compare", "base", "base"]) == 0
     assert capsys.readouterr().out.endswith("no regression shown\n")
 
@@ -112,7 +112,7 @@ def test_files_for_ci(runs: Path) -> None:
 def test_power_of_a_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(["power", "base", "--drop", "5"]) == 0
     shown = capsys.readouterr().out
-    assert "to see a drop of 5 points" in shown and "ask --samples" in shown
+    assert "to detect a drop of 5 points" in shown and "use --samples" in shown
     assert cli.call(["power", "worse", "--baseline", "base", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["cells"] == 1 and len(found["needed_cells"]) == 10
@@ -121,7 +121,7 @@ def test_power_of_a_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_power_from_assumptions(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assumed = ["power", "--rate", "0.8", "--discordance", "0.1"]
     assert cli.call(assumed) == 0
-    assert capsys.readouterr().out.startswith("2059 contexts see a drop of 2 points in 80%")
+    assert capsys.readouterr().out.startswith("2059 contexts detect a drop of 2 points in 80%")
     assert cli.call([*assumed, "--questions-per-context", "4", "--icc", "0.3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["design_effect"] == pytest.approx(1.9)
 
@@ -164,4 +164,4 @@ def test_a_policy_that_keeps_the_wrong_end_fails(
     assert cli.call(["compare", "good", "broken"]) == 1
     captured = capsys.readouterr()
     assert "regression in 1 cell, first niah_single_2, ./mine.py:kept at 0.4" in captured.err
-    assert "Made differently: policy" in captured.out
+    assert "Settings that differ: policy" in captured.out

@@ -119,7 +119,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_a_report_lays_published_scores_beside_ours(made_up: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["report", str(made_up), "--with-published"]) == 0
     text = capsys.readouterr().out
-    assert "beside published scores" in text
+    assert "compared with published scores" in text
     assert "Qwen2.5-32B" in text
     folder = made_up / "report"
     for name in ("published.md", "tables/published.csv", "tables/published.tex"):
@@ -143,5 +143,5 @@ def test_a_report_that_nothing_published_fits_says_so(
     monkeypatch.setattr(load, "load_frames", lambda *_, **__: (cells, samples))
     assert call(["report", str(tmp_path), "--with-published"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    (line,) = (one for one in lines if one.startswith("nothing published fits"))
+    (line,) = (one for one in lines if one.startswith("no published result matches"))
     assert line in (tmp_path / "report" / "published.md").read_text()

@@ -205,7 +205,7 @@ def test_runs_without_a_sample_in_common() -> None:
     cells, samples = usual()
     samples["sample_id"] = "other-" + samples["sample_id"]
     found = compare(usual(), (cells, samples))
-    assert {cell.reason for cell in found.cells} == {"the two runs have no sample in common"}
+    assert {cell.reason for cell in found.cells} == {"the two runs have no common samples"}
     assert not found.complete
 
 
@@ -250,5 +250,5 @@ def test_a_sample_with_another_context_cannot_be_compared() -> None:
     sample = samples.loc[row, "sample_id"]
     assert sorted(problems)[-2:] == [
         "",
-        f"the task's data differ: sample {sample} has another context",
+        f"the task's data differ: sample {sample} has a different context",
     ]

@@ -152,7 +152,7 @@ def test_a_billion_cells_are_corrected_for() -> None:
 def test_a_run_with_nothing_to_compare_with() -> None:
     with pytest.raises(UserError, match="no full cache to compare with"):
         needs(usual(with_full=False), Goal())
-    with pytest.raises(UserError, match="no cell in common"):
+    with pytest.raises(UserError, match="no common cells"):
         needs(usual(), Goal(), usual(model="other"))
     with pytest.raises(UserError, match="has one context"):
         needs(one_cell([1.0]), Goal(), one_cell([1.0]))

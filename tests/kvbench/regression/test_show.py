@@ -62,7 +62,7 @@ def test_names_are_escaped_in_xml_and_markdown() -> None:
 
 def test_the_page_says_what_failed_and_hides_what_is_unchanged() -> None:
     text = markdown_page(compare(*mixed()), "old", "new")
-    assert text.startswith("## kvbench: regression in 1 cell\n\n`new` against `old`.\n")
+    assert text.startswith("## kvbench: regression in 1 cell\n\n`new` vs `old`.\n")
     first, _, folded = text.partition("<details>")
     assert first.count("| `vt` | `snapkv` | `0.2` |") == 1 and "| unchanged |" not in first
     assert folded.count("| unchanged |") == 6
@@ -74,10 +74,10 @@ def test_sentences_say_what_was_not_compared_and_what_can_go_unseen() -> None:
     assert "Compared 8 of 10 cells" in text
     assert "Not compared (1 cell): keydiff at 0.2 on cwe: not in the run" in text
     assert "Nothing to compare with (1 cell): keydiff at 0.4 on cwe: the baseline has no" in text
-    assert "can go unseen with so few samples" in text
+    assert "can remain undetected with so few samples" in text
     few = compare(one_cell([1.0] * 4), one_cell([1.0] * 4))
     text = "\n".join(map(plain_text, sentences(few)))
-    assert "Of 1 cell a pass says nothing: too few contexts can get worse" in text
+    assert "For 1 cell, a pass is uninformative: too few contexts can get worse" in text
 
 
 def test_fewer_samples_than_the_baseline_has_are_pointed_out() -> None:

@@ -48,7 +48,7 @@ def test_a_wider_interval_says_what_the_samples_can_show_and_what_is_certain() -
     text = said(2, SURE, WIDE)
     assert text.startswith("b at 0.2")
     assert "Not certain: the interval includes losses of more than 2 points" in text
-    assert "20 samples can show only drops of more than 7.0 points" in text  # 8 below, from 1
+    assert "20 samples can detect only drops of more than 7.0 points" in text  # 8 below, from 1
     assert text.endswith("The cheapest whose whole interval is within: a at 0.4 (40.0%).")
 
 
@@ -110,7 +110,7 @@ def test_moments_that_count_more_than_the_context_tell_nothing(moment: str) -> N
 def test_a_longer_context_than_the_run_has_is_remarked() -> None:
     cells, samples = make_run(["snapkv"], ("0.2",), ["vt"], samples=6)
     panel, memory = panel_of(cells, samples)
-    assert "does not say what a policy loses at 32768" in memory.note(panel, Serving(1, 32768))
+    assert "does not show what a policy loses at 32768" in memory.note(panel, Serving(1, 32768))
     assert "does not say" not in memory.note(panel, Serving(1, 512))
     assert "does not say" not in memory.note(panel, Serving())
 

@@ -82,4 +82,4 @@ def test_windows_that_fill_the_budget_are_named_with_the_budgets(run_frames, tmp
         ("duo_attention",): ["0.1 (context)", "0.2 (context)", "0.1 (question)", "0.2 (question)"],
     }
     text = render(*frames, tmp_path)[0].read_text()
-    assert "Sinks and windows of a fixed size fill the budget of `kvzap` at 0.1 (context)" in text
+    assert "Fixed-size sinks and windows fill the budget of `kvzap` at 0.1 (context)" in text

@@ -82,7 +82,7 @@ def test_summary_says_what_was_run_and_what_failed(report):
     assert f"Cells: {len(cells)}; **1 failed**" in text
     assert "- kvbench `0.1.0`, torch `2.13.0`\n" in text
     assert "The full cache is not above chance on `qa_1` (marked °), so differences" in text
-    assert "**Differences to full are paired:**" in text
+    assert "**Differences from full are paired:**" in text
     assert "| `random` | `0.2` | 20.4% | – | incomplete | – |" in text
 
 
@@ -241,7 +241,7 @@ def test_reports_of_odd_runs_are_written(run_frames, tmp_path):
     cells, samples = run_frames(["snapkv"], ("0.2",), failed=every)
     paths = render(cells, samples, tmp_path / "failed")
     assert [p.name for p in paths] == ["summary.md", "tasks-ruler.csv", "tasks-ruler.tex"]
-    assert "None: no compressed cache has a score to draw." in paths[0].read_text()
+    assert "None: no compressed cache has a score." in paths[0].read_text()
     assert "failed" in shown(cells)
     cells, samples = run_frames([], (), ["vt"])
     paths = render(cells, samples, tmp_path / "onlyfull")
@@ -276,7 +276,7 @@ def test_no_mean_is_shown_where_every_task_is_left_out(run_frames, tmp_path):
         assert {(row[4].strip(), row[5].strip()) for row in rows} == {("–", "–")}
     paths = render(cells, samples, tmp_path)
     text = paths[0].read_text()
-    assert "- **Mean:** none, because the full cache is above chance on none of the tasks." in text
+    assert "- **Mean:** none, because the full cache is not above chance on any task." in text
     assert "Mean of" not in text
     assert not any(p.name.startswith("mean-") for p in paths)
     alone, _ = run_frames(tasks=["vt"], chance=0.999)

@@ -51,7 +51,7 @@ def test_scores_by_a_field_and_their_paired_differences(run_frames: Any, tmp_pat
         want = Compared(own.mean(), Interval(gap.mean, gap.lo, gap.hi))
         assert table.rows[1].cells[column] == want
     text = render(cells, samples, tmp_path)[0].read_text()
-    assert "`vt` by `kind` (questions), with the paired difference to full." in text
+    assert "`vt` by `kind` (questions), with the paired difference from full." in text
     assert "| policy | budget | `easy` (20) | ha&#124;rd (10) |" in text
 
 

@@ -16,7 +16,7 @@ from kvbench.report.panel import panels
 from kvbench.report.subsets import subset_means
 
 SUBSETS = {"first_two": ("vt", "cwe"), "needles": ("niah",), "not_run": ("fwe",)}
-TITLE = "Means of subsets (number of tasks) with the paired difference to full.\n\n"
+TITLE = "Means of subsets (number of tasks) with the paired difference from full.\n\n"
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ def test_a_write_fails_its_cells_and_no_others(field: str, tmp_path: Path, alone
 @pytest.mark.parametrize("field", WRITES)
 def test_check_reports_the_write(field: str, tmp_path: Path) -> None:
     results = {r.name: r for r in run_checks(plugin(tmp_path, WRITES[field]))}
-    found = results["scores are finite and inputs untouched"]
+    found = results["scores are finite, inputs unmodified"]
     assert not found.ok and "in place" in found.detail
     assert all(r.ok for r in run_checks("random")), "later checks have sound models"
 
@@ -185,4 +185,4 @@ def test_scores_that_are_not_floating_point_fail_in_a_run_as_in_check(cast: str,
     text = f"the score returned {kind}, not floating-point; convert it"
     assert failed.error.str.contains(text, regex=False).all()
     found = {r.name: r for r in run_checks(f"{file}:bad")}
-    assert text in found["scores are finite and inputs untouched"].detail
+    assert text in found["scores are finite, inputs unmodified"].detail

@@ -187,5 +187,5 @@ def test_what_is_missing_is_a_dash_and_named() -> None:
 
 def test_tasks_that_tell_nothing_are_named() -> None:
     text = notes(filled(make_run(budgets=["0.2"], tasks=["vt", "qa_1"])))
-    assert "The full cache is not above chance on qa_1: differences there mean nothing." in text
+    assert "The full cache is not above chance on qa_1: differences there are meaningless." in text
     assert "kvbench's own tiny model" in text

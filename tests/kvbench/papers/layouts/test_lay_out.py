@@ -186,7 +186,7 @@ def test_a_reduced_table_has_averages_of_what_is_there() -> None:
     assert [row.cells[0] for row in table.rows] == ["Full Cache", "SnapKV", "AdaKV"]
     snap = measures.cells[measures.cells["policy"] == "snapkv"]["score"].mean()
     assert cell(table, "SnapKV", "Avg. Score") == pytest.approx(snap)
-    assert "averages are of the columns that are here" in notes(table)
+    assert "averages are over the remaining columns" in notes(table)
 
 
 def test_a_reduced_table_with_policies_in_columns() -> None:
@@ -208,7 +208,7 @@ def test_a_domain_needs_all_of_its_sets() -> None:
 def test_a_run_of_something_else_is_one_line() -> None:
     with pytest.raises(UserError) as error:
         made("criticalkv-2", some_ruler())
-    assert str(error.value).startswith("nothing of the run fits criticalkv-2: it shows snapkv,")
+    assert str(error.value).startswith("the run has no result for criticalkv-2, which shows snapkv,")
     assert str(error.value).endswith("the run has snapkv, adakv at 0.4 on vt, cwe")
 
 
@@ -260,7 +260,7 @@ def test_another_budget_stands_in_place_and_is_named() -> None:
     for spelling in ("40%=0.2", "0.4=0.2"):
         table = made("criticalkv-1", measures_of((cells, samples)), spelling)
         assert cell(table, "SnapKV", "VT") == cells["score"][1]
-        assert "In place of what the paper has: 0.2 for 40%." in notes(table)
+        assert "Replacements for the paper's settings: 0.2 for 40%." in notes(table)
 
 
 def test_headings_say_the_budget_that_was_run() -> None:
@@ -283,7 +283,7 @@ def test_an_own_task_and_an_own_policy_stand_in_place() -> None:
         ("SnapKw=snapkv", "unknown name in criticalkv-1 'SnapKw'; did you mean snapkv"),
         ("40%=0.3", "--use '40%=0.3': unknown budget '0.3'"),
         ("VT=vtt", "--use 'VT=vtt': unknown task 'vtt'; did you mean vt"),
-        ("SnapKV=", "--use SnapKV=: name what stands for SnapKV"),
+        ("SnapKV=", "--use SnapKV=: name the replacement for SnapKV"),
     ],
 )
 def test_wrong_substitutes(use: str, message: str) -> None:

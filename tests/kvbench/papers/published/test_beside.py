@@ -135,7 +135,7 @@ def test_without_full_the_share_is_unknown() -> None:
 
 def test_a_line_says_what_the_run_has_and_what_there_is() -> None:
     line = unmatched(run(tasks=["vt"], budgets=["0.1"]))
-    assert line.startswith("nothing published fits: the run has snapkv at 0.1 on vt; published for")
+    assert line.startswith("no published result matches: the run has snapkv at 0.1 on vt; published for")
     assert "adakv, criticalkv, headkv" in line
     assert "at 0.4 (criticalkv Table 1)" in line
     assert "\n" not in line
