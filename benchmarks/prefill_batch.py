@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import kvbench
 from kvbench.budget import Budget
-from kvbench.engine.clock import now
 from kvbench.engine.driver import engine
 from kvbench.engine.loading import load_model, pick_device, pick_dtype
 from kvbench.engine.prefix import Compression, Prefix
+from kvbench.engine.threads import now
 from kvbench.view import AttentionMass, Need
 
 OBSERVED: dict[str, tuple[Need, ...]] = {"nothing": (), "attention mass": (AttentionMass(),)}

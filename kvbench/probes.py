@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.errors import BudgetError
 from kvbench.plugin import Blocks, ModelInfo, Need, Reader, Score, Scores, View
-from kvbench.view.scores import checked_scores
+from kvbench.view.shown import checked_scores
 
 
 class Failed(Exception):

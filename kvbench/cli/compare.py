@@ -51,8 +51,8 @@ def compare(
     """
     from kvbench.regression import show as wording
     from kvbench.regression.compare import compare as compare_runs
-    from kvbench.regression.junit import junit as junit_xml
     from kvbench.regression.pairs import COLUMNS
+    from kvbench.regression.show import junit as junit_xml
     from kvbench.runs.load import load_frames
     from kvbench.tables.outputs import plain_text
 

@@ -13,7 +13,7 @@ import typer
 
 from kvbench import terminal
 from kvbench.progress import Bar, LineProgress, Reporter, reporter
-from kvbench.tables.fit import fitted
+from kvbench.tables.outputs import fitted
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.engine.clock import now
-from kvbench.engine.shared import CachedScores
-from kvbench.engine.showing import ViewBuilder
+from kvbench.engine.showing import CachedScores, ViewBuilder
+from kvbench.engine.threads import now
 from kvbench.engine.upkeep import goes_on
 from kvbench.errors import BudgetError
 from kvbench.parts import apportion
@@ -23,7 +22,7 @@ from kvbench.plugin import (
     Scores,
     View,
 )
-from kvbench.view.scores import checked_scores
+from kvbench.view.shown import checked_scores
 
 
 class Decision(NamedTuple):

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.channels import channel_order, reordered
-from kvbench.engine.clock import now
 from kvbench.engine.codes import Coding
 from kvbench.engine.decide import Decision, EvictionStep
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.reading import readings
+from kvbench.engine.threads import now
 from kvbench.engine.upkeep import EvictionState, goes_on, spare_entries
 from kvbench.plugin import ModelInfo, Policy
 

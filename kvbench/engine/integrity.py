@@ -38,6 +38,11 @@ class _Watched(NamedTuple):
         return _sums(*(_table(self.tensor) if self.table is None else self.table))
 
 
+def versions(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the write counters of tensors; 0 (unknown) for tensors of inference mode."""
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+
+
 def checksum(tensor: Tensor) -> Tensor:
     """Return sums over the bits of a tensor, int64.
 

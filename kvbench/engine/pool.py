@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.clock import now
 from kvbench.engine.decode import DecodeRow
 from kvbench.engine.draw import choose
 from kvbench.engine.driver import forward, left_padded
@@ -28,6 +27,7 @@ from kvbench.engine.refill import (
     vacant,
     vacate,
 )
+from kvbench.engine.threads import now
 
 _Owner = TypeVar("_Owner")
 

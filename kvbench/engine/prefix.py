@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.clock import now
 from kvbench.engine.decide import EvictionStep
 from kvbench.engine.draw import row_seeds
 from kvbench.engine.driver import forward, start_observers
@@ -21,7 +20,8 @@ from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.pruning import Pruning, watching
 from kvbench.engine.replay import observe_replays
-from kvbench.engine.shared import PrefixCache
+from kvbench.engine.showing import PrefixCache
+from kvbench.engine.threads import now
 from kvbench.engine.upkeep import first_budget, goes_on
 from kvbench.errors import BudgetError, out_of_memory
 from kvbench.moments import Moment

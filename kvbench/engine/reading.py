@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.engine.integrity import versions
 from kvbench.engine.layer import RaggedLayer
-from kvbench.engine.shared import versions
 from kvbench.errors import BudgetError, BudgetRefused
 from kvbench.plugin import Blocks, Policy, Reader
 from kvbench.view import ModelInfo
-from kvbench.view.scores import check_floating
+from kvbench.view.shown import check_floating
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.clock import now
+from kvbench.engine.integrity import Ledger
 from kvbench.engine.layer import RaggedLayer
-from kvbench.engine.shared import Changes, PrefixCache
+from kvbench.engine.threads import now
 from kvbench.errors import BudgetError
-from kvbench.plugin import CHANNEL_QUERIES, ModelInfo, Moment, Need, Policy, Surprisal, View
+from kvbench.plugin import CHANNEL_QUERIES, ModelInfo, Moment, Need, Policy, Score, Scores, Surprisal, View
 
 _PER_POLICY: tuple[object, ...] = ("budget", Surprisal())
 """Tensors of a view that are created anew for every policy."""
@@ -241,3 +242,57 @@ def _noted(read_weight: Callable[[int], Tensor], changes: Changes, layer_index: 
     weight_copy = read_weight(layer_index)
     changes.show("model.output_weight", weight_copy)
     return weight_copy
+
+
+class CachedScores(NamedTuple):
+    """Scores of one layer that later cells can copy, and their computation time in seconds.
+
+    `flag` holds an error message and whether the error occurred.
+    """
+
+    scores: Scores
+    extras: dict[str, Tensor]
+    seconds: float
+    flag: tuple[str, Tensor]
+
+
+@dataclass
+class PrefixCache:
+    """State shared by the cells of one prefill.
+
+    Attributes:
+        ledger: Checksums of all tensors passed to the cells.
+        scores: Scores by (layer, score).
+        made: Results of `View.once` and their computation time in seconds, by (layer, name).
+    """
+
+    ledger: Ledger
+    scores: dict[tuple[int, Score], CachedScores] = field(default_factory=dict)
+    made: dict[tuple[int, Hashable], tuple[Tensor, float]] = field(default_factory=dict)
+
+
+class Changes:
+    """The tensors passed to a policy, with their write counters before the call."""
+
+    def __init__(self) -> None:
+        self._shown: list[tuple[object, Tensor, int]] = []
+
+    def show(self, tensor_name: object, tensor: Tensor) -> None:
+        """Record a tensor before the policy receives it."""
+        if not tensor.is_inference():  # such a tensor has no version
+            self._shown.append((tensor_name, tensor, tensor._version))
+
+    def forget(self) -> None:
+        """Discard all recorded tensors."""
+        self._shown.clear()
+
+    def first(self) -> str:
+        """Return the name of the first changed tensor, or ""."""
+        return next(
+            (
+                str(tensor_name)
+                for tensor_name, tensor, first_version in self._shown
+                if tensor._version != first_version
+            ),
+            "",
+        )

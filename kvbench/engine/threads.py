@@ -1,4 +1,4 @@
-"""Number of CPU threads for a model.
+"""CPU threads for a model, and time that is read when its device has finished its work.
 
 Torch's threads spin while they wait for each other. If other work keeps the cores busy (CI, a container with a CPU
 quota), two spinning threads can be many times slower than one, and a small model gains nothing from more than one.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,3 +68,10 @@ def thread_budget(model: nn.Module, report_line: Callable[[str], None]) -> Itera
         yield
     finally:
         torch.set_num_threads(default)
+
+
+def now(device: torch.device) -> float:
+    """Return the time in seconds after the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

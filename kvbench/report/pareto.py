@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +18,53 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from kvbench.report.front import HELD, MemoryMetric, front
 from kvbench.stats import Floats
 from kvbench.tables.numbers import size
 from kvbench.tables.plot_style import FRONT, GREY, GREY_BAND, PALE, marker_options
 from kvbench.tables.text import short
+
+
+class MemoryMetric(NamedTuple):
+    """A memory metric for Pareto fronts.
+
+    Attributes:
+        share: Column with the share of the full cache's bytes.
+        bytes: Column with the bytes.
+        verb: `held` or `read`.
+        label: Axis label of the share.
+    """
+
+    share: str
+    bytes: str
+    verb: str
+    label: str
+
+
+HELD = MemoryMetric("share", "kv_bytes_live", "held", "KV cache held, % of full")
+READ = MemoryMetric("read_share", "kv_bytes_read", "read", "KV cache read per step, % of full")
+
+
+def front(cost: npt.ArrayLike, value: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+    """Return which points are Pareto-optimal: no other is cheaper and as good, or better and as cheap.
+
+    Of points that tie in both, all are optimal; a point with a NaN is never optimal. Runs in O(n log n).
+
+    Args:
+        cost: `[n]`, lower is better.
+        value: `[n]`, higher is better.
+    """
+    costs, values = np.asarray(cost, dtype=np.float64), np.asarray(value, dtype=np.float64)
+    is_optimal = np.zeros(len(costs), dtype=np.bool_)
+    valid_indices = np.flatnonzero(~(np.isnan(costs) | np.isnan(values)))
+    sorted_indices = valid_indices[np.lexsort((-values[valid_indices], costs[valid_indices]))]
+    last_optimal = -1  # the last optimal point, with the highest cost and value so far
+    for point_index in sorted_indices:
+        is_tie = values[point_index] == values[last_optimal] and costs[point_index] == costs[last_optimal]
+        if last_optimal < 0 or is_tie or values[point_index] > values[last_optimal]:
+            is_optimal[point_index] = True
+            last_optimal = point_index
+    return is_optimal
+
 
 _LOG_FROM = 4.0  # a larger ratio of budgets gets a logarithmic axis
 _TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)

@@ -13,8 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from kvbench.report.frames import Results, pick, readers, unit_scale
-from kvbench.report.front import HELD, READ, MemoryMetric
-from kvbench.report.pareto import ByteAxis, draw_panel, front_of
+from kvbench.report.pareto import HELD, READ, ByteAxis, MemoryMetric, draw_panel, front_of
 from kvbench.tables.plot_style import (
     COLUMN,
     FRONT,

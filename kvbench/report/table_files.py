@@ -9,8 +9,7 @@ from pathlib import Path
 from kvbench.files import replacing
 from kvbench.report.frames import Results
 from kvbench.report.panel import MOST_TASKS, Panel, panels
-from kvbench.report.strata import strata
-from kvbench.report.subsets import subset_table
+from kvbench.report.strata import strata, subset_table
 from kvbench.tables.outputs import csv, latex
 from kvbench.tables.table import Name, Table, beside
 from kvbench.tables.text import mean_of, slug

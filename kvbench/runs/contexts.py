@@ -13,13 +13,13 @@ from torch import Tensor
 
 from kvbench.benchmark import Medium
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.clock import now
 from kvbench.engine.decode import BLOCK, Batch
 from kvbench.engine.driver import forward
 from kvbench.engine.evict import restore
 from kvbench.engine.pool import Pooled
 from kvbench.engine.prefix import Prefix
 from kvbench.engine.pruning import prunes, pruning_of
+from kvbench.engine.threads import now
 from kvbench.engine.upkeep import tail_of
 from kvbench.errors import PluginError
 from kvbench.moments import LATER

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.clock import now
 from kvbench.engine.decode import Batch, DecodeRow
 from kvbench.engine.evict import read_few, restore
 from kvbench.engine.models import model_info
+from kvbench.engine.threads import now
 from kvbench.errors import PluginError
 from kvbench.harness.protocol import Request
 from kvbench.runs.answers import Prompt, begun, by_cell, empty, ended, forks, key_of

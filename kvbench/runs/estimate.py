@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from kvbench.engine.clock import now
+from kvbench.engine.threads import now
 from kvbench.progress import Silent
 from kvbench.runs.answers import Prompt, key_of
 from kvbench.runs.executors.base import answer, worker_of

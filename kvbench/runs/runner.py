@@ -17,8 +17,7 @@ from kvbench.files import cannot
 from kvbench.progress import Reporter, Silent, duration
 from kvbench.progress import reporter as terminal_reporter
 from kvbench.runs.estimate import estimate, missing_of
-from kvbench.runs.executors.base import Executor, Unfinished
-from kvbench.runs.executors.local import run_here
+from kvbench.runs.executors.base import Executor, Unfinished, run_here
 from kvbench.runs.executors.ray import run_on_ray
 from kvbench.runs.grid import Grid
 from kvbench.runs.integrity import rows_of_cells

@@ -9,16 +9,20 @@ from __future__ import annotations
 import csv as csv_module
 import html as html_module
 import io
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
+from itertools import takewhile
+from typing import TypeAlias
 
 from rich.box import HEAVY_HEAD
+from rich.console import Console
 from rich.style import Style
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from kvbench.tables.csv_columns import csv_columns
 from kvbench.tables.numbers import BETTER, DASH, MINUS, WORSE, interval, number
 from kvbench.tables.table import (
     Cell,
@@ -30,6 +34,7 @@ from kvbench.tables.table import (
     Name,
     Phrase,
     Table,
+    TableRow,
 )
 from kvbench.tables.text import code, md, plain, tex
 
@@ -430,3 +435,157 @@ def _html_row(tag: str, cell_texts: Iterable[str], columns: Iterable[Column]) ->
         for cell_text, class_attribute in zip(cell_texts, class_attributes, strict=True)
     )
     return f"<tr>{''.join(cell_elements)}</tr>"
+
+
+Values: TypeAlias = "list[float | str]"
+
+
+def csv_columns(
+    column_title: str, column_cells: Sequence[Cell], write_phrase: Callable[[Phrase], str]
+) -> tuple[list[str], list[Values]]:
+    """Convert a column to one to four CSV columns, with separate columns for intervals and p-values.
+
+    Args:
+        column_title: Title of the column.
+        column_cells: Cells of the column.
+        write_phrase: Converts a phrase to text.
+
+    Returns:
+        The titles of the CSV columns, and the values of each cell. Text that a spreadsheet would evaluate as a formula
+        gets a leading apostrophe.
+    """
+    bound_suffixes = ("_lo", "_hi")
+    if any(isinstance(cell, Compared) for cell in column_cells):
+        suffixes: tuple[str, ...] = (
+            "",
+            "_diff",
+            *(f"_diff{bound_suffix}" for bound_suffix in bound_suffixes),
+        )
+    elif any(isinstance(cell, Interval) for cell in column_cells):
+        suffixes = ("", *bound_suffixes)
+    elif any(isinstance(cell, Graded) and not math.isnan(cell.p) for cell in column_cells):
+        suffixes = ("", "_p")
+    else:
+        suffixes = ("",)
+    column_titles = [_formula_safe(column_title) + suffix for suffix in suffixes]
+    return column_titles, [_values(cell, len(suffixes), write_phrase) for cell in column_cells]
+
+
+def _values(cell: Cell, column_count: int, write_phrase: Callable[[Phrase], str]) -> Values:
+    match cell:
+        case Compared():
+            numbers = [cell.score, cell.gap.mean, cell.gap.lo, cell.gap.hi]
+        case Interval():
+            numbers = [cell.mean, cell.lo, cell.hi]
+        case Graded():
+            numbers = [cell.value, cell.p][:column_count]
+        case int() | float():
+            numbers = [cell]
+        case None:
+            numbers = []
+        case _:
+            return [_formula_safe(write_phrase(cell)), *[""] * (column_count - 1)]
+    cell_values: Values = ["" if math.isnan(number) else number for number in numbers]
+    return cell_values + [""] * (column_count - len(cell_values))
+
+
+def _formula_safe(cell_text: str) -> str:
+    return f"'{cell_text}" if cell_text.startswith(("=", "+", "-", "@")) else cell_text
+
+
+def fitted(table: Table, console: Console) -> Iterator[RichTable]:
+    """Yield the table for `rich.print`, in as few parts as the width of the console allows.
+
+    Every part begins with the row labels: the columns before the first right-aligned one.
+    """
+    lead_count = len(list(takewhile(lambda column: not column.right, table.columns)))
+    column_blocks: list[list[int]] = []
+    for column_index in range(lead_count, len(table.columns)):
+        if not column_blocks or not _fits(
+            _select_columns(table, lead_count, [*column_blocks[-1], column_index]), console
+        ):
+            column_blocks.append([])
+        column_blocks[-1].append(column_index)
+    for block_index, column_indices in enumerate(column_blocks):
+        table_block = _select_columns(table, lead_count, column_indices)
+        if len(column_blocks) > 1:
+            table_block = replace(
+                table_block,
+                title=(table_block.title, f" ({block_index + 1} of {len(column_blocks)})"),
+            )
+        yield terminal(table_block if block_index + 1 == len(column_blocks) else replace(table_block, notes=()))
+
+
+def _select_columns(table: Table, lead_count: int, column_indices: list[int]) -> Table:
+    kept_indices = [*range(lead_count), *column_indices]
+    kept_columns: tuple[Column, ...] = tuple(table.columns[column_index] for column_index in kept_indices)
+    kept_rows = tuple(
+        TableRow(tuple(table_row.cells[column_index] for column_index in kept_indices), table_row.group)
+        for table_row in table.rows
+    )
+    return replace(table, columns=kept_columns, rows=kept_rows)
+
+
+def _fits(table: Table, console: Console) -> bool:
+    bare_table = terminal(replace(table, title="", notes=()))
+    unlimited = console.options.update(width=9999)
+    return console.measure(bare_table, options=unlimited).maximum <= console.width
+
+
+_LATEX_NEEDS = "% \\usepackage{booktabs,graphicx}\n"
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }}
+figure {{ margin: 0; overflow-x: auto; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+caption {{ caption-side: top; font-weight: 600; padding-bottom: .6rem; text-align: left; }}
+thead, tbody {{ border-bottom: 1px solid; }}
+thead {{ border-top: 2px solid; }}
+tbody:last-of-type {{ border-bottom-width: 2px; }}
+th, td {{ padding: .15rem .6rem; text-align: right; white-space: nowrap; }}
+th[colspan] {{ text-align: center; }}
+.text {{ text-align: left; }}
+sup {{ display: inline-block; line-height: 0; width: 0; }}
+.note {{ font-size: .85rem; margin: .4rem 0; max-width: 60rem; }}
+</style>
+<figure>
+{table}</figure>
+</html>
+"""
+
+
+class Format(StrEnum):
+    """File format of a table."""
+
+    LATEX = "latex"
+    MARKDOWN = "markdown"
+    CSV = "csv"
+    HTML = "html"
+
+
+def format_table(table: Table, output_format: Format) -> str:
+    """Return a table in a file format, with a trailing line break.
+
+    LaTeX output is a float whose first line names the required packages; HTML output is a complete page.
+    """
+    match output_format:
+        case Format.LATEX:
+            return _LATEX_NEEDS + latex(table, fit=True)
+        case Format.MARKDOWN:
+            return markdown(table) + "\n"
+        case Format.CSV:
+            return csv(table)
+        case Format.HTML:
+            return _PAGE.format(title=_title(table), table=html(table))
+
+
+def _title(table: Table) -> str:
+    """Return the title without markup."""
+    return html_text(table.title).replace("<code>", "").replace("</code>", "")

@@ -4,10 +4,9 @@ Re-exported by `kvbench.plugin`, the plugin API. Shapes: `B` sequences, `H` KV h
 the view, `d` head dimension.
 """
 
-from kvbench.view.blocks import Blocks
-from kvbench.view.model import ModelInfo
 from kvbench.view.needs import (
     AttentionMass,
+    ModelInfo,
     Need,
     Observer,
     PerToken,
@@ -16,9 +15,17 @@ from kvbench.view.needs import (
     Separable,
     Surprisal,
 )
-from kvbench.view.scores import Scores, protect_nothing, protect_sinks, protect_window
-from kvbench.view.shown import View, hashed
-from kvbench.view.visual import Pruned, VisualTokens
+from kvbench.view.shown import (
+    Blocks,
+    Pruned,
+    Scores,
+    View,
+    VisualTokens,
+    hashed,
+    protect_nothing,
+    protect_sinks,
+    protect_window,
+)
 
 __all__ = [
     "AttentionMass",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import UserError
-from kvbench.view.model import ModelInfo
+from kvbench.view.needs import ModelInfo
 
 
 def angles(model: ModelInfo, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvbench.errors import BudgetError
 from kvbench.moments import Moment
-from kvbench.view.model import ModelInfo
-from kvbench.view.needs import Need, Queries
+from kvbench.view.needs import ModelInfo, Need, Queries
 
 
 class View:
@@ -220,3 +222,183 @@ _BY_SEQUENCE = (
 def _repeated(tensor: Tensor, repeat_count: int) -> Tensor:
     """Repeat a tensor of one sequence, `[1, ...]`, along the batch without copying it."""
     return tensor.expand(repeat_count, *tensor.shape[1:])
+
+
+@dataclass
+class Scores:
+    """Scores and protection classes of the entries of one layer.
+
+    Attributes:
+        value: Score of each entry, finite float32 `[B, H, n]`; ignored where `valid` is false.
+        protect: Entries that are kept before all others, `[B, H, n]`: bool (true means `WINDOW`), or int8 classes (see
+            `protect_window` and `protect_sinks`). If the protected entries exceed a head's budget, the lowest class is
+            evicted first and, within a class, the oldest entry, with two exceptions: the last sink is evicted first,
+            so that position 0 stays longest, and in `CHOSEN`, the class of entries chosen by a first stage, the entry
+            with the smallest value is evicted first.
+    """
+
+    value: Tensor
+    protect: Tensor
+
+    CHOSEN: ClassVar[int] = 1
+    WINDOW: ClassVar[int] = 2
+    SINK: ClassVar[int] = 3
+    NEWEST: ClassVar[int] = 4
+
+    def __post_init__(self) -> None:
+        """Convert a mask to classes."""
+        if self.protect.dtype == torch.bool:
+            self.protect = self.protect.to(torch.int8) * Scores.WINDOW
+        elif not self.protect.is_floating_point() and not self.protect.is_complex():
+            self.protect = self.protect.clamp(0, Scores.NEWEST).to(torch.int8)
+
+
+def checked_scores(result: object, v: View) -> Scores:
+    """Validate the type, dtype and shape of a score's return value.
+
+    Args:
+        result: Return value of the score.
+        v: The view that was passed to it.
+
+    Returns:
+        The scores; a plain tensor protects no entry.
+
+    Raises:
+        BudgetError: The scores are not a floating-point tensor `[B, H, n]`, or the protection
+            classes are neither bool nor integers.
+    """
+    if isinstance(result, Tensor):
+        check_floating("the score", result)
+        result = Scores(result, protect_nothing(v))
+    if not isinstance(result, Scores):
+        raise BudgetError(f"the score returned {type(result).__name__}; return a float tensor [B, H, n] or Scores")
+    check_floating("the score", result.value)
+    if result.protect.dtype != torch.int8:
+        raise BudgetError(f"protect is {_kind(result.protect)}; return a bool or integer tensor")
+    for field_name, tensor in (("scores", result.value), ("protect", result.protect)):
+        if tensor.shape != v.shape:
+            raise BudgetError(
+                f"the score returned {field_name} of shape {list(tensor.shape)}; return [B, H, n] {list(v.shape)}"
+            )
+    return result
+
+
+def check_floating(source_name: str, data: Tensor) -> None:
+    """Reject numbers that are not floating-point, because converting them would hide a mistake.
+
+    Raises:
+        BudgetError: The numbers are complex, bool or integers.
+    """
+    if not data.is_floating_point():
+        conversion = ".abs()" if data.is_complex() else ".float()"
+        raise BudgetError(
+            f"{source_name} returned {_kind(data)}, not floating-point; convert it, for example with {conversion}"
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def protect_nothing(v: View) -> Tensor:
+    """Return protection classes that protect no entry, int8 `[B, H, n]`."""
+    return torch.zeros(v.shape, dtype=torch.int8, device=v.col.device)
+
+
+def protect_window(v: View, window: int | Tensor) -> Tensor:
+    """Protect the last `window` tokens (an int, or int64 `[B]`); the newest is evicted last."""
+    window_size = window if isinstance(window, int) else window[:, None, None]
+    entry_classes = ((v.age < window_size) & v.valid).to(torch.int8) * Scores.WINDOW
+    is_newest = (v.age == 0) & v.valid & (entry_classes > 0)
+    return torch.where(is_newest, Scores.NEWEST, entry_classes).to(torch.int8)
+
+
+def protect_sinks(v: View, sinks: int) -> Tensor:
+    """Protect the first `sinks` tokens of every sequence; position 0 is evicted last."""
+    return ((v.position < sinks) & v.valid).to(torch.int8) * Scores.SINK
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """One layer of one sequence: new queries and the complete blocks of its cache.
+
+    Block `k` holds the entries at positions `k * size` to `(k + 1) * size - 1` of every KV head. Blocks never change,
+    because a cache with a reader evicts nothing.
+
+    Attributes:
+        layer: Index among the full-attention layers.
+        query: New queries after RoPE, grouped by KV head, `[H, G, n, d]`.
+        query_position: Positions of the queries, int64 `[n]`.
+        key: Keys after RoPE, `[H, K, size, d]`.
+        position: Positions of the entries, int64 `[K, size]`.
+        model: Shapes and rotary embedding of the model.
+    """
+
+    layer: int
+    query: Tensor
+    query_position: Tensor
+    key: Tensor
+    position: Tensor
+    model: ModelInfo
+
+
+@dataclass(frozen=True)
+class VisualTokens:
+    """The visual tokens of one prompt, passed to `Score.prune`.
+
+    `V` visual tokens, `X` text tokens, `D` hidden size of the language model. Pruning takes place either before the
+    language model (`Score.prunes` is 0) or inside it; fields of the other case are None.
+
+    Attributes:
+        keep: Number of visual tokens to keep, at least 1.
+        feature: Input embeddings of the visual tokens, `[V, D]`; inside the language model, the hidden states at the
+            input of the attention of the layer before the pruning.
+        text: The same for the text tokens, `[X, D]`.
+        image: Index of the image or video of each visual token, from 0, int64 `[V]`.
+        salience: Attention that each visual token receives in the vision tower, float32 `[V]`: from the class token if
+            there is one, otherwise the mean over all patches; mean over heads. Measured in the layer whose output the
+            language model receives. None inside the language model.
+        patch_key: Keys of that layer, heads concatenated, `[V, d_tower]`. If several patches form one token, this and
+            the next fields are means over the patches. None inside the language model.
+        head_key: Mean of these keys over heads, `[V, d_tower / heads]`.
+        last_salience: Like `salience`, but for the tower's last layer and with one softmax over all heads together,
+            scaled by the square root of `d_tower`.
+        last_key: Like `patch_key`, but for the tower's last layer.
+        attention: Attention from the last token of the prompt in the layer before the pruning, mean over heads,
+            float32 `[V]`. None before the language model.
+        key: Keys of that layer, heads concatenated, `[V, H d]`. None before the language model.
+        text_key: The same for the text tokens, `[X, H d]`. None before the language model.
+        output: Output of that layer, after the final norm of the language model, `[V, D]`. None before the language
+            model.
+        text_output: The same for the text tokens, `[X, D]`. None before the language model.
+        follows: Which text tokens come after the last visual token, bool `[X]`. None before the language model.
+    """
+
+    keep: int
+    feature: Tensor
+    text: Tensor
+    image: Tensor
+    salience: Tensor | None = None
+    patch_key: Tensor | None = None
+    head_key: Tensor | None = None
+    last_salience: Tensor | None = None
+    last_key: Tensor | None = None
+    attention: Tensor | None = None
+    key: Tensor | None = None
+    text_key: Tensor | None = None
+    output: Tensor | None = None
+    text_output: Tensor | None = None
+    follows: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """Result of pruning visual tokens.
+
+    Attributes:
+        keep: Which tokens to keep, bool `[V]`; exactly `VisualTokens.keep` are true.
+        feature: Replacement for `VisualTokens.feature`, `[V, D]`; None leaves it unchanged.
+    """
+
+    keep: Tensor
+    feature: Tensor | None = None

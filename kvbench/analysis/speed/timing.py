@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.analysis.speed.settings import Setting, SpeedSettings
-from kvbench.engine.clock import now
 from kvbench.engine.driver import engine, forward
 from kvbench.engine.loading import load_config, load_model, pick_device, pick_dtype
 from kvbench.engine.prefix import Compression, Prefix
-from kvbench.engine.threads import thread_budget
+from kvbench.engine.threads import now, thread_budget
 from kvbench.errors import PluginError, UserError, out_of_memory, plugin_call, reason_of
 from kvbench.progress import Reporter
 from kvbench.runs.planning import quiet_libraries

@@ -18,7 +18,7 @@ from kvbench.runs.dialogues import answer_dialogues
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Stage
 from kvbench.runs.store import RunStore
-from kvbench.runs.worker import ResponseSink, Worker, model_of
+from kvbench.runs.worker import ResponseSink, Worker, loaded_model, model_of
 
 
 class Unfinished(NamedTuple):
@@ -100,3 +100,18 @@ def memory_of(model: str) -> Iterator[None]:
             f"model {model}: {reason_of(error)}; use a smaller --batch-size or shorter prompts "
             "(the same command continues from here)"
         ) from error
+
+
+def run_here(unfinished: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter) -> None:
+    """Run the local executor; see `kvbench.runs.executors.base.Executor`."""
+    for stage, missing_count in unfinished:
+        reporter.message(f"loading model {stage.model}")
+        with loaded_model(stage, grid, reporter.message) as model:
+            reporter.start(missing_count, stage.model)
+            try:
+                worker = worker_of(model, stage, grid, store, reporter)
+                with memory_of(stage.model):
+                    for job in stage.jobs:
+                        answer(worker, job.prompts, job.cells)
+            finally:
+                reporter.stop()

@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from kvbench.regression.compare import Outcome, compare
-from kvbench.regression.junit import junit
-from kvbench.regression.show import as_json, complaint, markdown_page, sentences, tables, verdict
+from kvbench.regression.show import as_json, complaint, junit, markdown_page, sentences, tables, verdict
 from kvbench.tables.outputs import plain_text
 
 from .conftest import one_cell, rescored, usual, without

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from kvbench.errors import UserError
 from kvbench.report import heatmap, pareto_figures
 from kvbench.report.frames import prepare
-from kvbench.report.front import HELD, READ, front
-from kvbench.report.pareto import ByteAxis, draw_panel
+from kvbench.report.pareto import HELD, READ, ByteAxis, draw_panel, front
 from kvbench.report.pareto_figures import draw_fronts
 from kvbench.tables.plot_style import PALE, lay_out_figure, marker_styles, plot_style, save
 

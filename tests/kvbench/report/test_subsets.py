@@ -13,7 +13,7 @@ from kvbench.harness import catalogue
 from kvbench.report import group_means, render
 from kvbench.report.frames import prepare
 from kvbench.report.panel import panels
-from kvbench.report.subsets import subset_means
+from kvbench.report.strata import subset_means
 
 SUBSETS = {"first_two": ("vt", "cwe"), "needles": ("niah",), "not_run": ("fwe",)}
 TITLE = "Means of subsets (number of tasks) with the paired difference from full.\n\n"

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from kvbench.tables.fit import fitted
+from kvbench.tables.outputs import fitted
 from kvbench.tables.table import Column, Table, TableRow
 
 WIDE = Table(

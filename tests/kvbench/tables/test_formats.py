@@ -6,7 +6,7 @@ import pytest
 
 from kvbench.papers.layouts.fill import fill
 from kvbench.papers.layouts.pivot import Axes, pivot
-from kvbench.tables.formats import Format, format_table
+from kvbench.tables.outputs import Format, format_table
 from kvbench.tables.table import Table
 
 from ..papers.layouts.conftest import measures_of

@@ -14,7 +14,7 @@ from kvbench.papers.layouts.from_papers import published_layout, published_layou
 from kvbench.papers.layouts.lay_out import lay_out
 from kvbench.papers.layouts.pivot import Axes, pivot
 from kvbench.papers.layouts.substitutes import Substitutes
-from kvbench.tables.formats import Format, format_table
+from kvbench.tables.outputs import Format, format_table
 
 from ...report.conftest import make_run
 from ...tables.test_outputs import LETTERS
