@@ -35,7 +35,7 @@ class Profiled(Allocator):
         return load(model.name, self.kind, self.profile, model.layers, model.kv_heads)
 
     def fingerprint(self, model: str) -> str:
-        """Digest of the profile's file; it joins the hash of a cell.
+        """Digest of the profile's file; part of a cell's hash.
 
         Raises:
             UserError: There is no profile.

@@ -31,7 +31,6 @@ class AdaPyramid(HeadAdaptive):
     window: int = 32
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         check_pyramid(self.steepness, self.window)
 

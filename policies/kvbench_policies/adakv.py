@@ -42,11 +42,10 @@ class HeadAdaptive(Allocator):
     safeguard_mode: Literal["reserve", "mix"] = "reserve"
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_share("safeguard", self.safeguard)
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
-        """Spread a layer's total (int64 `[B]`) over its heads, int64 `[B, 1, H]`."""
+        """Distribute a layer's total (int64 `[B]`) over its heads, int64 `[B, 1, H]`."""
         (layer,) = layers
         strategy = self._mix if self.safeguard_mode == "mix" else self._reserve
         return strategy(layer, total)[:, None]

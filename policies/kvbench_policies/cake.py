@@ -43,7 +43,6 @@ class MeanAndVariance(WindowScore):
     gamma: float = 200.0
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         check_finite("gamma", self.gamma, 0)
 
@@ -89,7 +88,6 @@ class LayerPreference(Allocator):
     window: int = 32
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         for parameter in ("tau1", "tau2"):
             if not 0 < getattr(self, parameter) < float("inf"):
                 raise UserError(f"{parameter}={getattr(self, parameter)} is out of range; use more than 0")
@@ -101,7 +99,7 @@ class LayerPreference(Allocator):
         return frozenset({Queries(self.window)})
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
-        """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
+        """Distribute a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
         log_weights = measured(layers, self, self._log_preference)
         largest_log = log_weights.amax(1, keepdim=True).clamp(min=-1e300)
         window_base = torch.full_like(total, self.window).double()

@@ -50,12 +50,11 @@ class ValueMerge(Merger):
     merge_span: int = 32
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("merge_span", self.merge_span, 1)
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The attention that every entry received."""
+        """Accumulated attention per entry."""
         return frozenset({AttentionMass()})
 
     def merge(self, v: View, keep: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

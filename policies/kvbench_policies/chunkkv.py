@@ -44,7 +44,6 @@ class Chunks(TopK):
     joint: bool = True
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("chunk_length", self.chunk_length, 1)
 
     def prepare(self, v: View, scores: Scores) -> Scores:

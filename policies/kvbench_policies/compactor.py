@@ -29,7 +29,7 @@ class Blend(Score):
 
     Attributes:
         blend: Weight of the leverage; none takes the share that is removed, `1 - b/T`.
-        sinks: Number of first tokens that are protected.
+        sinks: Number of protected first tokens.
         recent: Number of last tokens that are protected.
         chunk: See `non_causal.NonCausalAttention`.
         sketch: See `leverage.Leverage`.
@@ -45,7 +45,6 @@ class Blend(Score):
     variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if self.blend is not None:
             check_finite("blend", self.blend, 0)
         check_count("sinks", self.sinks, 0)

@@ -54,7 +54,6 @@ class TwoStage(Selector):
     safeguard: float = 0.2
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_share("first_stage", self.first_stage)
         check_share("safeguard", self.safeguard)
         check_finite("eps", self.eps, 0)
@@ -65,7 +64,7 @@ class TwoStage(Selector):
         return 2 if self.variant == "release" else 1
 
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
-        """Choose exactly `share` (int64 `[B, H]`) entries per head, bool `[B, H, n]`."""
+        """Select exactly `share` (int64 `[B, H]`) entries per head, bool `[B, H, n]`."""
         first_counts = portion(share, self.first_stage)
         if self.variant == "release":
             mean_floor = portion(share.sum(-1), self.safeguard, share.shape[-1])

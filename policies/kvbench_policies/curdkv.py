@@ -36,7 +36,7 @@ class CurLeverage(Score):
         sketch: Dimensions that `G` projects to; 0 takes the lengths as they are.
         leverage: `product`, `mean` (of `l^K` and `l^V`), `key` or `value`.
         local: Divide `l^K` and `l^V` by their sums over windows of this many entries; 0 does not.
-        sinks: Number of first tokens that are protected.
+        sinks: Number of protected first tokens.
     """
 
     name: ClassVar[str] = "curdkv"
@@ -47,7 +47,6 @@ class CurLeverage(Score):
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("sketch", self.sketch, 0, "dimensions")
         check_count("local", self.local, 0, "entries")
         check_count("sinks", self.sinks, 0)

@@ -49,7 +49,7 @@ class ImportantRecent(Selector):
     Attributes:
         recent: Fraction of a head's share for recent tokens; none means the variant's value: 0.25
             (3:1, paper) or 0.5 (1:1, release).
-        sinks: Number of first tokens that are protected.
+        sinks: Number of protected first tokens.
         variant: `paper`, or `release` (the authors' code).
     """
 
@@ -59,7 +59,6 @@ class ImportantRecent(Selector):
     variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if self.recent is not None:
             check_share("recent", self.recent)
         check_count("sinks", self.sinks, 0)
@@ -70,7 +69,7 @@ class ImportantRecent(Selector):
         return 2 if self.sinks > 1 else 1
 
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
-        """Choose exactly `share` (int64 `[B, H]`) valid entries per head, bool `[B, H, n]`."""
+        """Select exactly `share` (int64 `[B, H]`) valid entries per head, bool `[B, H, n]`."""
         recent_share = self.recent
         if recent_share is None:
             recent_share = 0.5 if self.variant == "release" else 0.25
@@ -113,7 +112,6 @@ class EmaMerge(Merger):
     variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if self.ema is not None:
             check_share("ema", self.ema)
 

@@ -54,7 +54,6 @@ class LookAhead(Learned):
     horizon: int = 2
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("horizon", self.horizon, 0)
 
     def score(self, v: View) -> Tensor:

@@ -133,7 +133,6 @@ class ByMass(Selector):
     window: int = 32
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("window", self.window, 1)
         check_share("mass", self.mass)
 
@@ -179,7 +178,7 @@ class ByMass(Selector):
         return Scores(torch.where(first_mask, attention, scores.value), classes.to(torch.int8))
 
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
-        """Choose exactly `share` (int64 `[B, H]`) entries per head, bool `[B, H, n]`."""
+        """Select exactly `share` (int64 `[B, H]`) entries per head, bool `[B, H, n]`."""
         return best(order_key(v, scores), share)
 
 

@@ -60,7 +60,6 @@ class Retrieval(Profiled):
     recent: int = 256
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("sinks", self.sinks, 0)
         check_count("recent", self.recent, 1)
 
@@ -69,7 +68,7 @@ class Retrieval(Profiled):
         return self.sinks + self.recent
 
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
-        """Entries of every layer, int64 `[B, L]`, summing to `L * H * b`."""
+        """Return the entries per layer, int64 `[B, L]`, summing to `L * H * b`."""
         if bool(((budget <= self.sinks + self.recent) & (budget < length)).any()):
             warn_of_full_floor(self.sinks, self.recent, "duo_attention (allocate=retrieval)", "head")
         head_count = model.layers * model.kv_heads
@@ -80,7 +79,7 @@ class Retrieval(Profiled):
         return head_shares.view(-1, model.layers, model.kv_heads).sum(-1)
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
-        """Spread a layer's total (int64 `[B]`) over its heads, int64 `[B, 1, H]`."""
+        """Distribute a layer's total (int64 `[B]`) over its heads, int64 `[B, 1, H]`."""
         ((view, _),) = layers
         capacity = view.valid.sum(-1)
         reserved_counts = torch.minimum(self._reserved(view.budget)[:, None], capacity)

@@ -48,7 +48,7 @@ class QueryMoments(Need):
     skip: int = 4
 
     def observer(self, model: ModelInfo) -> Observer:
-        """Make the observer."""
+        """Return a new observer."""
         return _Moments(self.skip, model)
 
 
@@ -102,13 +102,13 @@ class _Moments:
         )
 
     def fork(self) -> Self:
-        """Return an observer that can continue without changing this one."""
+        """Return an independent copy."""
         duplicate = type(self)(self.skip, self.model)
         duplicate._held = dict(self._held)
         return duplicate
 
     def sequence(self, row: int, tokens: int) -> Self:
-        """The observer of one sequence; see `kvbench.plugin.Separable`."""
+        """Return the observer of one sequence; see `kvbench.plugin.Separable`."""
         duplicate = self.fork()
         duplicate._held = {
             layer_index: _Sums(*(tensor[row : row + 1] for tensor in layer_sums))
@@ -118,7 +118,7 @@ class _Moments:
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
-        """Join the sequences of several observers in one batch."""
+        """Join the sequences of several observers into one batch."""
         joined = cls(parts[0].skip, parts[0].model)
         for layer in parts[0]._held:
             layer_sums = zip(*(observer._held[layer] for observer in parts), strict=True)
@@ -176,7 +176,6 @@ class ExpectedAttention(Score):
     statistics: str = CONTEXT
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("future", self.future, 1, "positions")
         check_count("sinks", self.sinks, 0)
         check_finite("eps", self.eps, 0)
@@ -206,7 +205,7 @@ class ExpectedAttention(Score):
         return None if self.statistics == PROFILE else self.statistics
 
     def fingerprint(self, model: str) -> str:
-        """Digest of measured statistics; it joins the hash of a cell.
+        """Digest of measured statistics; part of a cell's hash.
 
         Raises:
             UserError: There are none.

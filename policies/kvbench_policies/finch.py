@@ -49,7 +49,6 @@ class QuestionAttention(Score):
     variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("longest", self.longest, 1)
         check_count("window", self.window, 1)
 
@@ -95,7 +94,6 @@ class EveryChunk(TopK):
     chunk_length: int | None = 1024
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if self.chunk_length is not None:
             check_count("chunk_length", self.chunk_length, 1, "tokens, or none")
 

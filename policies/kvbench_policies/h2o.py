@@ -31,8 +31,8 @@ class Accumulated(Score):
     D2O's score: its selector `important_recent` takes the window from each head's own share.
 
     Attributes:
-        observe: Number of last queries of a prefill that count; none counts all.
-        group: How the query heads of a KV head are reduced: `mean`, `max` or `sum`.
+        observe: Number of last queries of a prefill that count; None counts all.
+        group: Reduction over the query heads of a KV head: `mean`, `max` or `sum`.
     """
 
     name: ClassVar[str] = "accumulated"
@@ -41,13 +41,12 @@ class Accumulated(Score):
     group: Literal["mean", "max", "sum"] = "mean"
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if self.observe is not None:
             check_count("observe", self.observe, 1, "queries, or none")
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The attention that every entry received."""
+        """Accumulated attention per entry."""
         return frozenset({AttentionMass(self.observe)})
 
     def score(self, v: View) -> Scores:
@@ -65,14 +64,13 @@ class AccumulatedAttention(Accumulated):
     Attributes:
         recent: Share of `b` for the protected recent window: `floor(recent * b)` tokens.
         observe: Number of last queries that count; none counts all of them.
-        group: How the query heads of a KV head are reduced: `mean`, `max` or `sum`.
+        group: Reduction over the query heads of a KV head: `mean`, `max` or `sum`.
     """
 
     name: ClassVar[str] = "mass"
     recent: float = 0.5
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         check_share("recent", self.recent)
 

@@ -51,7 +51,6 @@ class HeadProfileShares(Profiled):
     window: int = 32
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if not 0 < self.pool_share < float("inf"):
             raise UserError(
                 f"pool_share={self.pool_share} is out of range; use a share above 0 and up to 1, "
@@ -61,11 +60,11 @@ class HeadProfileShares(Profiled):
         check_count("window", self.window, 0)
 
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
-        """Entries of every layer, int64 `[B, L]`, summing to `L * H * b`."""
+        """Return the entries per layer, int64 `[B, L]`, summing to `L * H * b`."""
         return self.plan(model, length, budget).sum(-1)
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
-        """Spread a layer's total (int64 `[B]`) over its heads, int64 `[B, 1, H]`."""
+        """Distribute a layer's total (int64 `[B]`) over its heads, int64 `[B, 1, H]`."""
         ((view, _),) = layers
         planned_shares = self.plan(view.model, view.length, view.budget)[:, view.layer]
         return apportion(planned_shares.double(), total, view.valid.sum(-1))[:, None]

@@ -95,11 +95,11 @@ class InverseVariance(Allocator):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The attention that every entry received."""
+        """Accumulated attention per entry."""
         return frozenset({AttentionMass()})
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
-        """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`.
+        """Distribute a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`.
 
         Raises:
             BudgetRefused: The layers that `variant=release` keeps whole leave too little.

@@ -39,7 +39,6 @@ class PredictedReconstruction(Learned):
     window: int = 128
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("window", self.window, 0)
 
     def reserved(self, length: int) -> int:

@@ -32,7 +32,7 @@ class Reconstruction(Score):
 
     Attributes:
         replay: Tokens of a chunk.
-        sinks: Number of first tokens that are protected.
+        sinks: Number of protected first tokens.
         plus: Whether attention is multiplied by `||v_i W_O||_2` and divided by the length of the
             hidden state of `q` (KVzip+, as in kvpress).
         level: `pair`: every entry has a score of its own; `head`: all entries of a head have the
@@ -51,7 +51,6 @@ class Reconstruction(Score):
     level: Literal["pair", "head"] = "pair"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("replay", self.replay, 1)
         check_count("sinks", self.sinks, 0)
 

@@ -36,7 +36,7 @@ class LagRelative(Score):
 
     Attributes:
         lag: Entries of a partition.
-        sinks: Number of first tokens that are protected.
+        sinks: Number of protected first tokens.
         cross: Compare the values themselves across partitions instead of the ranks within each
             (for allocators that compare heads).
     """
@@ -48,7 +48,6 @@ class LagRelative(Score):
     cross: bool = False
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("lag", self.lag, 1, "entries")
         check_count("sinks", self.sinks, 0)
 

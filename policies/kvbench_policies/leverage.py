@@ -96,7 +96,6 @@ class Leverage(Score):
     sketch: int = 48
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("sketch", self.sketch, 0, "dimensions")
 
     def score(self, v: View) -> Tensor:

@@ -26,7 +26,6 @@ class Recency(Score):
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("sinks", self.sinks, 0)
 
     @property

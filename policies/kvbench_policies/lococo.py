@@ -68,7 +68,7 @@ class Convolution(Merger):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The attention that every entry received."""
+        """Accumulated attention per entry."""
         return frozenset({AttentionMass()})
 
     def merge(self, v: View, keep: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ class Convolution(Merger):
         return blend(convolutions, v.layer, v.key, v.value, accumulated, v.position, v.valid, keep)
 
     def fingerprint(self, model: str) -> str:
-        """Digest of the convolutions' files; it joins the hash of a cell.
+        """Digest of the convolutions' files; part of a cell's hash.
 
         Raises:
             UserError: There are none.

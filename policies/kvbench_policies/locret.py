@@ -38,7 +38,6 @@ class PredictedLogit(Learned):
     local: int = 100
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("stabilizers", self.stabilizers, 0, "entries")
         check_count("local", self.local, 0)
 

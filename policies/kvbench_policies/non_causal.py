@@ -40,7 +40,7 @@ class ChunkAttention(Need):
     padded: bool
 
     def observer(self, model: ModelInfo) -> Observer:
-        """Make the observer."""
+        """Return a new observer."""
         return _Chunks(self)
 
 
@@ -151,13 +151,13 @@ class _Chunks:
         )
 
     def fork(self) -> Self:
-        """Return an observer that can continue without changing this one."""
+        """Return an independent copy."""
         duplicate = type(self)(self.need)
         duplicate._held = dict(self._held)
         return duplicate
 
     def sequence(self, row: int, tokens: int) -> Self:
-        """The observer of one sequence; see `kvbench.plugin.Separable`."""
+        """Return the observer of one sequence; see `kvbench.plugin.Separable`."""
         duplicate = self.fork()
         for layer, open_state in self._held.items():
             sequence_state = _OpenChunk(*(tensor[row : row + 1] for tensor in open_state))
@@ -167,7 +167,7 @@ class _Chunks:
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
-        """Join the sequences of several observers in one batch."""
+        """Join the sequences of several observers into one batch."""
         joined = cls(parts[0].need)
         for layer in parts[0]._held:
             layer_states = [observer._held[layer] for observer in parts]
@@ -256,7 +256,6 @@ class NonCausalAttention(Score):
     variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("chunk", self.chunk, 1)
 
     @property

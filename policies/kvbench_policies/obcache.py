@@ -40,7 +40,7 @@ class OutputAware(WindowScore):
         window: Number of observing queries, in tokens.
         kernel: Width of a pooling over the past in entries, odd; 1 turns pooling off.
         pool: `max` or `avg`; zeros lie beyond the ends.
-        group: How the query heads of a KV head are reduced: `sum`, `mean` or `max`.
+        group: Reduction over the query heads of a KV head: `sum`, `mean` or `max`.
     """
 
     name: ClassVar[str] = "obcache"

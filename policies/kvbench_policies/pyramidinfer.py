@@ -44,7 +44,7 @@ class RecentAttention(Score):
 
     Attributes:
         window: Number of observing queries, in tokens; these tokens are protected.
-        sinks: Number of first tokens that are protected.
+        sinks: Number of protected first tokens.
         distance_weight: Weight of the newest query; the oldest of a full window weighs 1.
     """
 
@@ -55,7 +55,6 @@ class RecentAttention(Score):
     distance_weight: float = 1.2
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("window", self.window, 1)
         check_count("sinks", self.sinks, 0)
         check_finite("distance_weight", self.distance_weight, 0)
@@ -94,7 +93,6 @@ class CosinePyramid(Uniform):
     window: int = 32
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_share("decay_ratio", self.decay_ratio)
         check_finite("decay_ratio", self.decay_ratio, 0.01)
         check_count("window", self.window, 1)

@@ -78,7 +78,6 @@ class Pyramid(Uniform):
     window: int = 32
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_pyramid(self.steepness, self.window)
 
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:

@@ -41,7 +41,6 @@ class QueryDirection(Score):
     recent: int = 0
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("recent", self.recent, 0)
 
     def score(self, v: View) -> Scores:
@@ -52,7 +51,7 @@ class QueryDirection(Score):
         return Scores(scores, protect_window(v, self.recent))
 
     def fingerprint(self, model: str) -> str:
-        """Digest of the filters; it joins the hash of a cell.
+        """Digest of the filters; part of a cell's hash.
 
         Raises:
             UserError: There are none.

@@ -39,7 +39,6 @@ class PageBound(Reader):
     page: int = 16
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         check_count("page", self.page, 1, "entries")
 

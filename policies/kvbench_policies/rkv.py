@@ -55,7 +55,6 @@ class Redundancy(WindowScore):
     variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         check_share("redundancy", self.redundancy)
 

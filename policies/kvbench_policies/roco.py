@@ -50,7 +50,7 @@ class MeanAttention(Score):
         b_std: Share of `b` for the entries of largest deviation; none means 0.1, at decode 0.3.
         window: Number of last tokens that are protected.
         sinks: Number of first tokens that are protected, except at decode.
-        group: How the query heads of a KV head are reduced: `mean`, `max` or `sum`.
+        group: Reduction over the query heads of a KV head: `mean`, `max` or `sum`.
     """
 
     name: ClassVar[str] = "roco"
@@ -61,7 +61,6 @@ class MeanAttention(Score):
     group: Literal["mean", "max", "sum"] = "mean"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if self.b_std is not None:
             check_share("b_std", self.b_std)
         check_count("window", self.window, 0)

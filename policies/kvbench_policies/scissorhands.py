@@ -31,7 +31,7 @@ class Persistence(Score):
     Attributes:
         history: Number of last queries that are counted.
         window: Number of newest tokens that are protected.
-        group: How the query heads of a KV head are reduced: `mean`, `max` (the head that misses
+        group: Reduction over the query heads of a KV head: `mean`, `max` (the head that misses
             the entry least often decides) or `sum`.
     """
 
@@ -41,7 +41,6 @@ class Persistence(Score):
     group: Literal["mean", "max", "sum"] = "mean"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("history", self.history, 1)
         check_count("window", self.window, 0)
 

@@ -61,7 +61,7 @@ class BlockGate(Reader):
         return gates
 
     def fingerprint(self, model: str) -> str:
-        """Digest of the gates' files; it joins the hash of a cell.
+        """Digest of the gates' files; part of a cell's hash.
 
         Raises:
             UserError: There are none.

@@ -50,7 +50,6 @@ class LazyLayers(Allocator):
     window: int = 32
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("sinks", self.sinks, 0)
         check_count("recent", self.recent, 1)
         check_count("window", self.window, 1)
@@ -65,7 +64,7 @@ class LazyLayers(Allocator):
         return frozenset({Queries(self.window)})
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
-        """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
+        """Distribute a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
         view = layers[0].view
         floors = view.budget.clamp(max=self.sinks + self.recent)
         if bool(((floors == view.budget) & (view.budget < view.length)).any()):

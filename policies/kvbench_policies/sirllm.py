@@ -24,7 +24,7 @@ class TokenSurprisal(Score):
     larger than the number of sinks, the newest token is protected before them.
 
     Attributes:
-        sinks: Number of first tokens that are protected.
+        sinks: Number of protected first tokens.
         decay: Factor by which each later turn of the dialogue reduces a token's score.
         variant: `paper`: the most surprising tokens besides the sinks; `release` (the authors'
             code): of `b` entries, the `b - sinks` most surprising tokens, sinks included, and the
@@ -38,7 +38,6 @@ class TokenSurprisal(Score):
     variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("sinks", self.sinks, 0)
         check_share("decay", self.decay)
 

@@ -31,7 +31,7 @@ class WindowAttention(WindowScore):
         window: Number of observing queries, in tokens.
         kernel: Width of the pooling in entries, odd; 1 turns pooling off.
         pool: `max` or `avg`.
-        group: How the query heads of a KV head are reduced: `mean`, `max` or `sum`.
+        group: Reduction over the query heads of a KV head: `mean`, `max` or `sum`.
     """
 
     name: ClassVar[str] = "window"

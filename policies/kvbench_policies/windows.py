@@ -25,7 +25,6 @@ class WindowScore(Score):
     kernel: int = 7
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("window", self.window, 1)
         check_odd("kernel", self.kernel)
 

@@ -47,7 +47,6 @@ class LayerUncertainty(Allocator):
     window: int = 32
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_share("mass", self.mass)
         check_share("bound", self.bound)
         check_count("window", self.window, 1)
@@ -58,7 +57,7 @@ class LayerUncertainty(Allocator):
         return frozenset({Queries(self.window)})
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
-        """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
+        """Distribute a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
         layer_weights = measured(layers, self, self._entries)
         head_count = len(layers) * layers[0].view.model.kv_heads
         return spread_by_weight(layers, layer_weights, self.bound * total.double() / head_count, total)

@@ -65,7 +65,6 @@ class LearnedConfig:
     training: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check all attributes; the first problem raises a one-line error."""
         self._check_sizes(*_SHAPES)
         if self.query_heads % self.kv_heads:
             raise UserError(f"{self.query_heads} query heads do not divide among {self.kv_heads} KV heads")
@@ -146,7 +145,6 @@ class GateConfig(LearnedConfig):
     gating: Literal["additive", "multiplicative"] = "additive"
 
     def __post_init__(self) -> None:
-        """Check all attributes; the first problem raises a one-line error."""
         for field_name, choices in _CHOICES.items():
             if getattr(self, field_name) not in choices:
                 raise UserError(f"unknown {field_name}={getattr(self, field_name)}; use {' or '.join(choices)}")
@@ -247,7 +245,7 @@ def activation_of(model_config: Any) -> str:
 
 
 def _is_activation(activation: object) -> bool:
-    # Imported here: a list of policies would wait seconds for transformers.
+    # Imported here because transformers takes seconds to load and `kvbench list` does not need it.
     from transformers.activations import ACT2FN
 
     return activation in ACT2FN

@@ -39,7 +39,6 @@ class ConvolutionConfig(LearnedConfig):
     mix: float = 0.5
 
     def __post_init__(self) -> None:
-        """Check all attributes; the first problem raises a one-line error."""
         super().__post_init__()
         if self.kind != "lococo":
             raise UserError(f"unknown kind={self.kind}; use lococo")

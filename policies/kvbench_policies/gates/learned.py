@@ -92,7 +92,7 @@ class Learned(Score):
         return view.obs[self._need]
 
     def fingerprint(self, model: str) -> str:
-        """Digest of the gates' files; it joins the hash of a cell.
+        """Digest of the gates' files; part of a cell's hash.
 
         Raises:
             UserError: There are none.

@@ -25,7 +25,7 @@ class _Layer(nn.Module):
     """
 
     def __init__(self, config: GateConfig, output_dim: int, *, biased: bool, own_bias: bool) -> None:
-        # Imported here: a list of policies would wait seconds for transformers.
+        # Imported here because transformers takes seconds to load and `kvbench list` does not need it.
         from transformers.activations import ACT2FN
 
         super().__init__()

@@ -44,7 +44,6 @@ class Dart(PrunesVisual):
     variant: Literal["release", "paper"] = "release"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("layer", self.layer, 1)
         check_count("visual_pivots", self.visual_pivots, 1)
         check_count("text_pivots", self.text_pivots, 0)

@@ -29,7 +29,6 @@ class FastV(PrunesVisual):
     layer: int = 2
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("layer", self.layer, 1)
 
     @property

@@ -44,7 +44,6 @@ class PruMerge(PrunesVisual):
     variant: Literal["release", "paper"] = "release"
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("neighbours", self.neighbours, 0)
 
     @property

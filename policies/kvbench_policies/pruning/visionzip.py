@@ -39,7 +39,6 @@ class VisionZip(PrunesVisual):
     variant: Literal["release", "paper"] = "release"
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_share("contextual", self.contextual)
 
     @property
