@@ -164,7 +164,7 @@ def test_channels_that_rope_leaves_alone_need_a_fitting_width() -> None:
     v = shown(1, 4, 21)
     partial = ModelInfo("made/up", 2, 2, 2, 8, 24, v.model.output_weight, rotary=lambda _, p: rotary(p, 6))
     narrow = BlockGates(GateConfig.of("seerattn_r", partial, gate_dim=4, block=4))
-    with pytest.raises(UserError, match="RoPE turns 6 channels of 8; use 8"):
+    with pytest.raises(UserError, match="RoPE rotates 6 of 8 channels; use 8"):
         narrow.rate(Blocks(v.layer, v.query, v.query_position, v.key, v.position, partial))
 
 
