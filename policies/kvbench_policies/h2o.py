@@ -1,8 +1,8 @@
-"""H2O: the heavy hitters of accumulated attention and a recent window of half the budget.
+"""H2O: the heavy hitters by accumulated attention, and a recent window of half the budget.
 
-Zhang, Sheng, Zhou, Chen, Zheng, Cai, Song, Tian, Re, Barrett, Wang, Chen: H2O: Heavy-Hitter Oracle
-for Efficient Generative Inference of Large Language Models, arXiv 2306.14048, Algorithm 1.
-`observe=256` reproduces the simulation of H2O in CriticalKV's experiments.
+Zhang, Sheng, Zhou, Chen, Zheng, Cai, Song, Tian, Re, Barrett, Wang, Chen: H2O: Heavy-Hitter Oracle for Efficient
+Generative Inference of Large Language Models, arXiv 2306.14048, Algorithm 1. `observe=256` reproduces the simulation of
+H2O in CriticalKV's experiments.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kvbench_policies.ranges import check_count, check_share
 class Accumulated(Score):
     """`s_i = sum_q A[q, i]` over all queries; nothing is protected.
 
-    D2O's score: its selector `important_recent` takes the window from each head's own share.
+    This is D2O's score; its selector `important_recent` takes the window from each head's own budget.
 
     Attributes:
-        observe: Number of last queries of a prefill that count; None counts all.
+        observe: Count only the last N prefill queries; None counts all.
         group: Reduction over the query heads of a KV head: `mean`, `max` or `sum`.
     """
 
@@ -59,11 +59,11 @@ class Accumulated(Score):
 class AccumulatedAttention(Accumulated):
     """`s_i = sum_q A[q, i]` over all queries, exactly; the most recent tokens are protected.
 
-    The sum continues after a cut: attention from new queries is added to it.
+    The sum keeps accumulating after an eviction step.
 
     Attributes:
-        recent: Share of `b` for the protected recent window: `floor(recent * b)` tokens.
-        observe: Number of last queries that count; none counts all of them.
+        recent: Fraction of `b` for the protected recent window: `floor(recent * b)` tokens.
+        observe: Count only the last N prefill queries; None counts all.
         group: Reduction over the query heads of a KV head: `mean`, `max` or `sum`.
     """
 
@@ -85,7 +85,7 @@ H2O = Policy(
     score=AccumulatedAttention(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps the largest attention sums over all queries, and half the budget as a window",
+    summary="keeps the entries with the largest accumulated attention; half the budget is a recent window",
     paper="arXiv 2306.14048, Algorithm 1",
     moments=("context", "question", "decode"),
     cost="time O(H_q T^2 d) during the prefill, by blocks; memory O(H_q T)",

@@ -174,7 +174,7 @@ def test_gates_of_another_kind_are_refused(tmp_path: Path) -> None:
     stand_in = kvbench.policy("trimkv").stand_in(model_info(model), tmp_path)
     assert stand_in.score is not None
     wrong = BlockGate(gates=stand_in.score.parameters()["gates"])
-    with pytest.raises(UserError, match="are for trimkv; name gates for seerattn_r"):
+    with pytest.raises(UserError, match="are for trimkv; use gates trained for seerattn_r"):
         wrong.block(model_info(model))
 
 
