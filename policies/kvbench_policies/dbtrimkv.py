@@ -62,7 +62,7 @@ class LookAhead(Learned):
         return ((v.age + 1) * log_beta + self._steps(log_beta)).float()
 
     def log_retention(self, v: View) -> Tensor:
-        """The gates' `log beta`, float32 `[B, H, n]`."""
+        """Return the gates' `log beta`, float32 `[B, H, n]`."""
         return self.learned(v)
 
     def _steps(self, log_beta: Tensor) -> Tensor:

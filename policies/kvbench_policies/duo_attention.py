@@ -62,7 +62,7 @@ class Retrieval(Profiled):
         check_count("recent", self.recent, 1)
 
     def reserved(self, length: int) -> int:
-        """The sinks and the recent tokens."""
+        """Return the number of sinks and recent tokens."""
         return self.sinks + self.recent
 
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
