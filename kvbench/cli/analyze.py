@@ -1,4 +1,4 @@
-"""`kvbench analyze`: what eviction does inside a model. What is heavy is imported when needed."""
+"""`kvbench analyze`: effects of eviction inside a model. Heavy modules are imported when needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvbench.progress import Reporter
 
 app = typer.Typer(
-    help="Look inside a model: what eviction changes, how a budget is spread, what is kept.",
+    help="Look inside a model: what eviction changes, how a budget is distributed, what is kept.",
     no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -31,17 +31,17 @@ _GRID = (
     *("device", "dtype", "revision", "device_map", "quantization", "chat_template"),
 )
 _HELP = {
-    "moments": "When to compress, with commas: context, before the question (the default), or question, after it.",
-    "samples": "Per task. Default: 50.",
-    "out": "Folder of the results. Default: results/ANALYSIS-HASH.",
+    "moments": "When to compress, comma-separated: context, before the question (the default), or question, after it.",
+    "samples": "Samples per task. Default: 50.",
+    "out": "Output folder. Default: results/ANALYSIS-HASH.",
 }
-DrawnLayers = Annotated[str | None, option(ANALYSIS, "L", "Layers to draw, with commas, or all. Default: a few.")]
-DrawnHeads = Annotated[str | None, option(ANALYSIS, "H", "KV heads to draw, with commas, or all. Default: a few.")]
+DrawnLayers = Annotated[str | None, option(ANALYSIS, "L", "Layers to draw, comma-separated, or all. Default: a few.")]
+DrawnHeads = Annotated[str | None, option(ANALYSIS, "H", "KV heads to draw, comma-separated, or all. Default: a few.")]
 
 
 @app.callback()
 def _root() -> None:
-    """Look inside a model: what eviction changes, how a budget is spread, what is kept."""
+    """Look inside a model: what eviction changes, how a budget is distributed, what is kept."""
 
 
 @app.command("perturbation")
@@ -53,8 +53,8 @@ def perturbation(
         option(
             ANALYSIS,
             "WHOSE",
-            "Whose query to measure with: answer, the first decoded token (the default), or "
-            "question, the question's last token.",
+            "Query to measure with: answer, the first decoded token's (the default), or "
+            "question, that of the question's last token.",
             show_default=False,
         ),
     ] = "answer",
@@ -63,7 +63,7 @@ def perturbation(
         option(
             ANALYSIS,
             "ALPHA",
-            "Share of the first stage, for policies without a parameter first_stage. Default: 0.5.",
+            "Fraction for the first stage, for policies without the parameter first_stage. Default: 0.5.",
             show_default=False,
         ),
     ] = 0.5,
@@ -88,7 +88,7 @@ def perturbation(
 @app.command("allocation")
 @grid_options(*_GRID, "out", help_texts=_HELP)
 def allocation(**grid_values: Any) -> None:
-    """Show how many entries each layer and KV head gets: a table and a heat map per policy."""
+    """Show how many entries each layer and KV head keeps: a table and a heat map per policy."""
 
     def work(reporter: Reporter) -> AnalysisOutput:
         from kvbench.analysis.allocation.write import write_allocation
@@ -118,25 +118,25 @@ def retention(
     ] = None,
     traces: Annotated[
         int | None,
-        option(ANALYSIS, "N", "Texts that policies run over and that are shown. Default: 1."),
+        option(ANALYSIS, "N", "Texts to run policies on and to show. Default: 1."),
     ] = None,
     new_tokens: Annotated[
         int | None,
         option(
             ANALYSIS,
             "N",
-            "Maximum number of tokens that the model adds to a text. Default: the task's limit; 0 with --text.",
+            "Maximum number of tokens to generate after a text. Default: the task's limit; 0 with --text.",
         ),
     ] = None,
     layers: DrawnLayers = None,
     heads: DrawnHeads = None,
     top: Annotated[
         list[str] | None,
-        option(ANALYSIS, "K", "Ranks for survival among the top K, with commas. Default: 16,64,256."),
+        option(ANALYSIS, "K", "Ranks for survival among the top K, comma-separated. Default: 16,64,256."),
     ] = None,
     mass: Annotated[
         list[str] | None,
-        option(ANALYSIS, "P", "Shares of attention for survival, with commas. Default: 0.9,0.99."),
+        option(ANALYSIS, "P", "Fractions of attention for survival, comma-separated. Default: 0.9,0.99."),
     ] = None,
     horizon: Annotated[
         int | None,
@@ -144,7 +144,7 @@ def retention(
     ] = None,
     **grid_values: Any,
 ) -> None:
-    """Show which tokens stay, and for how long: matrices, eviction maps, survival, the text."""
+    """Show which tokens are kept, and for how long: matrices, eviction maps, survival, the text."""
     flag_values = {flag_name: context.params[flag_name] for flag_name in _OF_RETENTION}
 
     def work(reporter: Reporter) -> AnalysisOutput:
@@ -168,8 +168,8 @@ _OF_RETENTION = (
 @grid_options(
     *_GRID,
     help_texts={
-        "moments": "When to compress, with commas: context, before the question (the default); "
-        "question, after it; or decode, while the answer is written, with a budget in tokens.",
+        "moments": "When to compress, comma-separated: context, before the question (the default); "
+        "question, after it; or decode, while the answer is generated, with a budget in tokens.",
         "samples": "Samples per task. Default: 1.",
     },
 )
@@ -178,11 +178,11 @@ def vision(
     context: typer.Context,
     questions: Annotated[
         str | None,
-        option(ANALYSIS, "WHICH", "Questions of a sample: last (the default) or all."),
+        option(ANALYSIS, "WHICH", "Questions per sample: last (the default) or all."),
     ] = None,
     new_tokens: Annotated[
         int | None,
-        option(ANALYSIS, "N", "Maximum number of tokens of an answer. Default: the task's limit."),
+        option(ANALYSIS, "N", "Maximum number of tokens per answer. Default: the task's limit."),
     ] = None,
     steps: Annotated[
         int | None,
@@ -196,7 +196,7 @@ def vision(
     heads: DrawnHeads = None,
     **grid_values: Any,
 ) -> None:
-    """Show what is kept of images: tokens over the picture, and cache use by modality."""
+    """Show which image tokens are kept, drawn over the image, and cache use by modality."""
     flag_values = {flag_name: context.params[flag_name] for flag_name in _OF_VISION}
 
     def work(reporter: Reporter) -> AnalysisOutput:
@@ -217,14 +217,14 @@ _OF_VISION = ("questions", "new_tokens", "steps", "layers", "heads")
 
 
 def command_line() -> str:
-    """The command that was given, for the page that says how its files were made."""
+    """Return the command line, for the page that documents how its files were made."""
     return shlex.join(["kvbench", *sys.argv[1:]])
 
 
 def carry_out(work: Callable[[Reporter], AnalysisOutput]) -> None:
-    """Carry out an analysis or a benchmark under a progress bar and print its tables."""
+    """Run an analysis or a benchmark with a progress bar and print its tables."""
     reporter = progress()
-    with stopping(reporter, "an analysis writes its files when it ends"):
+    with stopping(reporter, "an analysis writes its files at the end"):
         reporter.busy("loading model")
         outputs = work(reporter)
     from kvbench.tables.outputs import terminal

@@ -1,4 +1,4 @@
-"""`kvbench train`: gates of learned policies, and their ablations."""
+"""`kvbench train`: training of learned policies' gates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbench.cli.screen import progress, stopping
 from kvbench.runs.options import FLAG, MODEL, OUTPUT, WHAT
 
 app = typer.Typer(
-    help="Train the gates that learned policies score with.",
+    help="Train the gates of learned policies.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -22,7 +22,7 @@ GATES, LOSS, TRAINING = "Gates", "Loss", "Training"
 
 @app.callback()
 def _root() -> None:
-    """Train the gates that learned policies score with."""
+    """Train the gates of learned policies."""
 
 
 @app.command()
@@ -43,13 +43,13 @@ def gates(
         option(
             WHAT,
             "DATA",
-            "chats (made-up conversations), reference (samples of the tasks of the reference "
-            "model), a task, FILE.jsonl or a data set of the hub. Several, with commas, take "
-            "turns. Default: that of the model's recipe.",
+            "chats (synthetic conversations), reference (samples of the reference model's tasks), "
+            "a task, FILE.jsonl or a hub data set. Several, comma-separated, alternate. "
+            "Default: that of the model's recipe.",
             show_default=False,
         ),
     ] = None,
-    column: Annotated[str | None, option(WHAT, "NAME", "Column that holds the text of a row.", "--text-column")] = None,
+    column: Annotated[str | None, option(WHAT, "NAME", "Column with the text.", "--text-column")] = None,
     split: Annotated[str | None, option(WHAT, "NAME", "Split of a hub data set. Default: train.")] = None,
     subset: Annotated[str | None, option(WHAT, "NAME", "Configuration of a hub data set.")] = None,
     model: OneModel = "reference",
@@ -58,22 +58,22 @@ def gates(
         option(
             MODEL,
             "TYPE",
-            "Type of the model: float32, bfloat16, float16 or auto. Gates are float32.",
+            "Dtype of the model: float32, bfloat16, float16 or auto. Gates are float32.",
             show_default=False,
         ),
     ] = "auto",
     gate: Annotated[str | None, option(GATES, "KIND", "mlp (the default) or linear.")] = None,
-    input: Annotated[str | None, option(GATES, "WHAT", "What gates read: hidden (the default) or kv.")] = None,
+    input: Annotated[str | None, option(GATES, "WHAT", "Input of the gates: hidden (the default) or kv.")] = None,
     hidden_dim: Annotated[int | None, option(GATES, "N", "Width of the MLP. Default: 512; for locret 1024.")] = None,
     gate_dim: Annotated[
         int | None,
         option(
             GATES,
             "N",
-            "Width of the input of a tied readout (default: 64), or of a block's summary (default: the head dim).",
+            "Input width of a tied readout (default: 64), or width of a block's summary (default: the head dim).",
         ),
     ] = None,
-    block: Annotated[int | None, option(GATES, "N", "Entries of a block, for seerattn_r. Default: 64.")] = None,
+    block: Annotated[int | None, option(GATES, "N", "Entries per block, for seerattn_r. Default: 64.")] = None,
     tied: Annotated[
         bool | None,
         option(
@@ -92,27 +92,27 @@ def gates(
     ] = None,
     kernel_size: Annotated[
         int | None,
-        option(GATES, "N", "Entries under a kernel of lococo; odd. Default: 21."),
+        option(GATES, "N", "Kernel width of lococo in entries; odd. Default: 21."),
     ] = None,
     keep_rate: Annotated[
         float | None,
-        option(GATES, "X", "Share of --capacity that lococo does not merge into. Default: 0.5."),
+        option(GATES, "X", "Fraction of --capacity that lococo keeps unchanged. Default: 0.5."),
     ] = None,
     mix: Annotated[
         float | None,
-        option(GATES, "X", "Initial share of lococo's convolution in an entry. Default: 0.5."),
+        option(GATES, "X", "Initial weight of lococo's convolution in a merged entry. Default: 0.5."),
     ] = None,
-    no_kl: Annotated[bool, option(LOSS, FLAG, "Leave out the distillation loss.", "--no-kl")] = False,
-    no_ntp: Annotated[bool, option(LOSS, FLAG, "Leave out the next-token loss.", "--no-ntp")] = False,
-    no_capacity: Annotated[bool, option(LOSS, FLAG, "Leave out the capacity loss.", "--no-capacity")] = False,
+    no_kl: Annotated[bool, option(LOSS, FLAG, "Omit the distillation loss.", "--no-kl")] = False,
+    no_ntp: Annotated[bool, option(LOSS, FLAG, "Omit the next-token loss.", "--no-ntp")] = False,
+    no_capacity: Annotated[bool, option(LOSS, FLAG, "Omit the capacity loss.", "--no-capacity")] = False,
     reverse_kl: Annotated[
         bool | None,
         option(LOSS, FLAG, "Use KL(student, teacher), not KL(teacher, student).", "--reverse-kl"),
     ] = None,
-    capacity: Annotated[int | None, option(LOSS, "TOKENS", "Tokens that a head may retain.")] = None,
+    capacity: Annotated[int | None, option(LOSS, "TOKENS", "Tokens retained per head without penalty.")] = None,
     chunk: Annotated[
         int | None,
-        option(LOSS, "TOKENS", "Tokens between two cuts of lococo. Default: 512."),
+        option(LOSS, "TOKENS", "Tokens between two eviction steps of lococo. Default: 512."),
     ] = None,
     capacity_weight: Annotated[float | None, option(LOSS, "X", "Weight of the capacity loss. Default: 1.")] = None,
     capacity_reduce: Annotated[
@@ -123,7 +123,7 @@ def gates(
     tokens: Annotated[int | None, option(TRAINING, "N", "Train on about this many tokens. Replaces --steps.")] = None,
     passes: Annotated[
         int | None,
-        option(TRAINING, "N", "How often a sequence is learned from, for kvzap. Default: 15."),
+        option(TRAINING, "N", "Passes over each sequence, for kvzap. Default: 15."),
     ] = None,
     length: Annotated[
         int | None,
@@ -156,13 +156,13 @@ def gates(
         option(OUTPUT, "DIR", "Folder of the gates. Default: the user's cache, where policies look."),
     ] = None,
     save_steps: Annotated[int | None, option(OUTPUT, "N", "Steps between checkpoints.")] = None,
-    log_steps: Annotated[int | None, option(OUTPUT, "N", "Steps between lines of the log.")] = None,
+    log_steps: Annotated[int | None, option(OUTPUT, "N", "Steps between log records.")] = None,
     resume: Annotated[
         bool,
         option(
             OUTPUT,
             FLAG,
-            "Continue an earlier training (the default), or start again.",
+            "Resume an earlier training run (the default), or discard it.",
             "--resume/--fresh",
             show_default=False,
         ),
@@ -174,7 +174,7 @@ def gates(
 
     The model itself does not change.
 
-    The same command continues a training after an interruption.
+    The same command resumes an interrupted training run.
     """
     from kvbench.training.command import plan, train
 
@@ -195,8 +195,8 @@ def gates(
         print("\n".join(training_plan.lines()))
         return
     reporter = progress()
-    resume_note = f"checkpoints are kept in {training_plan.out}, and the same command (without --fresh)"
-    with stopping(reporter, f"{resume_note} continues from the last one"):
+    resume_note = f"checkpoints are kept in {training_plan.out}; the same command (without --fresh)"
+    with stopping(reporter, f"{resume_note} resumes from the last one"):
         summary_lines = train(training_plan, reporter, fresh=not resume)
     for summary_line in summary_lines:
         print(summary_line)
