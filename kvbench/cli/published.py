@@ -82,7 +82,7 @@ def published(
     from kvbench.papers.published.results import papers
 
     if as_csv + as_json + check > 1:
-        raise UserError("--check, --csv and --json exclude each other; use only one")
+        raise UserError("--check, --csv and --json exclude each other; give only one")
     if check and table:
         raise UserError("--check takes no table: it compares the tables of a paper with each other")
     if check and (policy or task or model):

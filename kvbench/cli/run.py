@@ -65,12 +65,12 @@ def run(
     The same command resumes an interrupted run.
     """
     if as_json and dry_run:
-        raise UserError("--json and --dry-run exclude each other; use only one")
+        raise UserError("--json and --dry-run exclude each other; give only one")
     if config and recipe:
-        raise UserError("--config and --recipe exclude each other; use only one")
+        raise UserError("--config and --recipe exclude each other; give only one")
     if extend and (config or recipe or fresh):
         conflicting_flag = "--config" if config else "--recipe" if recipe else "--fresh"
-        raise UserError(f"--extend and {conflicting_flag} exclude each other; use only one")
+        raise UserError(f"--extend and {conflicting_flag} exclude each other; give only one")
     if quiet:
         warnings.simplefilter("ignore")
     flag_values = given_values(grid_values)
