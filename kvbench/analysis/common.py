@@ -1,4 +1,4 @@
-"""What all analyses share: the grid and its cells, models, contexts and compressions."""
+"""Shared parts of all analyses: the grid and its cells, models, contexts and compressions."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from kvbench.runs.worker import loaded_model
 from kvbench.view import Need
 
 MOMENTS = ("context", "question")
-"""When an analysis can compress: once, before or after the question is read."""
+"""Supported moments: compression once, before or after the question is read."""
 
 
 @dataclass
 class CellBench:
-    """One model with the cells that are compressed on it, and what failed.
+    """One model with the cells to compress on it, and failures.
 
     Attributes:
         model: The model, inside `engine`.
-        reporter: Told of failures.
-        failed: Reason by cell id; a cell that failed once is not tried again.
+        reporter: Receives failures.
+        failed: Reason by cell id; failed cells are not retried.
         vision: Turns media into pixels; None for a text model.
     """
 
@@ -54,35 +54,34 @@ class CellBench:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
+        """Device of the model."""
         return next(self.model.parameters()).device
 
     def prefill(self, token_ids: Sequence[int], needs: frozenset[Need], media: Sequence[Medium] = ()) -> Prefix:
-        """Prefill one context, with the images and videos in it."""
+        """Prefill one context, including its images and videos."""
         prefix = Prefix(self.model, needs)
         prefix.extend(self.tensor(token_ids), pixels=self.pixels(media))
         return prefix
 
     def pixels(self, media: Sequence[Medium]) -> Pixels | None:
-        """What the model takes for media; None if there are none."""
+        """Return the model's inputs for media, or None without media."""
         if not media:
             return None
         assert self.vision is not None
         return self.vision.pixels(media, self.device)
 
     def tensor(self, token_ids: Sequence[int]) -> Tensor:
-        """Token ids as a batch of one, `[1, n]`."""
+        """Return token ids as a batch of one, `[1, n]`."""
         return torch.tensor([list(token_ids)], device=self.device)
 
     def compress(self, prefix: Prefix, cell: Cell, policy: Policy, reserve: int | None = None) -> RaggedCache | None:
         """Compress a prefix for a cell; None if its policy fails.
 
         Args:
-            prefix: The prefilled context. `prefix.modified_in_place` tells whether it must
-                be prefilled again.
+            prefix: The prefilled context; if `prefix.modified_in_place` is set afterwards, prefill it again.
             cell: Budget, moment and seed.
             policy: The cell's policy, or a policy that selects the same entries.
-            reserve: Free rows behind every segment.
+            reserve: Free rows after every segment.
 
         Raises:
             UserError: The policy changed the model's parameters.
@@ -101,22 +100,22 @@ class CellBench:
                 self._weights.restore(changed)
 
     def fail(self, cell: Cell, reason: str) -> None:
-        """Give a cell up."""
+        """Mark a cell as failed."""
         self.failed[cell.cell] = reason
         self.reporter.message(f"{cell} failed: {reason}")
 
 
 def make_grid(grid_options: Mapping[str, Any], moments: Sequence[str] = MOMENTS, *, pruning: bool = False) -> Grid:
-    """Make the grid of an analysis.
+    """Build the grid of an analysis.
 
     Args:
-        grid_options: The grid, as `Grid.from_dict` takes it.
-        moments: When the analysis can compress.
-        pruning: Whether the analysis can run policies that prune images in the prefill.
+        grid_options: Grid options, in the format of `Grid.from_dict`.
+        moments: Moments that the analysis supports.
+        pruning: Whether the analysis supports policies that prune images in the prefill.
 
     Raises:
-        UserError: As `Grid.from_dict`; or the analysis cannot run at a moment or with a policy, or
-            only the full cache is left.
+        UserError: As in `Grid.from_dict`; or the analysis does not support a moment or policy, or only the full cache
+            is left.
     """
     grid = Grid.from_dict({**grid_options, "full": False, "repeats": 1})
     for timing in grid.timings:
@@ -136,12 +135,12 @@ def make_grid(grid_options: Mapping[str, Any], moments: Sequence[str] = MOMENTS,
 
 
 def stages(grid: Grid, message: Callable[[str], None], *, pruning: bool = False) -> list[Stage]:
-    """Models, tasks, prompts and cells, without the full cache.
+    """Return models, tasks, prompts and cells, without the full cache.
 
     Args:
-        grid: What to analyse.
-        message: Told of tasks and policies that are left out.
-        pruning: Whether cells that prune images in the prefill stay; `all` may include them.
+        grid: The grid to analyse.
+        message: Receives messages about skipped tasks and policies.
+        pruning: Whether to keep cells that prune images in the prefill; `all` may include them.
     """
 
     def is_analysed(cell: Cell) -> bool:
@@ -158,23 +157,23 @@ def stages(grid: Grid, message: Callable[[str], None], *, pruning: bool = False)
 
 @contextmanager
 def analysis_model(stage: Stage, grid: Grid, message: Callable[[str], None]) -> Iterator[nn.Module]:
-    """The stage's model with kvbench's attention, on one device."""
+    """Load the stage's model with kvbench's attention on one device."""
     with loaded_model(stage, grid, message) as model, torch.no_grad():
         check_single(model, "an analysis")
         yield model
 
 
 def contexts(job: Job) -> list[list[Prompt]]:
-    """The job's prompts, grouped by context."""
+    """Return the job's prompts, grouped by context."""
     return [list(group) for _, group in groupby(job.prompts, key=lambda prompt: (prompt.context_ids, prompt.media))]
 
 
 def prompt_name(prompt: Prompt) -> str:
-    """The sample of a prompt, and which question it is if it is not the first."""
+    """Return the sample of a prompt, with the question number after the first."""
     request = prompt.request
     return request.sample_id + f"/{request.question_id}" * (request.question_id > 0)
 
 
 def kept_masks(cache: RaggedCache) -> list[Tensor]:
-    """What a cache of one sequence keeps: bool `[H, columns]` for each full-attention layer."""
+    """Return the kept entries of a single-sequence cache, bool `[H, columns]` per full-attention layer."""
     return [layer_mask[0] for layer_mask in cache.kept() if layer_mask is not None]

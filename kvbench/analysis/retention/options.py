@@ -1,4 +1,4 @@
-"""The options of `kvbench analyze retention` in addition to a grid, parsed and checked."""
+"""Parsing and validation of the non-grid options of `kvbench analyze retention`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvbench.analysis.choosing import (
 from kvbench.errors import UserError, nearest
 
 MOMENTS = ("decode", "context")
-"""When entries are evicted: token by token as the text passes, or once after the context."""
+"""Eviction token by token along the text, or once after the context."""
 
 TOP = (16, 64, 256)
 MASS = (0.9, 0.99)
@@ -26,19 +26,18 @@ MOST_HEADS = 8
 
 @dataclass(frozen=True)
 class RetentionOptions:
-    """What to look at.
+    """Options of the retention analysis.
 
     Attributes:
         moment: One of `MOMENTS`.
-        top: For survival, an entry is in use if it is among that many of the largest logits,
-        mass: or in the smallest set that holds this share of the attention.
-        horizon: Steps that survival is followed for; None for half of the shortest text.
-        layers, heads: Which layers (the model's own index) and KV heads to draw; None for some,
-            evenly spaced, and empty for all.
-        traces: Texts of each task that the policies run over.
-        new_tokens: Tokens that the model appends to each text; None for as many as the task's
-            answers may have.
-        text: A file to look at instead of tasks.
+        top: Survival criteria: an entry is in use if it is among this many of the largest logits.
+        mass: Survival criteria: an entry is in use if it is in the smallest set with this fraction of the attention.
+        horizon: Number of steps to follow survival for; None for half of the shortest text.
+        layers, heads: Layers (the model's index) and KV heads to draw; None for a few, evenly spaced, and empty for
+            all.
+        traces: Texts per task to run the policies on.
+        new_tokens: Tokens that the model appends to each text; None for the task's limit.
+        text: File to analyse instead of tasks.
     """
 
     moment: str = "decode"
@@ -52,7 +51,7 @@ class RetentionOptions:
     text: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges.
+        """Validate the options.
 
         Raises:
             UserError: A value is out of range.
@@ -92,12 +91,12 @@ class RetentionOptions:
 
     @property
     def criteria(self) -> list[tuple[str, float]]:
-        """The criteria of survival, name and value, in the order of its tables."""
+        """Survival criteria (name and value) in table order."""
         rank_criteria: list[tuple[str, float]] = [("top", float(top_count)) for top_count in self.top]
         return rank_criteria + [("mass", share) for share in self.mass]
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as plain lists and values."""
+        """Return the options as a JSON-serialisable dict."""
         return json_values(self)
 
 
