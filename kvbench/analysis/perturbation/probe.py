@@ -154,8 +154,8 @@ class Probe:
     Attributes:
         bench: The model.
         cells: The cells of the task.
-        query: Which query is measured.
-        first_stage: Share of stage 1 for a policy without a parameter of that name.
+        query: Query to measure.
+        first_stage: Fraction for stage 1, for a policy without a parameter of that name.
     """
 
     bench: CellBench

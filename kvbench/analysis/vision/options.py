@@ -1,4 +1,4 @@
-"""The options of `kvbench analyze vision` in addition to a grid, parsed and checked."""
+"""Parsing and validation of the non-grid options of `kvbench analyze vision`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvbench.errors import UserError, nearest
 from kvbench.runs.answers import Prompt
 
 MOMENTS = ("context", "question", "decode")
-"""When the analysis can compress."""
+"""Supported moments."""
 
 QUESTIONS = ("last", "all")
 MOST_LAYERS = 4
@@ -20,15 +20,14 @@ MOST_HEADS = 2
 
 @dataclass(frozen=True)
 class VisionOptions:
-    """What to look at.
+    """Options of the vision analysis.
 
     Attributes:
-        questions: Which questions of each sample to look at: the `last` one, which in a dialogue
-            follows all images, or `all`.
-        steps: Decode steps to draw, evenly spaced, with the first and the last.
-        layers, heads: Which layers (the model's own index) and KV heads to draw; None for some,
-            evenly spaced, and empty for all.
-        new_tokens: Maximum tokens of an answer; None for the task's limit.
+        questions: Questions to analyse per sample: the `last` one, which in a dialogue follows all images, or `all`.
+        steps: Number of decode steps to draw, evenly spaced, including the first and the last.
+        layers, heads: Layers (the model's index) and KV heads to draw; None for a few, evenly spaced, and empty for
+            all.
+        new_tokens: Maximum tokens per answer; None for the task's limit.
     """
 
     questions: str = "last"
@@ -38,7 +37,7 @@ class VisionOptions:
     new_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges.
+        """Validate the options.
 
         Raises:
             UserError: A value is out of range.
@@ -65,12 +64,12 @@ class VisionOptions:
         return cls(**parsed)
 
     def select_prompts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts to look at, in their order."""
+        """Return the prompts to analyse, in order."""
         first_repeats = [prompt for prompt in prompts if not prompt.repeat]
         if self.questions == "all":
             return first_repeats
         return list({prompt.request.sample_id: prompt for prompt in first_repeats}.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as plain lists and values."""
+        """Return the options as a JSON-serialisable dict."""
         return json_values(self)
