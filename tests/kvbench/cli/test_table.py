@@ -9,7 +9,7 @@ import pytest
 
 from kvbench.cli import call
 
-from ..papers.layouts.conftest import write_run
+from ..layouts.conftest import write_run
 from ..report.conftest import make_run
 
 
