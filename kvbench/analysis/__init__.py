@@ -1,1 +1,1 @@
-"""What eviction does inside a model: output perturbation, who gets the budget, what is retained."""
+"""Analyses of eviction inside a model: output perturbation, budget allocation, retention."""

@@ -1,4 +1,4 @@
-"""Options of analyses: what users name, how it is checked, and which layers and heads to draw."""
+"""Parsing and validation of analysis options, and selection of layers and heads to draw."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from kvbench.errors import UserError
 
 
 def select_numbers(requested: tuple[int, ...] | None, available: Sequence[int], flag: str, max_count: int) -> list[int]:
-    """Which layers or heads to draw.
+    """Select layers or heads to draw.
 
     Args:
-        requested: Those that are named; None for some, evenly spaced, and empty for all.
-        available: Those that the model has.
-        flag: What the user calls them, `layers` or `heads`.
-        max_count: How many at most if none is named.
+        requested: Requested numbers; None for a few, evenly spaced, and empty for all.
+        available: Those of the model.
+        flag: Name of the option, `layers` or `heads`.
+        max_count: Maximum number selected if `requested` is None.
 
     Raises:
-        UserError: The model does not have one that is named.
+        UserError: A requested number does not exist in the model.
     """
     for number in requested or ():
         if number not in available:
@@ -32,7 +32,7 @@ def select_numbers(requested: tuple[int, ...] | None, available: Sequence[int], 
 
 
 def evenly_spaced(numbers: Sequence[int], max_count: int) -> list[int]:
-    """At most that many of some numbers, evenly spaced, with the first and the last."""
+    """Return at most `max_count` of the numbers, evenly spaced, including the first and the last."""
     if len(numbers) <= max_count:
         return list(numbers)
     spacing = (len(numbers) - 1) / max(1, max_count - 1)
@@ -40,7 +40,7 @@ def evenly_spaced(numbers: Sequence[int], max_count: int) -> list[int]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`0 to 3, 7` for 0, 1, 2, 3, 7."""
+    """Format 0, 1, 2, 3, 7 as `0 to 3, 7`."""
     intervals: list[list[int]] = []
     for number in numbers:
         if intervals and number == intervals[-1][-1] + 1:
@@ -53,7 +53,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def split_commas(comma_text: str | Sequence[str]) -> list[str]:
-    """The different parts of a text with commas, or of several."""
+    """Return the distinct parts of one or more comma-separated texts."""
     comma_texts = [comma_text] if isinstance(comma_text, str) else comma_text
     return list(
         dict.fromkeys(
@@ -63,15 +63,15 @@ def split_commas(comma_text: str | Sequence[str]) -> list[str]:
 
 
 def parse_integers(flag: str, numerals: list[str], example: str) -> tuple[int, ...]:
-    """Read whole numbers.
+    """Parse a list of integers.
 
     Args:
-        flag: What the user calls them.
+        flag: Name of the option.
         numerals: The numbers as texts.
-        example: What the message recommends.
+        example: Example for the error message.
 
     Raises:
-        UserError: One is not a whole number, or there is none.
+        UserError: A value is not an integer, or the list is empty.
     """
     for numeral in numerals:
         if not (numeral.isascii() and numeral.isdecimal()):

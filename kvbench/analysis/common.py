@@ -1,4 +1,4 @@
-"""What all analyses share: the grid and its cells, models, contexts and compressions."""
+"""Shared parts of all analyses: the grid and its cells, models, contexts and compressions."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from kvbench.runs.planning import Job, Stage, plan
 from kvbench.runs.worker import ModelRunner, loaded_model, model_of
 
 MOMENTS = ("context", "question")
-"""When an analysis can compress: once, before or after the question is read."""
+"""Supported moments: compression once, before or after the question is read."""
 
 
 def make_grid(grid_options: Mapping[str, Any], moments: Sequence[str] = MOMENTS, *, pruning: bool = False) -> Grid:
-    """Make the grid of an analysis.
+    """Build the grid of an analysis.
 
     Args:
-        grid_options: The grid, as `Grid.from_dict` takes it.
-        moments: When the analysis can compress.
-        pruning: Whether the analysis can run policies that prune images in the prefill.
+        grid_options: Grid options, in the format of `Grid.from_dict`.
+        moments: Moments that the analysis supports.
+        pruning: Whether the analysis supports policies that prune images in the prefill.
 
     Raises:
-        UserError: As `Grid.from_dict`; or the analysis cannot run at a moment or with a policy, or
-            only the full cache is left.
+        UserError: As in `Grid.from_dict`; or the analysis does not support a moment or policy, or only the full cache
+            is left.
     """
     grid = Grid.from_dict({**grid_options, "full": False, "repeats": 1})
     for timing in grid.timings:
@@ -57,12 +57,12 @@ def make_grid(grid_options: Mapping[str, Any], moments: Sequence[str] = MOMENTS,
 
 
 def stages(grid: Grid, message: Callable[[str], None], *, pruning: bool = False) -> list[Stage]:
-    """Models, tasks, prompts and cells, without the full cache.
+    """Return models, tasks, prompts and cells, without the full cache.
 
     Args:
-        grid: What to analyse.
-        message: Told of tasks and policies that are left out.
-        pruning: Whether cells that prune images in the prefill stay; `all` may include them.
+        grid: The grid to analyse.
+        message: Receives messages about skipped tasks and policies.
+        pruning: Whether to keep cells that prune images in the prefill; `all` may include them.
     """
 
     def is_analysed(cell: Cell) -> bool:
@@ -99,16 +99,16 @@ def analysis_runner(stage: Stage, grid: Grid, reporter: Reporter, failed: dict[s
 
 
 def contexts(job: Job) -> list[list[Prompt]]:
-    """The job's prompts, grouped by context."""
+    """Return the job's prompts, grouped by context."""
     return [list(group) for _, group in groupby(job.prompts, key=lambda prompt: (prompt.context_ids, prompt.media))]
 
 
 def prompt_name(prompt: Prompt) -> str:
-    """The sample of a prompt, and which question it is if it is not the first."""
+    """Return the sample of a prompt, with the question number after the first."""
     request = prompt.request
     return request.sample_id + f"/{request.question_id}" * (request.question_id > 0)
 
 
 def kept_masks(cache: RaggedCache) -> list[Tensor]:
-    """What a cache of one sequence keeps: bool `[H, columns]` for each full-attention layer."""
+    """Return the kept entries of a single-sequence cache, bool `[H, columns]` per full-attention layer."""
     return [layer_mask[0] for layer_mask in cache.kept() if layer_mask is not None]

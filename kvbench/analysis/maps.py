@@ -1,4 +1,4 @@
-"""Maps of layers by heads, and how a figure of an analysis is named."""
+"""Heat maps of layers by heads, and names of analysis figures."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from kvbench.tables.plot_style import COLUMN, PAGE, lay_out_figure, save
 from kvbench.tables.text import short, slug
 
 MOST_ACROSS = 4
-"""Panels side by side."""
+"""Maximum panels per row."""
 
 
 Steps: TypeAlias = tuple[str, Floats, int]
-"""A panel of `step_maps`: its title, a picture `[layers * heads, columns]`, and the number of steps
-that share its columns."""
+"""A panel of `step_maps`: title, image `[layers * heads, columns]`, and number of steps over its columns."""
 
 
 @dataclass(frozen=True)
 class Colours:
-    """What the colours of a line of maps mean.
+    """Colour scale of a row of maps.
 
     Attributes:
-        name: A colour map of matplotlib.
-        low: The number that gets its first colour.
-        high: The number that gets its last colour.
-        label: What the numbers are.
+        name: Matplotlib colour map.
+        low: Value of the first colour.
+        high: Value of the last colour.
+        label: Label of the colour bar.
     """
 
     name: str
@@ -44,7 +43,7 @@ class Colours:
 
 
 def figure_suffixes(frame: pd.DataFrame, scope: Row) -> tuple[str, str]:
-    """The end of a file's name and of a title: the task and what differs within the frame."""
+    """Return file name suffix and title suffix: the task, and dimensions that vary within the frame."""
     suffix, subtitle = slug(scope["task"]), short(scope["task"])
     for column in SCOPE:
         if column != "task" and frame[column].nunique() > 1:
@@ -56,7 +55,7 @@ def figure_suffixes(frame: pd.DataFrame, scope: Row) -> tuple[str, str]:
 
 
 def layer_head_map(cell_rows: pd.DataFrame, head_row: Floats, head_column: str) -> Floats:
-    """Numbers by layer and head `[layers * heads]` as a picture, `[layers, heads]`."""
+    """Arrange values by layer and head as an image, `[layers, heads]`."""
     return head_row.reshape(cell_rows["layer"].nunique(), cell_rows[head_column].nunique())
 
 
@@ -71,12 +70,12 @@ def head_maps(
     """Draw maps of layers (down) by heads (across).
 
     Args:
-        panel_rows: Lines of panels, each with a title and a picture `[layers, heads]`.
-        colours: What the colours mean, line by line in turn.
-        title: What the figure shows.
-        x_label: What kind of head it is.
-        layers: The model's own index of each layer.
-        stem: The files without their endings.
+        panel_rows: Rows of panels, each with a title and an image `[layers, heads]`.
+        colours: Colour scale of each panel row (cycled).
+        title: Figure title.
+        x_label: Kind of head.
+        layers: The model's index of each layer.
+        stem: Output path without suffix.
 
     Returns:
         The files written.
@@ -102,7 +101,7 @@ def head_maps(
         for column, axes in enumerate(layout.axes[line_index]):
             if column >= len(panels):
                 axes.set_axis_off()
-                # The line above ends here; its heads are named under it.
+                # The row above ends here; its x-axis labels go below it.
                 if line_index and column < len(panel_rows[line_index - 1]):
                     layout.axes[line_index - 1, column].tick_params(labelbottom=True)
                 continue
@@ -130,15 +129,15 @@ def step_maps(
     layers: Sequence[int],
     stem: Path,
 ) -> list[Path]:
-    """Draw maps of KV heads (down, those of one layer together) by steps (across).
+    """Draw maps of KV heads (down, grouped by layer) by steps (across).
 
     Args:
-        panel_rows: Lines of panels.
-        colours: What the colours mean, line by line in turn.
-        title: What the figure shows.
-        x_label: What a step is.
-        layers: The model's own index of each layer.
-        stem: The files without their endings.
+        panel_rows: Rows of panels.
+        colours: Colour scale of each panel row (cycled).
+        title: Figure title.
+        x_label: Meaning of a step.
+        layers: The model's index of each layer.
+        stem: Output path without suffix.
 
     Returns:
         The files written.

@@ -1,4 +1,4 @@
-"""The parts of an analysis that are shown apart, and the order in which they are shown."""
+"""Scopes of an analysis, which have separate tables and figures, and their order."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Row: TypeAlias = dict[str, Any]
 
 
 def scopes(frame: pd.DataFrame) -> Iterator[tuple[Row, pd.DataFrame]]:
-    """The rows of each model, task, length and moment, in the order of the run."""
+    """Yield the rows per model, task, length and moment, in the order of the run."""
     for scope_values, scope_rows in frame.groupby(SCOPE, sort=False, observed=True):
         yield dict(zip(SCOPE, scope_values, strict=True)), scope_rows
 
 
 def rows_in_scope(frame: pd.DataFrame, scope: Row) -> pd.DataFrame:
-    """The rows of a frame in one scope."""
+    """Return the rows of a frame in one scope."""
     for column in SCOPE:
         if len(frame):
             frame = frame[frame[column] == scope[column]]
@@ -31,21 +31,21 @@ def rows_in_scope(frame: pd.DataFrame, scope: Row) -> pd.DataFrame:
 
 
 def scope_heading(scope: Row) -> tuple[Phrase, ...]:
-    """Model, task, length and moment in one line."""
+    """Format model, task, length and moment as one line."""
     conditions = f" · {tokens(scope['length'])} · moment {scope['moment']}"
     return (Name(scope["model"]), " · ", Name(scope["task"]), conditions)
 
 
 def distinct_values(frame: pd.DataFrame, column: str) -> list[str]:
-    """Values of a text column in the order in which they first appear."""
+    """Return the values of a text column in order of first appearance."""
     return [str(value) for value in frame[column].drop_duplicates()]
 
 
 def ordered_budgets(frame: pd.DataFrame) -> list[str]:
-    """Budgets of a frame in the order of `budget_order`."""
+    """Return a frame's budgets in the order of `budget_order`."""
     return sorted(distinct_values(frame, "budget"), key=budget_order)
 
 
 def rows_by_budget(frame: pd.DataFrame) -> list[Row]:
-    """Rows of a frame by budget, otherwise in their order."""
+    """Return a frame's rows sorted by budget, stably."""
     return sorted(records(frame), key=lambda record: budget_order(record["budget"]))

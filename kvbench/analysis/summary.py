@@ -1,4 +1,4 @@
-"""The summary of an analysis in Markdown, and the notes below its tables."""
+"""Markdown summary of an analysis, and the notes below its tables."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def summary_text(
     figures: Sequence[Path],
     root_folder: Path,
 ) -> str:
-    """Write a summary.
+    """Render a summary.
 
     Args:
-        heading: Its title.
-        command: The command that made it.
-        tables: Tables.
-        notes: Lines below them.
-        figures: Files to show; of PNG and SVG the PNG.
-        root_folder: The folder that links start from.
+        heading: Title.
+        command: Command shown in the summary.
+        tables: Tables to show.
+        notes: Lines below the tables.
+        figures: Figure files; of PNG and SVG, the PNG is shown.
+        root_folder: Folder that links are relative to.
     """
     blocks = [f"# {md(heading)}", f"Made by {span(command)}."]
     blocks += [markdown(table, level=2) for table in tables]
@@ -46,12 +46,12 @@ def summary_text(
 
 
 def notes(frame: pd.DataFrame, failures: Mapping[str, str], reading: Sequence[str] = ()) -> list[str]:
-    """What a reader must know.
+    """Return the notes below the tables.
 
     Args:
         frame: A table with the column `model`.
-        failures: Why cells failed, by cell id.
-        reading: How to read the tables.
+        failures: Reasons of failures, by cell id.
+        reading: Explanations of the tables.
     """
     note_lines = [*reading]
     if len(frame) and (frame["model"] == REFERENCE_MODEL).any():

@@ -1,4 +1,4 @@
-"""Writes the files of an analysis: tables, settings, figures and a summary."""
+"""Output files of an analysis: tables, settings, figures and a summary."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class AnalysisOutput:
-    """What an analysis has made.
+    """Output of an analysis.
 
     Attributes:
-        path: The folder.
+        path: Output folder.
         files: All files written, the summary first.
-        tables: What to show in a terminal.
-        notes: Lines to show below them.
-        failed: Why cells failed, by cell id.
+        tables: Tables for the terminal.
+        notes: Lines below the tables.
+        failed: Reasons of failures by cell id.
     """
 
     path: Path
@@ -43,27 +43,27 @@ class AnalysisOutput:
 
 
 def make_output_folder(grid: Grid, analysis: str, *settings: object) -> Path:
-    """The folder to write to, created if needed, before any work is done.
+    """Return the output folder, created if needed, before any work is done.
 
-    By default everything that changes a number, except `--samples`, has a folder of its own.
+    By default, the folder depends on everything that affects the results except `--samples`.
 
     Args:
-        grid: Says where to write; None there stands for the default.
-        analysis: Of the analysis.
-        settings: Whatever else changes a number.
+        grid: Its output folder is used if set.
+        analysis: Name of the analysis.
+        settings: Everything else that affects the results.
 
     Raises:
-        UserError: It cannot be written to.
+        UserError: The folder is not writable.
     """
     digest = hashlib.sha256(json.dumps([grid.digest, *settings]).encode()).hexdigest()[:16]
     return prepare_folder(Path(grid.out) if grid.out else Path("results") / f"{analysis}-{digest}")
 
 
 def prepare_folder(folder: Path) -> Path:
-    """Create a folder and that of its figures, before any work is done.
+    """Create a folder and its figures folder, before any work is done.
 
     Raises:
-        UserError: It cannot be written to.
+        UserError: The folder is not writable.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"cannot write {folder}: it is a file, not a folder")
@@ -86,19 +86,19 @@ def write_all(
     failures: Mapping[str, str],
     csv_names: Collection[str] = (),
 ) -> AnalysisOutput:
-    """Write tables, settings and summary of an analysis; its figures are already there.
+    """Write tables, settings and summary of an analysis; its figures exist already.
 
     Args:
-        folder: The folder.
-        grid: What was analysed.
-        settings: What else it was made with; `analysis` is its name.
-        frames: By the name of the file.
-        tables: Shown in the summary.
-        notes: Lines below them.
-        figures: Files that the summary shows.
-        command: What the summary says that made it.
-        failures: Why cells failed, by cell id.
-        csv_names: Frames to write as CSV too, where there are any.
+        folder: Output folder.
+        grid: The analysed grid.
+        settings: Other settings; `analysis` is the analysis' name.
+        frames: Data frames by file name.
+        tables: Tables of the summary.
+        notes: Lines below the tables.
+        figures: Figure files of the summary.
+        command: Command shown in the summary.
+        failures: Reasons of failures by cell id.
+        csv_names: Frames to write also as CSV, if present.
 
     Raises:
         UserError: A file cannot be written.

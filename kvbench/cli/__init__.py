@@ -1,4 +1,4 @@
-"""The command line: it parses arguments, calls the library and prints."""
+"""Command line: parses arguments, calls the library and prints."""
 
 from kvbench.cli.app import call, main
 

@@ -1,4 +1,4 @@
-"""`kvbench analyze`: what eviction does inside a model. What is heavy is imported when needed."""
+"""`kvbench analyze`: effects of eviction inside a model. Heavy modules are imported when needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvbench.progress import Reporter
 
 app = typer.Typer(
-    help="Look inside a model: what eviction changes, how a budget is spread, what is kept.",
+    help="Look inside a model: what eviction changes, how a budget is distributed, what is kept.",
     no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -30,15 +30,15 @@ _GRID = (
     *("device", "dtype", "revision", "device_map", "quantization", "chat_template"),
 )
 _HELP = {
-    "moments": "When to compress, with commas: context, before the question (the default), or question, after it.",
-    "samples": "Per task. Default: 50.",
-    "out": "Folder of the results. Default: results/ANALYSIS-HASH.",
+    "moments": "When to compress, comma-separated: context, before the question (the default), or question, after it.",
+    "samples": "Samples per task. Default: 50.",
+    "out": "Output folder. Default: results/ANALYSIS-HASH.",
 }
 
 
 @app.callback()
 def _root() -> None:
-    """Look inside a model: what eviction changes, how a budget is spread, what is kept."""
+    """Look inside a model: what eviction changes, how a budget is distributed, what is kept."""
 
 
 @app.command("perturbation")
@@ -50,8 +50,8 @@ def perturbation(
         option(
             ANALYSIS,
             "WHOSE",
-            "Whose query to measure with: answer, the first decoded token (the default), or "
-            "question, the question's last token.",
+            "Query to measure with: answer, the first decoded token's (the default), or "
+            "question, that of the question's last token.",
             show_default=False,
         ),
     ] = "answer",
@@ -60,7 +60,7 @@ def perturbation(
         option(
             ANALYSIS,
             "ALPHA",
-            "Share of the first stage, for policies without a parameter first_stage. Default: 0.5.",
+            "Fraction for the first stage, for policies without the parameter first_stage. Default: 0.5.",
             show_default=False,
         ),
     ] = 0.5,
@@ -85,7 +85,7 @@ def perturbation(
 @app.command("allocation")
 @grid_options(*_GRID, "out", help_texts=_HELP)
 def allocation(**grid_values: Any) -> None:
-    """Show how many entries each layer and KV head gets: a table and a heat map per policy."""
+    """Show how many entries each layer and KV head keeps: a table and a heat map per policy."""
 
     def work(reporter: Reporter) -> AnalysisOutput:
         from kvbench.analysis.allocation.write import write_allocation
@@ -103,7 +103,7 @@ def allocation(**grid_values: Any) -> None:
 @grid_options("out", anchor="horizon", help_texts=_HELP)
 @declared_options(RetentionOptions)
 def retention(**flag_values: Any) -> None:
-    """Show which tokens stay, and for how long: matrices, eviction maps, survival, the text."""
+    """Show which tokens are kept, and for how long: matrices, eviction maps, survival, the text."""
     own_values, grid_values = split_options(flag_values, RetentionOptions)
 
     def work(reporter: Reporter) -> AnalysisOutput:
@@ -119,15 +119,15 @@ def retention(**flag_values: Any) -> None:
 @grid_options(
     *_GRID,
     help_texts={
-        "moments": "When to compress, with commas: context, before the question (the default); "
-        "question, after it; or decode, while the answer is written, with a budget in tokens.",
+        "moments": "When to compress, comma-separated: context, before the question (the default); "
+        "question, after it; or decode, while the answer is generated, with a budget in tokens.",
         "samples": "Samples per task. Default: 1.",
     },
 )
 @grid_options("out", anchor="heads", help_texts=_HELP)
 @declared_options(VisionOptions)
 def vision(**flag_values: Any) -> None:
-    """Show what is kept of images: tokens over the picture, and cache use by modality."""
+    """Show which image tokens are kept, drawn over the image, and cache use by modality."""
     own_values, grid_values = split_options(flag_values, VisionOptions)
 
     def work(reporter: Reporter) -> AnalysisOutput:
@@ -140,14 +140,14 @@ def vision(**flag_values: Any) -> None:
 
 
 def command_line() -> str:
-    """The command that was given, for the page that says how its files were made."""
+    """Return the command line, for the page that documents how its files were made."""
     return shlex.join(["kvbench", *sys.argv[1:]])
 
 
 def carry_out(work: Callable[[Reporter], AnalysisOutput]) -> None:
-    """Carry out an analysis or a benchmark under a progress bar and print its tables."""
+    """Run an analysis or a benchmark with a progress bar and print its tables."""
     reporter = progress()
-    with stopping(reporter, "an analysis writes its files when it ends"):
+    with stopping(reporter, "an analysis writes its files at the end"):
         reporter.busy("loading model")
         outputs = work(reporter)
     from kvbench.tables.outputs import terminal

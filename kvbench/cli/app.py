@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints. What is heavy is imported inside the commands."""
+"""Command line: parses, calls, prints. Heavy modules are imported inside the commands."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OF_THE_USER = (
     errno.ENOSPC,
     errno.EDQUOT,
 )
-"""Errors of the system about a name, a permission or a disk, which only the user can mend."""
+"""System errors about a name, a permission or a disk, which only the user can fix."""
 
 app = typer.Typer(
     name="kvbench",
@@ -75,12 +75,10 @@ def main() -> NoReturn:
 
 
 def call(arguments: Sequence[str]) -> int:
-    """Run one command.
-
-    Everything that it prints goes through `kvbench.terminal`.
+    """Run one command; all output goes through `kvbench.terminal`.
 
     Args:
-        arguments: What follows the program's name; an empty list shows the help.
+        arguments: Arguments after the program's name; an empty list shows the help.
 
     Returns:
         The exit code. An error that the user can fix is one line on stderr, without a traceback.
@@ -98,7 +96,7 @@ def call(arguments: Sequence[str]) -> int:
 def _call(arguments: Sequence[str]) -> int:
     try:
         if nul_arguments := [argument for argument in arguments if "\0" in argument]:
-            raise UserError(f"{quoted(nul_arguments[0])} contains a NUL character; leave it out")
+            raise UserError(f"{quoted(nul_arguments[0])} contains a NUL character; remove it")
         exit_code = app(args=list(arguments) or ["--help"], standalone_mode=False, prog_name="kvbench")
     except UserError as error:
         return complain(str(error))
@@ -109,7 +107,7 @@ def _call(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except Exception as error:
-        # Typer's own usage errors: their class is not part of its public interface.
+        # Typer's usage errors, whose class is not public.
         if not hasattr(error, "format_message"):
             raise
         message = str(error.format_message())
@@ -149,7 +147,7 @@ def list_(
     ],
     folder: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="Where to look for runs. Default: results.", show_default=False),
+        typer.Argument(metavar="DIR", help="Folder to search for runs. Default: results.", show_default=False),
     ] = Path("results"),
     as_json: Annotated[bool, option(None, FLAG, "Print the list as JSON.", "--json")] = False,
 ) -> None:

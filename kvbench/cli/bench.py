@@ -1,4 +1,4 @@
-"""`kvbench bench`. What is heavy is imported inside the command."""
+"""`kvbench bench`. Heavy modules are imported inside the command."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ def bench(
     ] = "reference",
     context: Annotated[
         str,
-        option(PROMPTS, "TOKENS", "Tokens of a prompt, with commas. Default: 1024.", show_default=False),
+        option(PROMPTS, "TOKENS", "Tokens per prompt, comma-separated. Default: 1024.", show_default=False),
     ] = "1024",
     batch: Annotated[
         str,
-        option(PROMPTS, "N", "Sequences side by side, with commas. Default: 1.", show_default=False),
+        option(PROMPTS, "N", "Batch sizes, comma-separated. Default: 1.", show_default=False),
     ] = "1",
     generate: Annotated[
         str,
         option(
             PROMPTS,
             "TOKENS",
-            "Decode steps after the prompt, with commas. Default: 32.",
+            "Decode steps after the prompt, comma-separated. Default: 32.",
             show_default=False,
         ),
     ] = "32",
     repeats: Annotated[
         int,
-        option(PROMPTS, "N", "How often everything is measured. Default: 5.", show_default=False),
+        option(PROMPTS, "N", "Number of repetitions. Default: 5.", show_default=False),
     ] = 5,
-    out: Annotated[Path | None, option(OUTPUT, "DIR", "Folder of the results. Default: results/bench-HASH.")] = None,
+    out: Annotated[Path | None, option(OUTPUT, "DIR", "Output folder. Default: results/bench-HASH.")] = None,
     **grid_values: Any,
 ) -> None:
-    """Measure time to first token, decode steps and memory beside the full cache."""
+    """Measure time to first token, decode steps and memory against the full cache."""
     from kvbench.analysis.speed.settings import SpeedSettings
 
     bench_settings = SpeedSettings(

@@ -1,4 +1,4 @@
-"""`kvbench compare`. What is heavy is imported inside the command."""
+"""`kvbench compare`. Heavy modules are imported inside the command."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ Alpha = Annotated[
     option(
         LIMITS,
         "P",
-        "Chance of a false alarm in the whole comparison. Default: 0.05.",
+        "Probability of a false alarm over the whole comparison. Default: 0.05.",
         show_default=False,
     ),
 ]
 
 
 def compare(
-    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="Folder of the run to compare with.")],
+    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="Folder of the reference run.")],
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the new run.")],
     max_drop: Annotated[
         float,
         option(
             LIMITS,
             "POINTS",
-            "How much a score may drop: points, 0 to 100 (percent of the baseline where scores are "
-            "not in [0, 1]). Default: 1.",
+            "Allowed drop of a score in points, 0 to 100 (percent of the baseline for scores outside "
+            "[0, 1]). Default: 1.",
             show_default=False,
         ),
     ] = 1.0,
     alpha: Alpha = 0.05,
     markdown: Annotated[Path | None, option(OUTPUT, "FILE", "Also write Markdown, for a CI summary.")] = None,
-    junit: Annotated[Path | None, option(OUTPUT, "FILE", "Also write JUnit XML, a test case per cell.")] = None,
-    quiet: Annotated[bool, option(OUTPUT, FLAG, "Print only what is wrong.", "--quiet")] = False,
+    junit: Annotated[Path | None, option(OUTPUT, "FILE", "Also write JUnit XML, one test case per cell.")] = None,
+    quiet: Annotated[bool, option(OUTPUT, FLAG, "Print only failures.", "--quiet")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fail if a run's scores have dropped significantly below those of a baseline.
+    """Fail if a run's scores are significantly below those of a baseline.
 
-    Exit codes: 0, no cell dropped by more than is allowed and significantly; 1, a cell did; 2, a
-    cell of the baseline could not be compared, or the input is wrong.
+    Exit codes: 0, no cell dropped significantly by more than the limit; 1, a cell did; 2, a cell of the baseline could
+    not be compared, or the input is invalid.
     """
     from kvbench.regression import show as wording
     from kvbench.regression.compare import compare as compare_runs

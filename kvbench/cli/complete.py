@@ -1,4 +1,4 @@
-"""What the shell offers after Tab. Names are read from the installed packages, without torch."""
+"""Shell completion. Names come from the installed packages, without importing torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvbench.moments import MOMENTS
 
 
 def policies(incomplete: str) -> list[str]:
-    """Policies, after the last comma."""
+    """Complete policies after the last comma."""
     return _listed(incomplete, ["all", *registry.names(registry.POLICIES)])
 
 
 def tasks(incomplete: str) -> list[str]:
-    """Groups of tasks, their subsets and tasks, after the last comma."""
+    """Complete task groups, subsets and tasks after the last comma."""
     benchmarks, _ = catalogue.benchmarks()
     task_names = (
         task_name for benchmark in benchmarks.values() for task_name in (*benchmark.subsets, *benchmark.leaves)
@@ -27,39 +27,39 @@ def tasks(incomplete: str) -> list[str]:
 
 
 def models(incomplete: str) -> list[str]:
-    """Models that have a name, after the last comma."""
+    """Complete named models after the last comma."""
     return _listed(incomplete, registry.names(registry.MODELS))
 
 
 def budgets(incomplete: str) -> list[str]:
-    """Budgets to start from, after the last comma."""
+    """Complete common budgets after the last comma."""
     return _listed(incomplete, ["0.1", "0.2", "0.4", "64", "128", "512", "full"])
 
 
 def moments(incomplete: str) -> list[str]:
-    """Moments, after the last comma."""
+    """Complete moments after the last comma."""
     return _listed(incomplete, MOMENTS)
 
 
 def lists(incomplete: str) -> list[str]:
-    """What `kvbench list` can list."""
+    """Complete the kinds of `kvbench list`."""
     return [list_kind for list_kind in KINDS if list_kind.startswith(incomplete)]
 
 
 def trainers(incomplete: str) -> list[str]:
-    """Policies whose gates can be trained."""
+    """Complete policies with trainable gates."""
     return [trainer_name for trainer_name in registry.names(registry.TRAINERS) if trainer_name.startswith(incomplete)]
 
 
 def papers(incomplete: str) -> list[str]:
-    """Papers whose figures can be shown."""
+    """Complete papers with published results."""
     from kvbench.papers.published.results import papers
 
     return [paper_name for paper_name in papers() if paper_name.startswith(incomplete)]
 
 
 def paper_tables(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Numbers of the tables of the paper on the command line, with what they show."""
+    """Complete table numbers of the paper on the command line, with their captions."""
     from kvbench.papers.published.results import papers
 
     publication = papers().get(ctx.params.get("paper") or "")
@@ -72,14 +72,14 @@ def paper_tables(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 
 def layouts(incomplete: str) -> list[str]:
-    """Layouts of published tables."""
+    """Complete layouts of published tables."""
     from kvbench.papers.layouts.from_papers import published_layouts
 
     return [layout_name for layout_name in published_layouts() if layout_name.startswith(incomplete)]
 
 
 def recipes(incomplete: str) -> list[tuple[str, str]]:
-    """Recipes, with what they show."""
+    """Complete recipes, with their titles."""
     from kvbench.papers.recipes import recipes
 
     return [
@@ -90,7 +90,7 @@ def recipes(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _listed(incomplete: str, candidates: Iterable[str]) -> list[str]:
-    """Complete the last name of a list with commas; the names before it are not offered again."""
+    """Complete the last name of a comma-separated list, excluding the names before it."""
     earlier_names, separator, partial_name = incomplete.rpartition(",")
     used_names = set(earlier_names.split(","))
     matches = dict.fromkeys(

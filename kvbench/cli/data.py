@@ -1,4 +1,4 @@
-"""`kvbench data`: fetch, verify and list the tables of the Hugging Face hub that tasks read."""
+"""`kvbench data`: fetch, verify and list the Hugging Face hub tables that tasks use."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from kvbench.files import cache_dir
 from kvbench.harness import catalogue
 from kvbench.runs.options import FLAG
 
-# The commands import `kvbench.data.fetching` when they run: `kvbench --help` imports this module,
-# and must not wait a second for `datasets`.
+# `kvbench.data.fetching` is imported inside the commands, so that `kvbench --help` does not load `datasets`.
 
 app = typer.Typer(
     help="Fetch, verify and list data of the Hugging Face hub.",
@@ -42,7 +41,7 @@ def _root() -> None:
 @app.command()
 def fetch(
     task: Annotated[list[str], typer.Argument(metavar="TASK...", help=_TASKS, autocompletion=complete.tasks)],
-    fresh: Annotated[bool, option(None, FLAG, "Update data that was fetched before.", "--fresh")] = False,
+    fresh: Annotated[bool, option(None, FLAG, "Update data that is already fetched.", "--fresh")] = False,
 ) -> None:
     """Fetch the data of tasks, so that runs work without the hub."""
     from kvbench.data import fetching
@@ -58,7 +57,7 @@ def fetch(
         def counted() -> None:
             if (row_number := next(row_counter)) % 100 == 1:
                 status.update(f"{row_number} rows of {source_label}")
-                status.start()  # not earlier: downloads show the bars of the hub's client
+                status.start()  # not earlier: downloads show the hub client's own progress bars
 
         try:
             record = fetching.fetch(source, cache_dir(), fresh=fresh, on_row=counted)
@@ -80,7 +79,7 @@ def verify(
         ),
     ] = None,
 ) -> None:
-    """Check fetched data against its recorded hash; name what is damaged or missing."""
+    """Check fetched data against its recorded hash; report damaged or missing tables."""
     from kvbench.data import fetching
 
     def verified(source: Source, source_label: str, task_name: str) -> str:
@@ -89,9 +88,9 @@ def verify(
         try:
             return f"intact, {_described(fetching.verify(source, cache_dir()))}"
         except FileNotFoundError:
-            raise UserError(f"missing; `kvbench data fetch {task_name}` gets it") from None
+            raise UserError(f"missing; run `kvbench data fetch {task_name}`") from None
         except Damaged as error:
-            raise UserError(f"{error}; `kvbench data fetch {task_name}` gets it again") from None
+            raise UserError(f"{error}; run `kvbench data fetch {task_name}` to fetch it again") from None
 
     _report(task or ["all"], verified, f"nothing is fetched into {cache_dir() / 'hub'}")
 
@@ -104,7 +103,7 @@ def list_(
     ] = None,
     as_json: Annotated[bool, option(None, FLAG, "Print the list as JSON.", "--json")] = False,
 ) -> None:
-    """List the tables that tasks read, and which of them are fetched."""
+    """List the tables that tasks use, and whether they are fetched."""
     source_tasks, has_failures = _tables(task or ["all"])
     json_rows: list[dict[str, Any]] = []
     text_table = Table(box=None, pad_edge=False, header_style="bold")
@@ -145,7 +144,7 @@ def list_(
 
 
 def _tables(task_specs: Sequence[str]) -> tuple[dict[Source, list[str]], bool]:
-    """The leaves that read each table, and whether a benchmark failed to import.
+    """Return the tasks that use each table, and whether a benchmark failed to import.
 
     Raises:
         UserError: A task is unknown.
@@ -171,10 +170,9 @@ def _report(task_specs: Sequence[str], check_source: Callable[[Source, str, str]
     """Print what `check_source` returns for each table, or the error that it raises.
 
     Args:
-        task_specs: Groups and leaves.
-        check_source: Takes a table, its name and one of its leaves; "" means that there is
-            nothing to say.
-        empty_message: What to say if there is nothing to say of any table.
+        task_specs: Groups and tasks.
+        check_source: Takes a table, its name and one of its tasks; "" prints nothing.
+        empty_message: Printed if there is nothing else to print.
     """
     source_tasks, has_failures = _tables(task_specs)
     is_silent = not has_failures

@@ -1,4 +1,4 @@
-"""What `kvbench list` shows: a record for every policy, task, model and run."""
+"""Records for `kvbench list`: one per policy, task, model or run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbench.named import NamedModel
 from kvbench.tables.table import Cell, Column, Lines, Name, Table, TableRow
 
 Record = dict[str, Any]
-"""Column names to values that JSON can hold."""
+"""Column names to JSON values."""
 
 
 FAMILIES: dict[str, str] = {
@@ -26,14 +26,14 @@ FAMILIES: dict[str, str] = {
     "Phi-3": "Phi3ForCausalLM (3, 3.5 mini)",
     "Gemma-3": "Gemma3ForCausalLM; global layers are evicted from, sliding layers stay whole",
 }
-"""Families whose attention is tested against a masked full cache, with a note on each."""
+"""Model families whose attention is tested against a masked full cache, with notes."""
 
 HINTS: dict[str, str] = {
     "memory": "weights: parameters x bytes per number (2 in bfloat16; 0.56 with bnb-4bit, without "
     "the embeddings); full cache: 2 x layers x KV heads x head dim x bytes for every token; one "
     "prefilled context with its full cache and a batch of compressed caches are held at once",
     "dtype": "auto is bfloat16 on a GPU and float32 on a CPU; only float32 on a CPU gives the same "
-    "bytes whatever else runs",
+    "bytes regardless of what else runs",
     "quantised": "--quantization bnb-4bit, bnb-8bit or torchao-int8 (pip install accelerate, and "
     "bitsandbytes or torchao); a checkpoint that is already quantised (GPTQ, AWQ, FP8, ...) loads "
     "with the library it needs; the cache keeps the compute dtype",
@@ -44,16 +44,16 @@ HINTS: dict[str, str] = {
     "CPU; several devices simulated on a CPU; not tested: any of these on a GPU; GPTQ, AWQ and FP8 "
     "checkpoints",
 }
-"""Notes on all families."""
+"""Notes on all model families."""
 
 
 def policies() -> tuple[list[Record], list[str]]:
-    """Every registered policy with its paper, its parts and its parameters.
+    """List every registered policy with its paper, parts and parameters.
 
     Returns:
-        The records, and a line for each policy whose package does not import.
+        The records, and a message per policy whose package does not import.
     """
-    from kvbench.spelling import KINDS, policy  # loads torch, which no other list needs
+    from kvbench.spelling import KINDS, policy  # loads torch, which other lists do not need
 
     records: list[Record] = []
     failures: list[str] = []
@@ -87,10 +87,10 @@ def policies() -> tuple[list[Record], list[str]]:
 
 
 def tasks() -> tuple[list[Record], list[str]]:
-    """Every registered benchmark with its tasks.
+    """List every registered benchmark with its tasks.
 
     Returns:
-        The records, and a line for each benchmark whose package does not import.
+        The records, and a message per benchmark whose package does not import.
     """
     benchmarks, failures = catalogue.benchmarks()
     records = [
@@ -115,10 +115,10 @@ def tasks() -> tuple[list[Record], list[str]]:
 
 
 def models() -> tuple[list[Record], list[str]]:
-    """The named models, the tested families, and hints for all of them.
+    """List the named models, the tested families, and notes on all of them.
 
     Returns:
-        The records, and a line for each named model whose package does not import.
+        The records, and a message per named model whose package does not import.
     """
     model_records: list[Record] = []
     failures: list[str] = []
@@ -135,7 +135,7 @@ def models() -> tuple[list[Record], list[str]]:
 
 
 def _named_model(model: NamedModel) -> Record:
-    """The record of a named model, which says how to get it where it is not installed."""
+    """Return the record of a named model, with install instructions if it is missing."""
     try:
         model.folder()
     except UserError as error:
@@ -146,24 +146,24 @@ def _named_model(model: NamedModel) -> Record:
 
 
 def runs(folder: Path) -> tuple[list[Record], list[str]]:
-    """The runs in a folder.
+    """List the runs in a folder.
 
     Returns:
-        The records, and no line: a damaged folder is a record that says so.
+        The records and no messages; a damaged run is reported in its record.
 
     Raises:
-        UserError: There is no such folder.
+        UserError: The folder does not exist.
     """
-    from kvbench.runs.folders import find_runs  # needs pyarrow, which `--help` need not wait for
+    from kvbench.runs.folders import find_runs  # needs pyarrow, which `--help` should not load
 
     return [{"name": run.path, **asdict(run)} for run in find_runs(folder)], []
 
 
 def layouts() -> tuple[list[Record], list[str]]:
-    """The published tables that `kvbench table` can be laid out like.
+    """List the published tables that `kvbench table` can reproduce.
 
     Returns:
-        The records, and no line.
+        The records and no messages.
     """
     from kvbench.papers.layouts.from_papers import published_layouts  # needs pandas
 
@@ -180,10 +180,10 @@ def layouts() -> tuple[list[Record], list[str]]:
 
 
 def recipes() -> tuple[list[Record], list[str]]:
-    """The tables and figures of papers that `kvbench run --recipe` repeats.
+    """List the tables and figures of papers that `kvbench run --recipe` reproduces.
 
     Returns:
-        The records, and no line: what a recipe lacks stands in its record.
+        The records and no messages; missing parts of a recipe are listed in its record.
     """
     from kvbench.papers.recipes import missing_parts, recipes  # needs torch
 
@@ -206,18 +206,18 @@ def recipes() -> tuple[list[Record], list[str]]:
 
 
 KINDS = ("policies", "tasks", "models", "runs", "layouts", "recipes")
-"""What can be listed."""
+"""Kinds of lists."""
 
 
 def records(list_kind: str, folder: Path = Path("results")) -> tuple[list[Record], list[str]]:
-    """The records of a kind, and a line for each plugin that cannot be imported.
+    """Return the records of a kind, and a message per plugin that cannot be imported.
 
     Args:
         list_kind: One of `KINDS`.
-        folder: Where to look for runs.
+        folder: Folder to search for runs.
 
     Raises:
-        UserError: There is no such kind or folder.
+        UserError: The kind is unknown or the folder does not exist.
     """
     if list_kind not in KINDS:
         hint = nearest(list_kind, KINDS) or f"; choose from {', '.join(KINDS)}"
@@ -235,7 +235,7 @@ def records(list_kind: str, folder: Path = Path("results")) -> tuple[list[Record
 
 
 def table(list_kind: str, list_records: list[Record]) -> Table:
-    """The records of a kind as a table."""
+    """Render the records of a kind as a table."""
     column_titles, make_row = _TABLES[list_kind]
     return Table(
         "",

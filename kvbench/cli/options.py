@@ -1,4 +1,4 @@
-"""Options that several commands have, in one wording. Nothing heavy is imported here."""
+"""Options shared by several commands. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def split_names(names: Sequence[str] | None) -> list[str]:
-    """The names of an option that takes several with commas."""
+    """Split the comma-separated values of an option."""
     return [name.strip() for comma_list in names or [] for name in comma_list.split(",") if name.strip()]
 
 
 def option(panel: str | None, metavar: str, help_text: str, *flags: str, **typer_settings: Any) -> Any:
-    """An option of a command.
+    """Return an option of a command.
 
     Args:
         panel: Heading in the help; None for "Options".
-        metavar: What the help shows for the value.
-        help_text: What the help says.
-        flags: Spellings of the flag; none for the name of the parameter.
-        more: Further arguments of `typer.Option`.
+        metavar: Placeholder of the value in the help.
+        help_text: Help text.
+        flags: Spellings of the flag; default: the parameter's name.
+        typer_settings: Further arguments of `typer.Option`.
     """
     return typer.Option(*flags, metavar=metavar, help=help_text, rich_help_panel=panel, **typer_settings)
 
@@ -36,13 +36,13 @@ def option(panel: str | None, metavar: str, help_text: str, *flags: str, **typer
 def declared_options(
     declaration: type[Options], *names: str, anchor: str = "", help_texts: Mapping[str, str] | None = None
 ) -> Callable[[_Command], _Command]:
-    """Give a command declared options; it receives them as keyword arguments.
+    """Add declared options to a command, which receives them as keyword arguments.
 
     Args:
-        declaration: Where they are declared.
-        names: Fields of it; none for all.
-        anchor: Own option of the command behind which the help shows them; "" for the beginning.
-        help_texts: Help texts that differ in this command, by field.
+        declaration: Class that declares the options.
+        names: Fields of it; default: all.
+        anchor: Option of the command after which the help lists them; "" for the beginning.
+        help_texts: Help texts of this command, by field.
     """
     declared = dict(options(declaration))
 
@@ -77,7 +77,7 @@ def split_options(flag_values: Mapping[str, Any], declaration: type[Options]) ->
 
 
 def _parameter(option_name: str, declared_option: Option, help_texts: Mapping[str, str]) -> inspect.Parameter:
-    """The parameter of a command for an option of the grid; None where it is not given."""
+    """Return the command parameter for a grid option; its default is None."""
     completion = getattr(complete, declared_option.complete) if declared_option.complete else None
     typer_option = option(
         declared_option.panel,
@@ -96,11 +96,11 @@ def _parameter(option_name: str, declared_option: Option, help_texts: Mapping[st
 
 
 def given_values(flag_values: Mapping[str, Any], excluded: Collection[str] = ()) -> dict[str, Any]:
-    """The options that were given, by name, as `Grid.from_dict` takes them.
+    """Return the given options by name, in the format of `Grid.from_dict`.
 
     Args:
-        flag_values: All options; None and empty lists stand for those that were not given.
-        excluded: Names to leave out.
+        flag_values: All options; None and empty lists are options that were not given.
+        excluded: Names to exclude.
     """
     return {
         flag_name: flag_value
@@ -121,4 +121,4 @@ OneModel = Annotated[
 ]
 Quiet = Annotated[bool, option(OUTPUT, FLAG, "Print only errors and the path of the result.", "--quiet")]
 AsJson = Annotated[bool, option(OUTPUT, FLAG, "Print the results as JSON on stdout.", "--json")]
-DryRun = Annotated[bool, option(OUTPUT, FLAG, "Show what would be done; do nothing.", "--dry-run")]
+DryRun = Annotated[bool, option(OUTPUT, FLAG, "Show what would be done without doing it.", "--dry-run")]

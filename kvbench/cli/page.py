@@ -1,4 +1,4 @@
-"""`kvbench view`: the page of a run in a browser. What is heavy is imported inside the command."""
+"""`kvbench view`: a run's HTML report in the browser. Heavy modules are imported inside the command."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def view(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     opens: Annotated[
         bool,
-        option(None, FLAG, "Open it in the browser, or only print its path.", "--open/--no-open"),
+        option(None, FLAG, "Open the page in the browser, or only print its path.", "--open/--no-open"),
     ] = True,
 ) -> None:
-    """Open a run in the browser: fronts, maps, table and responses, in one file.
+    """Open a run in the browser: Pareto fronts, maps, table and responses, in one file.
 
-    The page is written first if the run has none, or results that are newer than it.
+    The page is written first if it is missing or older than the results.
     """
     import webbrowser
 
@@ -40,4 +40,4 @@ def view(
         page_path = write_page(results, responses_of(run), page_path.parent)
     print(page_path)
     if opens and not webbrowser.open(page_path.resolve().as_uri()):
-        complain("no browser could be opened; open the file yourself, or copy it elsewhere")
+        complain("cannot open a browser; open the file yourself, or copy it to another machine")

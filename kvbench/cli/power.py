@@ -1,4 +1,4 @@
-"""`kvbench power`. What is heavy is imported inside the command."""
+"""`kvbench power`. Heavy modules are imported inside the command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def power(
         Path | None,
         typer.Argument(
             metavar="RUN",
-            help="Folder of a run that shows how much scores vary.",
+            help="Folder of a run from which to estimate the variance of scores.",
             show_default=False,
         ),
     ] = None,
@@ -29,13 +29,13 @@ def power(
         option(
             None,
             "DIR",
-            "Take the differences to this run, as kvbench compare does. Default: to the full cache.",
+            "Use differences from this run, as kvbench compare does. Default: from the full cache.",
         ),
     ] = None,
-    drop: Annotated[float, option(LIMITS, "POINTS", "The drop to see. Default: 2.", show_default=False)] = 2.0,
+    drop: Annotated[float, option(LIMITS, "POINTS", "Drop to detect. Default: 2.", show_default=False)] = 2.0,
     probability: Annotated[
         float,
-        option(LIMITS, "P", "Probability to see it. Default: 0.8.", "--power", show_default=False),
+        option(LIMITS, "P", "Probability of detecting it. Default: 0.8.", "--power", show_default=False),
     ] = 0.8,
     alpha: Alpha = 0.05,
     cells: Annotated[
@@ -43,17 +43,17 @@ def power(
         option(
             LIMITS,
             "N",
-            "Cells whose scores differ: p-values are corrected for them. Default: those of RUN, or 1.",
+            "Number of cells for which p-values are corrected. Default: cells of RUN with differing scores, or 1.",
         ),
     ] = None,
-    rate: Annotated[float | None, option(ASSUMPTIONS, "P", "Share of answers that are right.")] = None,
+    rate: Annotated[float | None, option(ASSUMPTIONS, "P", "Fraction of correct answers.")] = None,
     discordance: Annotated[
         float | None,
         option(
             ASSUMPTIONS,
             "P",
-            "Share of answers that are right in one run and wrong in the other. Default: as if the "
-            "runs had nothing in common, the worst case.",
+            "Fraction of answers that are correct in one run and wrong in the other. Default: the worst case, "
+            "independent runs.",
         ),
     ] = None,
     questions: Annotated[
@@ -61,7 +61,7 @@ def power(
         option(
             ASSUMPTIONS,
             "N",
-            "Questions about each context. Default: 1.",
+            "Questions per context. Default: 1.",
             "--questions-per-context",
         ),
     ] = None,
@@ -70,13 +70,13 @@ def power(
         option(
             ASSUMPTIONS,
             "R",
-            "Correlation of the differences within a context, 0 to 1. Default: 1, more questions "
-            "about a context add nothing.",
+            "Correlation of the differences within a context, 0 to 1. Default: 1, so that more questions "
+            "per context add no information.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how many samples see a drop in score, from a run or from assumptions."""
+    """Estimate how many samples are needed to detect a drop in score, from a run or from assumptions."""
     from kvbench.regression import power as planning
     from kvbench.regression import show_power
     from kvbench.regression.pairs import COLUMNS

@@ -1,4 +1,4 @@
-"""`kvbench profile`: what is measured once for a model and kept."""
+"""`kvbench profile`: measurements made once per model."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
     from kvbench.profiles.summaries import QuerySummary
 
 app = typer.Typer(
-    help="Measure what some policies need to know about a model.",
+    help="Measure per-model data that some policies need.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 @app.callback()
 def _root() -> None:
-    """Measure what some policies need to know about a model."""
+    """Measure per-model data that some policies need."""
 
 
 _GRID = (
     *("revision", "device", "dtype", "device_map", "quantization"),
     *("samples", "lengths", "chat_template", "seed"),
 )
-_LENGTHS = "Length of prompt and answer together, with commas. Default: 1024."
+_LENGTHS = "Total length of prompt and answer, comma-separated. Default: 1024."
 
 
 @app.command()
 @grid_options(
     *_GRID,
     anchor="model",
-    help_texts={"samples": "Per task and length. Default: 33.", "lengths": _LENGTHS},
+    help_texts={"samples": "Samples per task and length. Default: 33.", "lengths": _LENGTHS},
 )
 def heads(
     kind: Annotated[
@@ -45,8 +45,8 @@ def heads(
         option(
             WHAT,
             "KIND",
-            "ablation: what answers lose without a head's context (the default); reason: "
-            "attention to the needle; copy: how often a head copies the token of the answer.",
+            "ablation: loss of answers without a head's context (the default); reason: "
+            "attention to the needle; copy: how often a head copies the answer's token.",
             show_default=False,
         ),
     ] = "ablation",
@@ -55,7 +55,7 @@ def heads(
         option(
             WHAT,
             "NAME",
-            "Tasks whose context contains the answer, with commas. Default: facts.",
+            "Tasks whose context contains the answer, comma-separated. Default: facts.",
             autocompletion=complete.tasks,
         ),
     ] = None,
@@ -65,7 +65,7 @@ def heads(
         option(
             OUTPUT,
             "FILE",
-            "Where to write the profile. Default: the user's cache, where policies look.",
+            "Output file. Default: the user's cache, where policies look.",
         ),
     ] = None,
     **grid_values: Any,
@@ -75,7 +75,7 @@ def heads(
 
     flag_values = given_values({"task": task, **grid_values})
     reporter = progress()
-    with stopping(reporter, "a profile is written when it is complete"):
+    with stopping(reporter, "the profile is written at the end"):
         reporter.busy(f"loading model {model}")
         summary_lines = profile_heads(model, kind, flag_values, out, reporter)
     for summary_line in summary_lines:
@@ -85,14 +85,14 @@ def heads(
 _query_options = grid_options(
     *_GRID,
     anchor="model",
-    help_texts={"samples": "Per task and length. Default: 20.", "lengths": _LENGTHS},
+    help_texts={"samples": "Samples per task and length. Default: 20.", "lengths": _LENGTHS},
 )
 QueryTask = Annotated[
     str | None,
     option(
         WHAT,
         "NAME",
-        "Tasks whose prompts the model reads, with commas. Default: facts.",
+        "Tasks of the prompts, comma-separated. Default: facts.",
         autocompletion=complete.tasks,
     ),
 ]
@@ -101,7 +101,7 @@ QueryOut = Annotated[
     option(
         OUTPUT,
         "FOLDER",
-        "Where to write the result. Default: the user's cache, where the policy looks.",
+        "Output folder. Default: the user's cache, where the policy looks.",
     ),
 ]
 
@@ -114,7 +114,7 @@ def qfilters(
     out: QueryOut = None,
     **grid_values: Any,
 ) -> None:
-    """Estimate the direction that the queries of each KV head share, for qfilters."""
+    """Estimate the common direction of each KV head's queries, for qfilters."""
     from kvbench.profiles.summaries import FILTERS
 
     _summarise(FILTERS, {"task": task, **grid_values}, model, out)
@@ -139,7 +139,7 @@ def _summarise(query_summary: QuerySummary, all_values: dict[str, Any], model: s
 
     flag_values = given_values(all_values)
     reporter = progress()
-    with stopping(reporter, f"{query_summary.noun} are written when they are complete"):
+    with stopping(reporter, f"{query_summary.noun} are written at the end"):
         reporter.busy(f"loading model {model}")
         summary_lines = profile_queries(query_summary, model, flag_values, output_path, reporter)
     for summary_line in summary_lines:

@@ -1,4 +1,4 @@
-"""`kvbench published`: the figures of papers. What reads them is imported inside the command."""
+"""`kvbench published`: results printed in papers. Heavy modules are imported inside the command."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def published(
         option(
             None,
             "NAME",
-            "Only these policies, with commas: kvbench's names, or the paper's.",
+            "Only these policies, comma-separated: kvbench's names, or the paper's.",
             autocompletion=complete.policies,
         ),
     ] = None,
@@ -54,29 +54,29 @@ def published(
         option(
             None,
             "NAME",
-            "Only these tasks, with commas: kvbench's names (a group stands for its tasks, too), or the paper's.",
+            "Only these tasks, comma-separated: kvbench's names (a group includes its tasks), or the paper's.",
             autocompletion=complete.tasks,
         ),
     ] = None,
     model: Annotated[
         Names,
-        option(None, "NAME", "Only models with this in their name, with commas: llama-3,qwen."),
+        option(None, "NAME", "Only models whose name contains this, comma-separated: llama-3,qwen."),
     ] = None,
     check: Annotated[
         bool,
         option(
             None,
             FLAG,
-            "Compute averages and losses again, and compare what is printed twice.",
+            "Recompute averages and losses, and compare results printed more than once.",
             "--check",
         ),
     ] = False,
-    as_csv: Annotated[bool, option(OUTPUT, FLAG, "Print a line per figure, as CSV.", "--csv")] = False,
-    as_json: Annotated[bool, option(OUTPUT, FLAG, "Print an object per figure, as JSON.", "--json")] = False,
+    as_csv: Annotated[bool, option(OUTPUT, FLAG, "Print one line per result, as CSV.", "--csv")] = False,
+    as_json: Annotated[bool, option(OUTPUT, FLAG, "Print one object per result, as JSON.", "--json")] = False,
 ) -> None:
-    """Browse the figures that papers print: list them, show a table, filter, check.
+    """Browse published results: list papers, show a table, filter, check.
 
-    Without PAPER it lists the papers. With --policy, --task or --model it shows the tables.
+    Without PAPER, it lists the papers. With --policy, --task or --model it shows the tables.
     """
     from kvbench.papers.published.results import paper as find_paper
     from kvbench.papers.published.results import papers
@@ -84,7 +84,7 @@ def published(
     if as_csv + as_json + check > 1:
         raise UserError("--check, --csv and --json exclude each other; give only one")
     if check and table:
-        raise UserError("--check takes no table: it compares those of a paper with each other")
+        raise UserError("--check takes no table: it compares the tables of a paper with each other")
     if check and (policy or task or model):
         raise UserError("--check takes no filter: it needs whole tables")
     selected_papers = [find_paper(paper)] if paper else list(papers().values())
@@ -130,7 +130,7 @@ def _show(figures: list[Figure], *, as_tables: bool, paper: str | None) -> None:
     for figure in figures:
         figures_by_table.setdefault((figure.paper, figure.table), []).append(figure)
     if not figures_by_table:
-        print("no figure fits all of these names together")
+        print("no result matches all of these names")
     for (paper_name, table_number), table_figures in figures_by_table.items():
         publication = papers()[paper_name]
         show(browse.as_printed(publication, publication.table(table_number), table_figures))
@@ -144,7 +144,7 @@ def _check(paper_names: list[str]) -> None:
     if check_result.findings:
         console().print(terminal(findings_table(check_result)))
     print(
-        f"{check_result.sums} figures computed again from others, {check_result.repeats} "
+        f"{check_result.sums} results recomputed from others, {check_result.repeats} "
         f"measurements printed in several tables: {len(check_result.findings)} contradictions"
     )
 

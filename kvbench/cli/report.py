@@ -1,4 +1,4 @@
-"""`kvbench report`. What is heavy is imported inside the command."""
+"""`kvbench report`. Heavy modules are imported inside the command."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def report(
         option(
             None,
             "NAME",
-            "Also compare every policy with this one at the same budget, question by "
-            "question. Takes several, with commas.",
+            "Also compare every policy with this one at the same budget, question by question. Comma-separated.",
             autocompletion=complete.policies,
         ),
     ] = None,
@@ -31,8 +30,7 @@ def report(
         option(
             None,
             FLAG,
-            "Also lay the scores beside those that papers print for the same policy, task "
-            "and budget (kvbench published).",
+            "Also compare the scores with published results for the same policy, task and budget (kvbench published).",
             "--with-published",
         ),
     ] = False,
@@ -41,25 +39,25 @@ def report(
         option(
             None,
             "POINTS",
-            "Name the cheapest policy and budget within so many points of the full cache. Default: 1.",
+            "Name the cheapest policy and budget within this many points of the full cache. Default: 1.",
             min=0,
         ),
     ] = None,
-    batch: Annotated[int | None, option(None, "N", "Say what memory it saves at this batch size.", min=1)] = None,
+    batch: Annotated[int | None, option(None, "N", "Show the memory saved at this batch size.", min=1)] = None,
     context: Annotated[
         int | None,
         option(
             None,
             "TOKENS",
-            "Say what memory it saves at this context. Default: the run's own.",
+            "Show the memory saved at this context length. Default: the run's.",
             min=1,
         ),
     ] = None,
     html: Annotated[
         bool,
-        option(None, FLAG, "Also write report.html, a page to filter and browse.", "--html"),
+        option(None, FLAG, "Also write report.html, an interactive page.", "--html"),
     ] = False,
-    out: Annotated[Path | None, option(None, "DIR", "Folder of the report. Default: report/ in the first run.")] = None,
+    out: Annotated[Path | None, option(None, "DIR", "Output folder. Default: report/ in the first run.")] = None,
     quiet: Annotated[bool, option(None, FLAG, "Print only errors and the path of the summary.", "--quiet")] = False,
     as_json: Annotated[bool, option(None, FLAG, "Print cells, means and comparisons as JSON.", "--json")] = False,
 ) -> None:

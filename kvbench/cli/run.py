@@ -1,4 +1,4 @@
-"""`kvbench run`. What is heavy is imported inside the command."""
+"""`kvbench run`. Heavy modules are imported inside the command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def run(
     config: Annotated[
         Path | None,
-        option(WHAT, "FILE", "Read the options from a YAML file. Flags take precedence."),
+        option(WHAT, "FILE", "Read options from a YAML file. Flags take precedence."),
     ] = None,
     recipe: Annotated[
         str | None,
@@ -46,23 +46,23 @@ def run(
         option(
             OUTPUT,
             FLAG,
-            "Add policies, budgets, models, tasks, moments or lengths to the run in --out, and "
-            "keep its responses. Its grid.yaml gives the options that are left out.",
+            "Add policies, budgets, models, tasks, moments or lengths to the run in --out and "
+            "keep its responses. Omitted options come from its grid.yaml.",
             "--extend",
         ),
     ] = False,
     dry_run: Annotated[
-        bool, option(OUTPUT, FLAG, "Show cells, samples and an estimate; run nothing.", "--dry-run")
+        bool, option(OUTPUT, FLAG, "Show cells, samples and an estimate without running.", "--dry-run")
     ] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
     **grid_values: Any,
 ) -> None:
-    """Run every combination of policy, budget, model and task, and score it.
+    """Run and score every combination of policy, budget, model and task.
 
-    Options that say "with commas" take several values: --budget 0.1,0.2.
+    Comma-separated options take several values: --budget 0.1,0.2.
 
-    The same command continues a run after an interruption.
+    The same command resumes an interrupted run.
     """
     if as_json and dry_run:
         raise UserError("--json and --dry-run exclude each other; give only one")
@@ -79,7 +79,7 @@ def run(
         from_file = config or recipe
         model_names = split_names(flag_values.get("model"))
         reporter.busy("loading" if from_file else f"loading model {', '.join(model_names or ['reference'])}")
-        # With --json nothing else may appear on stdout, not even what a user's policy prints.
+        # With --json, nothing else may appear on stdout, not even output of a user's policy.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             grid = _extended(flag_values) if extend else _grid(config, recipe, flag_values)
             finished_run = _execute(grid, reporter, fresh=fresh, extend=extend, dry_run=dry_run)
@@ -100,7 +100,7 @@ def run(
 
 
 def _grid(config: Path | None, recipe: str | None, flag_values: dict[str, Any]) -> Grid:
-    """The grid of the flags that were given, over that of a file or a recipe."""
+    """Return the grid of the given flags, which override a file or a recipe."""
     from kvbench.runs.grid import Grid
 
     if recipe:
@@ -111,12 +111,12 @@ def _grid(config: Path | None, recipe: str | None, flag_values: dict[str, Any]) 
 
 
 def _extended(flag_values: dict[str, Any]) -> Grid:
-    """The grid of the run in a folder, with the lists that were given added to its own."""
+    """Return the grid of the run in a folder, extended by the given lists."""
     from kvbench.runs.grid import Grid
     from kvbench.runs.store import GRID
 
     if (run_folder := flag_values.get("out")) is None:
-        raise UserError("--extend needs the folder of the run; add --out DIR")
+        raise UserError("--extend needs the run's folder; add --out DIR")
     grid_path = Path(run_folder) / GRID
     if not grid_path.exists():
         raise UserError(f"{run_folder} holds no run to extend: {GRID} is missing; leave out --extend")
@@ -124,7 +124,7 @@ def _extended(flag_values: dict[str, Any]) -> Grid:
 
 
 def _execute(grid: Grid, reporter: Reporter, *, fresh: bool, extend: bool, dry_run: bool) -> Run | None:
-    """Run a grid, or describe it and return None."""
+    """Run a grid, or describe it and return None for a dry run."""
     from kvbench.runs.runner import describe, execute
 
     if dry_run:
@@ -133,15 +133,13 @@ def _execute(grid: Grid, reporter: Reporter, *, fresh: bool, extend: bool, dry_r
         for plan_line in plan_lines:
             print(plan_line)
         return None
-    resume_note = (
-        f"completed responses are kept in {grid.path}, and the same command (without --fresh) continues from there"
-    )
+    resume_note = f"completed responses are kept in {grid.path}; the same command (without --fresh) resumes from there"
     with stopping(reporter, resume_note):
         return execute(grid, reporter=reporter, fresh=fresh, extend=extend)
 
 
 def _show(finished_run: Run, run_folder: Path, *, quiet: bool) -> None:
-    """Print the table of a run and where its files are; only the folder, as given, if quiet."""
+    """Print a run's table and files, or only its folder if `quiet`."""
     if quiet:
         print(run_folder)
         return
@@ -160,7 +158,7 @@ def _show(finished_run: Run, run_folder: Path, *, quiet: bool) -> None:
 
 
 def _show_recipe(recipe_name: str, model_names: list[str], run_folder: Path) -> None:
-    """Print how to lay a recipe's run out, and what differs from the paper."""
+    """Print the table command for a recipe's run, and its differences from the paper."""
     from kvbench.papers.recipes import recipe
 
     layout = recipe(recipe_name).layout_for(model_names)
@@ -169,7 +167,7 @@ def _show_recipe(recipe_name: str, model_names: list[str], run_folder: Path) -> 
 
 
 def _show_differences(recipe_name: str, model_names: list[str]) -> None:
-    """Print what differs from the paper in a recipe's run on these models."""
+    """Print the differences between a recipe's run on these models and the paper."""
     from kvbench.papers.recipes import recipe
 
     paper_recipe = recipe(recipe_name)
@@ -182,7 +180,7 @@ def _show_differences(recipe_name: str, model_names: list[str]) -> None:
 
 
 def _as_json(finished_run: Run, run_folder: Path) -> dict[str, Any]:
-    """The results for programs, with the folder as it was given."""
+    """Return the results as JSON values, with the folder as given."""
     return {
         "path": str(run_folder),
         "cells": rows_of(finished_run.cells),

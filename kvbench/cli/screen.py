@@ -1,4 +1,4 @@
-"""What every command shares on the terminal: exit codes, consoles, messages and progress."""
+"""Terminal output of all commands: exit codes, consoles, messages and progress."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from kvbench.tables.table import Table
 
 OK, FAILED, MISUSE, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
-"""Exit codes: success; a cell or a check failed, or stdout cannot be written; wrong input; Ctrl-C;
-the reader of a pipe has gone."""
+"""Exit codes: success; a cell or a check failed, or stdout cannot be written; invalid input; Ctrl-C; closed pipe."""
 
 
 def console() -> Console:
-    """Stdout; a pipe or a file gets a width that fits a table."""
+    """Return a console on stdout; for a pipe or a file, wide enough for a table."""
     rich_console = terminal.console()
     if not rich_console.is_terminal and "COLUMNS" not in os.environ:
         rich_console = terminal.console(width=140)
@@ -34,24 +33,24 @@ def console() -> Console:
 
 
 def show(table: Table) -> None:
-    """Print a table on stdout, in as many parts as the width asks for."""
+    """Print a table on stdout, split into as many parts as the width requires."""
     rich_console = console()
     for table_block in fitted(table, rich_console):
         rich_console.print(table_block)
 
 
 def progress() -> Bar | LineProgress:
-    """Progress on stderr: a bar on a terminal, lines in a log."""
+    """Return a progress reporter on stderr: a bar on a terminal, lines in a log."""
     return reporter(terminal.console(stderr=True))
 
 
 @contextmanager
 def stopping(reporter: Reporter, stop_note: str = "") -> Iterator[None]:
-    """Stop the progress at the end of a command's work.
+    """Stop the progress reporter at the end of a command's work.
 
     Args:
-        reporter: The progress.
-        stop_note: What Ctrl-C leaves behind, for the user; if empty, nothing is said.
+        reporter: Progress reporter.
+        stop_note: Printed after Ctrl-C: what was kept; "" prints nothing.
     """
     try:
         yield
@@ -66,17 +65,17 @@ def stopping(reporter: Reporter, stop_note: str = "") -> Iterator[None]:
 
 
 def complain(message: str) -> int:
-    """Print an error as one line on stderr; return the exit code for wrong input."""
+    """Print an error as one line on stderr and return the exit code for invalid input."""
     print(f"kvbench: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return MISUSE
 
 
 def print_json(document: Any) -> None:
-    """Print a value as JSON in ASCII, so that every terminal and pipe can carry it."""
+    """Print a value as ASCII JSON, which every terminal and pipe supports."""
     print(json.dumps(document, indent=2, allow_nan=False))
 
 
 def rows_of(frame: Any) -> list[dict[str, Any]]:
-    """The rows of a data frame as JSON can hold them: what is not a finite number is null."""
+    """Return the rows of a data frame as JSON values; non-finite numbers become null."""
     records: list[dict[str, Any]] = json.loads(frame.to_json(orient="records", double_precision=15))
     return records

@@ -1,4 +1,4 @@
-"""`kvbench table`: tables for a paper. What makes them is imported inside the command."""
+"""`kvbench table`: tables for a paper. Heavy modules are imported inside the command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PAPER = "Like a published table"
 FREE = "Any other table"
-CHOOSE = "What of the runs (with commas)"
+CHOOSE = "Filter (comma-separated)"
 
 
 def table(
@@ -41,7 +41,7 @@ def table(
         option(
             PAPER,
             "NAME=OURS",
-            "What stands in place of a method, dataset or budget of the paper: 40%=0.2. Can be repeated.",
+            "Replacement for a method, dataset or budget of the paper: 40%=0.2. Can be repeated.",
         ),
     ] = None,
     reduced: Annotated[
@@ -49,7 +49,7 @@ def table(
         option(
             PAPER,
             FLAG,
-            "Leave out rows and columns that the runs have nothing of. Averages are of the columns that stay.",
+            "Omit rows and columns without results. Averages are over the remaining columns.",
             "--reduced",
         ),
     ] = False,
@@ -58,21 +58,21 @@ def table(
         option(
             FREE,
             "NAMES",
-            "Dimensions that name the rows, with commas: policy, budget, task, group, model, "
-            "moment, length, seed. Default: policy,budget, within what else varies.",
+            "Row dimensions, comma-separated: policy, budget, task, group, model, "
+            "moment, length, seed. Default: policy,budget, after other dimensions that vary.",
         ),
     ] = None,
     columns: Annotated[
         str | None,
-        option(FREE, "NAMES", "Dimensions that name the columns. Default: task."),
+        option(FREE, "NAMES", "Column dimensions. Default: task."),
     ] = None,
     value: Annotated[
         Value,
         option(
             FREE,
             "score|diff|relative|loss|kv",
-            "What to show: scores, their difference to the full cache, their change or their loss "
-            "in percent of its score, or the bytes held in percent of its bytes. Default: score.",
+            "Value to show: score, difference from the full cache, change or loss in percent of the full "
+            "cache's score, or bytes held in percent of its bytes. Default: score.",
             show_default=False,
         ),
     ] = Value.SCORE,
@@ -85,25 +85,25 @@ def table(
         option(
             None,
             "NAME",
-            "Mark scores that differ significantly from those of this policy at the same budget; "
+            "Mark scores that differ significantly from this policy's at the same budget; "
             "none for no marks. Default: full.",
             autocompletion=complete.policies,
             show_default=False,
         ),
     ] = "full",
     model: Annotated[Names, option(CHOOSE, "NAME", "Models.")] = None,
-    policy: Annotated[Names, option(CHOOSE, "NAME", "Policies. The full cache stays.")] = None,
+    policy: Annotated[Names, option(CHOOSE, "NAME", "Policies. The full cache is always included.")] = None,
     budget: Annotated[Names, option(CHOOSE, "B", "Budgets.")] = None,
     task: Annotated[Names, option(CHOOSE, "NAME", "Tasks, groups or subsets.")] = None,
     moment: Annotated[Names, option(CHOOSE, "WHEN", "Moments.")] = None,
-    length: Annotated[Names, option(CHOOSE, "N", "Lengths. Tasks of natural length stay.")] = None,
+    length: Annotated[Names, option(CHOOSE, "N", "Lengths. Tasks of natural length are always included.")] = None,
     seed: Annotated[Names, option(CHOOSE, "N", "Seeds.")] = None,
     form: Annotated[
         Format | None,
         option(
             OUTPUT,
             "latex|markdown|csv|html",
-            "What to write. Default: a table for the terminal.",
+            "Output format. Default: a table for the terminal.",
             "--format",
         ),
     ] = None,
@@ -112,14 +112,14 @@ def table(
         option(
             OUTPUT,
             "FILE",
-            "Write to a file instead of the screen. Its ending gives the format: .tex, .md, .csv or .html.",
+            "Output file. Its suffix determines the format: .tex, .md, .csv or .html.",
         ),
     ] = None,
 ) -> None:
-    """Make a table for a paper: like a published one, or with any rows and columns.
+    """Make a table for a paper: in the layout of a published one, or with any rows and columns.
 
-    The best policy at a budget is bold and the second best underlined. A raised plus or minus
-    marks scores that differ significantly from the full cache's.
+    The best policy at a budget is bold and the second best underlined. A superscript plus or minus marks scores that
+    differ significantly from the full cache's.
     """
     from kvbench.papers.layouts.fill import fill
     from kvbench.papers.layouts.measures import load
@@ -168,7 +168,7 @@ def _format(table_format: Format | None, output_path: Path | None) -> Format | N
         return table_format
     if output_path.suffix not in _ENDINGS:
         known_endings = ", ".join(_ENDINGS)
-        raise UserError(f"--out {output_path}: unknown ending; use {known_endings}, or give --format")
+        raise UserError(f"--out {output_path}: unknown suffix; use {known_endings}, or add --format")
     return _ENDINGS[output_path.suffix]
 
 
@@ -197,6 +197,6 @@ def _pivot(measures: Measures, row_names: str | None, column_names: str, value: 
 
 
 def _reference(against: str, measures: Measures) -> str:
-    """What scores are tested against; nothing where the default was not run."""
+    """Return the reference policy of the significance tests; "" if the default was not run."""
     run_policies = set(measures.cells["policy"])
     return "" if against == "none" or (against == "full" and "full" not in run_policies) else against

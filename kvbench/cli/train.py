@@ -1,4 +1,4 @@
-"""`kvbench train`: gates of learned policies, and their ablations."""
+"""`kvbench train`: training of learned policies' gates."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvbench.runs.options import FLAG, MODEL, OUTPUT, WHAT
 from kvbench.training.options import TrainingOptions
 
 app = typer.Typer(
-    help="Train the gates that learned policies score with.",
+    help="Train the gates of learned policies.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 @app.callback()
 def _root() -> None:
-    """Train the gates that learned policies score with."""
+    """Train the gates of learned policies."""
 
 
 @app.command()
@@ -42,9 +42,9 @@ def gates(
         option(
             WHAT,
             "DATA",
-            "chats (made-up conversations), reference (samples of the tasks of the reference "
-            "model), a task, FILE.jsonl or a data set of the hub. Several, with commas, take "
-            "turns. Default: that of the model's recipe.",
+            "chats (synthetic conversations), reference (samples of the reference model's tasks), "
+            "a task, FILE.jsonl or a hub data set. Several, comma-separated, alternate. "
+            "Default: that of the model's recipe.",
             show_default=False,
         ),
     ] = None,
@@ -54,7 +54,7 @@ def gates(
         option(
             MODEL,
             "TYPE",
-            "Type of the model: float32, bfloat16, float16 or auto. Gates are float32.",
+            "Dtype of the model: float32, bfloat16, float16 or auto. Gates are float32.",
             show_default=False,
         ),
     ] = "auto",
@@ -67,7 +67,7 @@ def gates(
         option(
             OUTPUT,
             FLAG,
-            "Continue an earlier training (the default), or start again.",
+            "Resume an earlier training run (the default), or discard it.",
             "--resume/--fresh",
             show_default=False,
         ),
@@ -79,7 +79,7 @@ def gates(
 
     The model itself does not change.
 
-    The same command continues a training after an interruption.
+    The same command resumes an interrupted training run.
     """
     from kvbench.training.command import plan, train
 
@@ -98,8 +98,8 @@ def gates(
         print("\n".join(training_plan.lines()))
         return
     reporter = progress()
-    resume_note = f"checkpoints are kept in {training_plan.out}, and the same command (without --fresh)"
-    with stopping(reporter, f"{resume_note} continues from the last one"):
+    resume_note = f"checkpoints are kept in {training_plan.out}; the same command (without --fresh)"
+    with stopping(reporter, f"{resume_note} resumes from the last one"):
         summary_lines = train(training_plan, reporter, fresh=not resume)
     for summary_line in summary_lines:
         print(summary_line)

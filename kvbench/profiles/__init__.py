@@ -1,10 +1,8 @@
-"""Head profiles: how much of a model's retrieval every KV head does, measured once and kept.
+"""Head profiles: how much each KV head contributes to a model's retrieval, measured once.
 
-`needles` finds the needle in a prompt, `measure` lets the model answer and watches its attention,
-`ablation` measures what answers lose without heads, `files` stores and finds profiles, `command` is
-`kvbench profile heads`, `ship` makes the profile of the reference model, and `allocators` is the
-base of the policies' allocators that read a profile.
-
-`queries` summarises the queries of a model (Q-filters, and their mean and covariance), and
-`summaries` stores and finds what it made.
+`needles` locates the needle in a prompt, `needle_attention` measures the attention to it while the model answers,
+`ablation` measures the loss without heads, `files` stores and finds profiles, `command` implements
+`kvbench profile heads`, `ship` builds the shipped profiles, and `allocators` is the base of allocators that use a
+profile. `queries` summarises a model's queries (Q-filters, mean and covariance), and `summaries` stores and finds the
+results.
 """

@@ -1,12 +1,11 @@
-"""Measures what KV heads contribute to an answer by what the answer loses without their context.
+"""Ablation: contribution of KV heads to an answer, measured by the loss without their context.
 
-A head is ablated as an eviction policy would do it: after the context is prefilled, the head keeps
-only the first `SINKS` and the last `WINDOW` tokens of it, before the question is seen. The loss is
-the drop of the log-likelihood of the answer that the model gives with the full cache, in nats per
-token. A token's probability counts as at least 1 / |vocabulary|, that of a random guess.
+A head is ablated as by an eviction policy: after the prefill of the context, before the question, the head keeps only
+the first `SINKS` and the last `WINDOW` tokens. The loss is the drop in log-likelihood, in nats per token, of the answer
+given with the full cache. A token's probability is clamped to at least 1 / |vocabulary|, that of a random guess.
 
-Attention scores (`measure`) say where heads look, not what the model needs: a model may, for
-example, copy a statement into the tokens behind it and fetch it from there.
+Attention scores (`needle_attention`) show where heads look, not what the model needs: a model may, for example, copy a
+statement into the tokens after it and retrieve it from there.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from kvbench.stats import T, Z
 SINKS, WINDOW = 4, 32
 """First and last tokens of the context that an ablated head keeps."""
 LEAST_ANSWERS = 3
-"""Fewest correct answers from which a loss can be told from chance."""
+"""Minimum number of correct answers for a significant loss."""
 
 _BYTES = 1 << 30
-"""Bytes of caches that are held at once."""
+"""Maximum bytes of caches in memory."""
 
 Head = tuple[int, int]
 """Index among the full-attention layers, and KV head."""
@@ -41,7 +40,7 @@ Head = tuple[int, int]
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean of a loss over answers, with its 95% confidence interval (Student's t).
+    """Mean loss over answers, with its 95% confidence interval (Student's t).
 
     Attributes:
         mean: Float64, any shape.
@@ -53,7 +52,7 @@ class Mean:
 
     @classmethod
     def of(cls, samples: Tensor) -> Mean:
-        """Average samples `[S, ...]`, at least two."""
+        """Average at least two samples, `[S, ...]`."""
         sample_count = len(samples)
         quantile = T[sample_count - 2] if sample_count - 2 < len(T) else Z
         return cls(samples.mean(0), quantile * samples.std(0) / sample_count**0.5)
@@ -66,18 +65,17 @@ class Mean:
 
 @torch.no_grad()
 def head_losses(model: nn.Module, answers: Sequence[NeedleAnswer], seed: int, reporter: Reporter) -> Tensor:
-    """Share of every KV head in what the answers lose when all heads are ablated.
+    """Return each KV head's contribution to the loss of ablating all heads.
 
-    The heads are ablated one after the other, in a random order and in its reverse, and each step's
-    loss is that of the head ablated last: the Shapley value, estimated from two orders per answer.
-    Ablating single heads instead would miss heads that stand in for one another. The shares of an
-    answer sum to its loss without all heads.
+    Heads are ablated one by one, in a random order and its reverse, and each step's loss is attributed to the head
+    ablated last: the Shapley value, estimated from two orders per answer. Ablating single heads would miss heads that
+    replace one another. The contributions of an answer sum to its loss without all heads.
 
     Args:
         model: A causal language model in evaluation mode.
-        answers: Answers that the model gives with the full cache.
+        answers: The model's answers with the full cache.
         seed: Seed of the orders.
-        reporter: Told of every answer.
+        reporter: Progress reporter.
 
     Returns:
         Nats per token, float64 `[S, L, H]`, on the CPU.
@@ -99,7 +97,7 @@ def head_losses(model: nn.Module, answers: Sequence[NeedleAnswer], seed: int, re
 
 
 def orders(heads: Sequence[Head], seed: int, answer_index: int) -> tuple[list[Head], list[Head]]:
-    """A random order of the heads for the `answer_index`-th answer, and its reverse."""
+    """Return a random order of the heads for the `answer_index`-th answer, and its reverse."""
     shuffled = list(heads)
     random.Random(f"{seed} {answer_index}").shuffle(shuffled)
     return shuffled, shuffled[::-1]
@@ -107,14 +105,14 @@ def orders(heads: Sequence[Head], seed: int, answer_index: int) -> tuple[list[He
 
 @dataclass(frozen=True)
 class Evidence:
-    """Whether the heads that a profile favours matter more than others.
+    """Test of whether the heads that a profile ranks highest matter more than others.
 
     Attributes:
-        heads: The fewest heads that hold half of the profile.
+        heads: Smallest number of heads that hold half of the profile.
         total: KV heads of the model.
         top: Mean loss without these heads, in nats per token.
-        others: Mean loss without as many other heads, drawn for every answer.
-        holds: Whether the former is larger, beyond chance.
+        others: Mean loss without as many other heads, drawn per answer.
+        holds: Whether the former is significantly larger.
     """
 
     heads: int
@@ -135,7 +133,7 @@ def verify(
         answers: As in `head_losses`; at least two.
         scores: The profile, `[L, H]`, not necessarily normalised.
         seed: Seed of the draws.
-        reporter: Told of every answer.
+        reporter: Progress reporter.
     """
     best_heads = top_heads(scores)
     other_heads = [(layer, kv_head) for layer in range(len(scores)) for kv_head in range(scores.shape[1])]
@@ -155,7 +153,7 @@ def verify(
 
 
 def top_heads(scores: Tensor) -> list[Head]:
-    """The fewest heads that hold half of a profile `[L, H]`, the best first."""
+    """Return the smallest set of heads that holds half of a profile `[L, H]`, best first."""
     flat_scores = scores.flatten().double()
     ranking = flat_scores.argsort(descending=True, stable=True)
     cumulative = flat_scores[ranking].cumsum(0) / flat_scores.sum()
@@ -164,15 +162,15 @@ def top_heads(scores: Tensor) -> list[Head]:
 
 
 def losses(model: nn.Module, answer: NeedleAnswer, ablated: Iterable[Sequence[Head]]) -> Tensor:
-    """What an answer loses when heads are ablated.
+    """Return the loss of an answer for each set of ablated heads.
 
     Args:
         model: The model, inside `engine`.
-        answer: An answer that it gives with the full cache.
+        answer: The model's answer with the full cache.
         ablated: Sets of heads.
 
     Returns:
-        Nats per token for every set, float64 `[len(ablated)]`, on the CPU.
+        Nats per token, float64 `[len(ablated)]`, on the CPU.
     """
     prompt = answer.needle.prompt
     token_ids = [*prompt.context_ids, *prompt.question_ids, *answer.tokens[:-1]]
@@ -194,19 +192,19 @@ def losses(model: nn.Module, answer: NeedleAnswer, ablated: Iterable[Sequence[He
         logits = forward(model, stacked_cache, remaining_ids.expand(len(caches), -1), logit_count=len(answer_ids))
         gather_index = answer_ids[None, :, None].expand(len(caches), -1, 1)
         token_likelihood = logits.float().log_softmax(-1).gather(-1, gather_index)[..., 0]
-        # Below the probability of a random guess there is nothing left to lose, only noise.
+        # Below the probability of a random guess, differences are noise.
         likelihoods.append(token_likelihood.clamp(min=-math.log(logits.shape[-1])).mean(-1))
     mean_likelihood = torch.cat(likelihoods).double().cpu()
     return mean_likelihood[0] - mean_likelihood[1:]
 
 
 def ablate(cache: RaggedCache, heads: Sequence[Head], reserved_tokens: int) -> RaggedCache:
-    """Give a packed copy of a prefilled cache whose `heads` keep only sinks and window.
+    """Return a packed copy of a prefilled cache whose `heads` keep only sinks and window.
 
     Args:
         cache: A dense cache; not changed.
         heads: The heads to ablate.
-        reserved_tokens: Number of tokens that will follow.
+        reserved_tokens: Number of tokens to reserve space for.
     """
     masks = everything(cache)
     for layer, kv_head in heads:
@@ -215,18 +213,18 @@ def ablate(cache: RaggedCache, heads: Sequence[Head], reserved_tokens: int) -> R
 
 
 def everything(cache: RaggedCache) -> list[Tensor]:
-    """Which entries of a dense cache to keep: all, bool `[B, H, T]` per full-attention layer."""
+    """Return masks that keep every entry of a dense cache, bool `[B, H, T]` per full-attention layer."""
     keys = [layer.key for layer in cache.ragged if layer.key is not None]
     return [torch.ones(key.shape[:3], dtype=torch.bool, device=key.device) for key in keys]
 
 
 def keep_only(cache: RaggedCache, keep_masks: Sequence[Tensor], reserved_tokens: int) -> RaggedCache:
-    """Give a packed copy of a dense cache that holds some of its entries.
+    """Return a packed copy of a dense cache with only the entries to keep.
 
     Args:
         cache: A dense cache; not changed.
         keep_masks: Entries to keep, bool `[B, H, T]` per full-attention layer.
-        reserved_tokens: Number of tokens that will follow.
+        reserved_tokens: Number of tokens to reserve space for.
     """
     packed_cache = cache.fork()
     for dense_layer, packed_layer, kept_mask in zip(cache.ragged, packed_cache.ragged, keep_masks, strict=True):

@@ -1,4 +1,4 @@
-"""The base of allocators that read a head profile."""
+"""Base of allocators that use a head profile."""
 
 from __future__ import annotations
 
@@ -12,38 +12,37 @@ from kvbench.profiles.files import KINDS, HeadProfile, fingerprint, load
 
 @dataclass(frozen=True)
 class Profiled(Allocator):
-    """An allocator that reads a model's head profile.
+    """Base of allocators that use a model's head profile.
 
-    The profile is the file that `profile` names, otherwise the one that ships with kvbench (for the
-    reference model), otherwise the user's own, where `kvbench profile heads` writes it.
+    The profile is the file named by `profile`, else the one that ships with kvbench, else the user's own, as written by
+    `kvbench profile heads`.
 
     Attributes:
-        profile: Path of a profile, which is used as it is, or none.
-        kind: Kind of profile to look for: `ablation`, `reason` or `copy`; none takes the first of
-            these that the model has.
+        profile: Path of a profile; None finds the model's own.
+        kind: Kind of profile: `ablation`, `reason` or `copy`; None uses the first of these that the model has.
     """
 
     profile: str | None = None
     kind: Literal["ablation", "reason", "copy"] | None = None
 
     def load_profile(self, model: ModelInfo) -> HeadProfile:
-        """The model's profile, `[L][H]`.
+        """Return the model's profile, `[L][H]`.
 
         Raises:
-            UserError: There is none, or it does not fit the model.
+            UserError: No profile was found, or it does not fit the model.
         """
         return load(model.name, self.kind, self.profile, model.layers, model.kv_heads)
 
     def fingerprint(self, model: str) -> str:
-        """Digest of the profile's file; it joins the hash of a cell.
+        """Return the digest of the profile's file, part of a cell's hash.
 
         Raises:
-            UserError: There is no profile.
+            UserError: No profile was found.
         """
         return fingerprint(model, self.kind, self.profile)
 
     def stand_in(self, model: ModelInfo, folder: Path) -> Self:
-        """Give a copy that reads a made-up profile (see `kvbench.plugin.Part`)."""
+        """Return a copy that uses a synthetic profile (see `kvbench.plugin.Part`)."""
         layers, kv_heads = model.layers, model.kv_heads
         profile_path = folder / f"{layers}x{kv_heads}.json"
         if not profile_path.is_file():

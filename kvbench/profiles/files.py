@@ -1,4 +1,4 @@
-"""Head profiles on disk: their content, its checks, and the profile of a model."""
+"""Head profile files: content, validation, and the lookup of a model's profile."""
 
 from __future__ import annotations
 
@@ -18,33 +18,32 @@ from kvbench.files import State, state_of
 
 Kind = Literal["ablation", "reason", "copy"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""Kinds of profiles; a policy that names none takes the first that a model has."""
+"""Kinds of profiles, in order of preference."""
 
 _DIGITS = 9
-"""Decimals to which a profile is stored; it is normalised again when it is read."""
+"""Decimals of a stored profile, which is renormalised when read."""
 
 
 @dataclass(frozen=True)
 class HeadProfile:
-    """How much of a model's retrieval every KV head does.
+    """How much each KV head contributes to a model's retrieval.
 
     Attributes:
         model: The model as the user named it.
-        revision: Commit of the hub, or digest of the local weights; "" if unknown.
+        revision: Hub commit, or digest of local weights; "" if unknown.
         kind: `ablation`, `reason` or `copy`.
         layers: Full-attention layers, `L`.
-        kv_heads: KV heads of a layer, `H`.
-        query_heads: Query heads of a layer.
-        scores: `[L][H]`, 0 or more, summed over the group's query heads; together they are 1.
+        kv_heads: KV heads per layer, `H`.
+        query_heads: Query heads per layer.
+        scores: `[L][H]`, 0 or more, summed over the group's query heads; they sum to 1.
         task: Task of the needles.
-        lengths: Tokens of prompt and answer; 0 for data that is not sized.
-        samples: Number of samples per task and length, at most.
+        lengths: Tokens of prompt and answer; 0 for data of natural length.
+        samples: Maximum samples per task and length.
         seed: Seed of the data.
-        answered: Share of the samples that the model answered correctly.
-        loss_top: Nats per token that the answer loses without the heads that hold half of the
-            profile; None if it was not measured.
+        answered: Fraction of the samples that the model answered correctly.
+        loss_top: Loss in nats per token without the heads that hold half of the profile; None if not measured.
         loss_others: The same without as many other heads.
-        kvbench: Version of kvbench that made it.
+        kvbench: Version of kvbench that wrote the file.
     """
 
     model: str
@@ -64,7 +63,7 @@ class HeadProfile:
     kvbench: str = ""
 
     def save(self, path: Path) -> None:
-        """Write the profile completely or not at all.
+        """Write the profile atomically.
 
         Raises:
             UserError: The file cannot be written.
@@ -86,17 +85,17 @@ class HeadProfile:
 
 
 def _to_json(content: Any) -> str:
-    """A value as JSON; a table has one line per row."""
+    """Format a value as JSON, a table with one line per row."""
     if isinstance(content, list):
         return "[\n" + ",\n".join(f"    {json.dumps(table_row)}" for table_row in content) + "\n  ]"
     return json.dumps(content)
 
 
 def read(path: Path) -> HeadProfile:
-    """Read and check a profile.
+    """Read and validate a profile.
 
     Raises:
-        UserError: The file cannot be read or is not a profile; the message says why.
+        UserError: The file cannot be read or is not a valid profile.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -128,7 +127,7 @@ def read(path: Path) -> HeadProfile:
 
 
 def _find_problem(content: Any) -> str:
-    """Reason why a JSON value is not a profile, or an empty string."""
+    """Return why a JSON value is not a profile, or ""."""
     if not isinstance(content, Mapping):
         return "it is not a JSON object"
     if content.get("kind") not in KINDS:
@@ -139,7 +138,7 @@ def _find_problem(content: Any) -> str:
             return f"{field_name} is {quoted(field_value)} instead of a whole number, 1 or more"
     layers, kv_heads, query_heads = (content[shape_name] for shape_name in ("layers", "kv_heads", "query_heads"))
     if query_heads % kv_heads:
-        return f"{query_heads} query heads do not divide among {kv_heads} KV heads"
+        return f"{query_heads} query heads is not a multiple of {kv_heads} KV heads"
     scores = content.get("scores")
     score_rows = scores if isinstance(scores, list) else []
     if len(score_rows) != layers or any(
@@ -160,9 +159,6 @@ def _find_problem(content: Any) -> str:
     return ""
 
 
-# --- the profile of a model -----------------------------------------------------------------------
-
-
 def _made_for(path: Path) -> MadeFor:
     profile = read(path)
     return MadeFor(profile.model, profile.revision)
@@ -180,31 +176,31 @@ PROFILES = Artifacts(
 
 
 def find(model: str, kind: str | None, profile: str | None = None) -> Path:
-    """Find the profile of a model: the named file, the shipped one, or the user's own.
+    """Find the profile of a model: the file named, the shipped one, or the user's own.
 
     Args:
         model: `ModelInfo.name` or what `--model` names: `reference`, a folder or a hub id.
-        kind: One of `KINDS`; None takes the first of them that there is.
-        profile: Path of a profile, whose kind and model are not compared; or None.
+        kind: One of `KINDS`; None uses the first that exists.
+        profile: Path of a profile, whose kind and model are not checked; or None.
 
     Raises:
-        UserError: There is none; the message names the command that makes it.
+        UserError: No profile was found; the message names the command that creates it.
     """
     return PROFILES.find(model, _kinds(kind), profile)
 
 
 def load(model: str, kind: str | None, profile: str | None, layers: int, kv_heads: int) -> HeadProfile:
-    """Find, read and check the profile of a model; an unchanged file is read once.
+    """Find, read and validate the profile of a model; an unchanged file is read once.
 
     Args:
         model: As in `find`.
         kind: As in `find`.
         profile: As in `find`.
         layers: Full-attention layers of the model.
-        kv_heads: KV heads of a layer.
+        kv_heads: KV heads per layer.
 
     Raises:
-        UserError: There is none, it is damaged, or it was made for another model.
+        UserError: The profile is missing, damaged or made for another model.
     """
     path = find(model, kind, profile)
     loaded = _read(path, state_of(path))
@@ -217,10 +213,10 @@ def load(model: str, kind: str | None, profile: str | None, layers: int, kv_head
 
 
 def fingerprint(model: str, kind: str | None, profile: str | None) -> str:
-    """16 hex digits of the content of the file that `find` gives.
+    """Return a 16-digit hex digest of the file that `find` returns.
 
     Raises:
-        UserError: There is none, or it is not a profile.
+        UserError: No profile was found, or it is not valid.
     """
     path = find(model, kind, profile)
     read(path)

@@ -1,9 +1,8 @@
-"""Lets the model answer with the full cache, and measures how much attention heads give the needle.
+"""Measure how much attention heads give to the needle while the model answers with the full cache.
 
-Retrieval heads: Wu, Wang, Xiao, Peng, Fu: Retrieval Head Mechanistically Explains Long-Context
-Factuality, arXiv 2404.15574 (`copy`). Fu, Cai, Asi, Xiong, Dong, Xiao: Not All Heads Matter: A
-Head-Level KV Cache Compression Method with Integrated Retrieval and Reasoning, arXiv 2410.19258
-(HeadKV; `reason`).
+Retrieval heads: Wu, Wang, Xiao, Peng, Fu: Retrieval Head Mechanistically Explains Long-Context Factuality, arXiv
+2404.15574 (`copy`). Fu, Cai, Asi, Xiong, Dong, Xiao: Not All Heads Matter: A Head-Level KV Cache Compression Method
+with Integrated Retrieval and Reasoning, arXiv 2410.19258 (HeadKV; `reason`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class NeedleAnswer:
     """The model's answer to a prompt with the full cache.
 
     Attributes:
-        needle: The prompt and where its needle is.
+        needle: The prompt and the location of its needle.
         tokens: Token ids of the answer.
         correct: Whether the needle's value is in the answer.
     """
@@ -42,12 +41,11 @@ class NeedleAnswer:
 
 @dataclass(frozen=True)
 class NeedleAttention:
-    """Answers to needle prompts, and the attention of the heads while they were given.
+    """Answers to needle prompts, and the heads' attention scores meanwhile.
 
     Attributes:
-        scores: By kind (`reason`, `copy`) float64 `[L, H_q]` (CPU), the mean over the samples, not
-            normalised.
-        answers: The answers, in the order of the prompts.
+        scores: By kind (`reason`, `copy`), float64 `[L, H_q]` on the CPU, averaged over samples, not normalised.
+        answers: Answers in the order of the prompts.
     """
 
     scores: dict[str, Tensor]
@@ -55,28 +53,28 @@ class NeedleAttention:
 
     @property
     def answered(self) -> float:
-        """Share of the samples that were answered correctly."""
+        """Fraction of the samples that were answered correctly."""
         return sum(answer.correct for answer in self.answers) / max(1, len(self.answers))
 
 
 @torch.no_grad()
 def measure(model: nn.Module, tokenizer: Any, needles: Sequence[Needle], reporter: Reporter) -> NeedleAttention:
-    """Answer needle prompts one after the other with the full cache, and score every query head.
+    """Answer needle prompts with the full cache, and score every query head.
 
-    At each step of the answer, a head's attention `A` is that of the query that produces the step's
-    token (for the first step, the prompt's last token), softmax in float32 over all tokens so far.
+    At each step of the answer, a head's attention `A` is that of the query that produces the step's token (for the
+    first step, the prompt's last token), softmax in float32 over all tokens so far.
 
         copy:   + 1 / |needle|   if the largest `A` is in the needle, on the emitted token
         reason: + A / |needle|   for each of the |needle| largest `A` that is in the needle
 
-    Ties go to the more recent token. The answer ends when it contains the needle's value, at a stop
-    string of the task, at the end-of-sequence token or at the task's limit.
+    Ties go to the more recent token. The answer ends when it contains the needle's value, at a stop string of the task,
+    at the end-of-sequence token or at the task's limit.
 
     Args:
         model: A causal language model in evaluation mode.
-        tokenizer: Its tokenizer.
-        needles: The prompts and where their needles are.
-        reporter: Told of every sample.
+        tokenizer: The model's tokenizer.
+        needles: The prompts and the locations of their needles.
+        reporter: Progress reporter.
     """
     info = model_info(model)
     device = next(model.parameters()).device
@@ -110,11 +108,11 @@ def _answer(model: nn.Module, tokenizer: Any, needle: Needle, observer: _Watch) 
 
 
 class _Watch:
-    """Sees the attention of every layer and adds up the scores of its heads.
+    """Observer that accumulates head scores from the attention of every layer.
 
     Args:
         layers: Full-attention layers.
-        query_heads: Query heads of a layer.
+        query_heads: Query heads per layer.
         device: Device of the model.
     """
 
@@ -129,7 +127,7 @@ class _Watch:
         self._start, self._stop = needle.start, needle.stop
 
     def on_layer(self, forward_pass: Forward, layer: RaggedLayer, step: Step) -> None:
-        """Score what the last new query of a layer attends to."""
+        """Score the attention of a layer's last new query."""
         assert layer.key is not None
         query = step.query[0, :, -1].float()
         key = layer.key[0].float()
@@ -137,7 +135,7 @@ class _Watch:
         logits = query.view(kv_heads, -1, query.shape[-1]) @ key.transpose(-1, -2)
         attention = torch.softmax(logits.flatten(0, 1) * step.scale, -1)
         needle_length = self._stop - self._start
-        # Flipped, so that a stable sort leaves the more recent of two equals in front.
+        # Flipped, so that a stable sort puts the more recent of two ties first.
         ranking = attention.flip(-1).sort(dim=-1, descending=True, stable=True)
         positions = attention.shape[-1] - 1 - ranking.indices[:, :needle_length]
         in_needle = (positions >= self._start) & (positions < self._stop)
@@ -145,7 +143,7 @@ class _Watch:
         self._best[step.index] = positions[:, 0]
 
     def emitted(self, token: int) -> None:
-        """Score the token that followed from what was seen last."""
+        """Score the token emitted after the last observed query."""
         in_needle = (self._best >= self._start) & (self._best < self._stop)
         attended_ids = self._ids[self._best.clamp(max=len(self._ids) - 1)]
         self.copy += (in_needle & (attended_ids == token)) / (self._stop - self._start)

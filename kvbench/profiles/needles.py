@@ -1,4 +1,4 @@
-"""Finds the needle of a prompt: from the task's data to token positions."""
+"""Location of the needle in a prompt: from the task's data to token positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Needle:
 
     Attributes:
         prompt: The prompt.
-        start: Column of the needle's first token, counted over context and question together.
+        start: Column of the needle's first token, in context and question concatenated.
         stop: Column after its last token.
     """
 
@@ -34,21 +34,20 @@ class Needle:
 
 
 def find_needles(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Needle]:
-    """Find the needle of every prompt, to the token.
+    """Find the token span of the needle in every prompt.
 
-    The needle is the statement that contains the answer: `needle` in a row's `extra` if the task
-    gives it, otherwise the sentence of the context that contains the answer. If several do, it is
-    the one that shares most words with the question. A haystack may be cut off in the middle of a
-    sentence just before the needle. All needles of a task begin alike, so text before their usual
-    first word is left out.
+    The needle is the statement that contains the answer: `needle` in a row's `extra` if given, otherwise the sentence
+    of the context that contains the answer; if there are several, the one that shares the most words with the question.
+    A haystack may end in the middle of a sentence just before the needle. All needles of a task begin alike, so text
+    before their usual first word is excluded.
 
     Args:
         tokenizer: Tokenizer of the model.
         prompts: Prompts of one task.
 
     Raises:
-        UserError: It is not a needle task, because there are several answers or one is not in its
-            context; or the tokenizer does not tell where the needle is.
+        UserError: The task is not a needle task (several answers, or an answer not in its context), or the needle's
+            tokens cannot be located.
     """
     spans = [_span(prompt.request) for prompt in prompts]
     statements = [source.request.context[begin:end] for source, (begin, end) in zip(prompts, spans, strict=True)]
@@ -66,24 +65,25 @@ def find_needles(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Needle]:
 
 
 def _span(request: Request) -> tuple[int, int]:
-    """Characters of the statement that contains the answer."""
+    """Return the character span of the statement that contains the answer."""
     label = f"{request.task}, {request.sample_id}"
     context, answer = request.context, request.target[0]
     if len(request.target) != 1:
         raise UserError(
-            f"{label}: {len(request.target)} answers; use a --task with one needle and one answer, such as niah_depth"
+            f"{label} has {len(request.target)} answers; use a --task with one needle and one answer, such as "
+            "niah_depth"
         )
     stated_needle = request.extra.get("needle")
     if stated_needle is not None:
         position = context.find(str(stated_needle))
         if position < 0 or answer not in str(stated_needle):
-            raise UserError(f"{label}: its needle is not in the context, or lacks the answer")
+            raise UserError(f"{label}: the needle is not in the context, or does not contain the answer")
         return position, position + len(str(stated_needle))
     positions = [match.start() for match in re.finditer(re.escape(answer), context)] if answer else []
     if not positions:
         raise UserError(
-            f"{label}: the answer {quoted(answer)} is not in the context; use a --task whose "
-            "needle is to be copied, such as niah_depth"
+            f"{label}: the answer {quoted(answer)} is not in the context; "
+            "use a --task whose answer is copied from the context, such as niah_depth"
         )
     question_words = set(re.findall(r"\w+", request.question))
     sentences = [_sentence(context, position, position + len(answer)) for position in positions]
@@ -92,17 +92,17 @@ def _span(request: Request) -> tuple[int, int]:
 
 
 def _sentence(text: str, span_start: int, span_end: int) -> tuple[int, int]:
-    """The sentence around some characters."""
+    """Return the span of the sentence around some characters."""
     boundaries = [match.end() for match in _BEGIN.finditer(text, 0, span_start)]
     next_end = _END.search(text, span_end)
     return boundaries[-1] if boundaries else 0, next_end.end() if next_end else len(text.rstrip())
 
 
 def token_span(tokenizer: Any, prompt: Prompt, span_start: int, span_end: int) -> tuple[int, int]:
-    """Columns of the tokens that overlap the characters `span_start` to `span_end` of the context.
+    """Return the columns of the tokens that overlap characters `span_start` to `span_end` of the context.
 
-    The tokenizer's offsets tell. A slow tokenizer has no offsets: the tokens of the text before the
-    needle, and of the text up to its end, are compared with those of the prompt.
+    They come from the tokenizer's offsets. For a slow tokenizer, which has none, the tokens of the text before the
+    needle and of the text up to its end are compared with those of the prompt.
 
     Returns:
         First column, and the column after the last.
@@ -134,14 +134,13 @@ def token_span(tokenizer: Any, prompt: Prompt, span_start: int, span_end: int) -
     decoded_text = _letters(tokenizer.decode(prompt_ids[token_columns[0] : token_columns[1]]))
     if _letters(prompt.request.target[0]) not in decoded_text:
         raise UserError(
-            f"{prompt.request.task}, {prompt.request.sample_id}: the tokenizer does not tell "
-            "which tokens are the needle"
+            f"{prompt.request.task}, {prompt.request.sample_id}: cannot locate the needle's tokens with this tokenizer"
         )
     return token_columns
 
 
 def _common(tokenizer: Any, text: str, all_ids: Sequence[int]) -> tuple[int, int]:
-    """How many leading tokens a text has in common with `all_ids`, and how many it has in all."""
+    """Return how many leading tokens a text shares with `all_ids`, and its number of tokens."""
     encoded_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     common_length = min(len(encoded_ids), len(all_ids))
     differences = (
@@ -151,5 +150,5 @@ def _common(tokenizer: Any, text: str, all_ids: Sequence[int]) -> tuple[int, int
 
 
 def _letters(text: str) -> str:
-    """A text without what tokenizers may change: spaces and case."""
+    """Remove what tokenizers may change: spaces and case."""
     return "".join(text.split()).casefold()

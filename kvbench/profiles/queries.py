@@ -1,9 +1,8 @@
-"""What the queries of a model have in common, head by head.
+"""Summaries of a model's queries per head.
 
-Their main direction: Godey, Devoto, Zhao, Scardapane, Minervini, de la Clergerie, Sagot: Q-Filters:
-Leveraging QK Geometry for Efficient KV Cache Compression, arXiv 2503.02812. Their mean and
-covariance: Devoto, Jeblick, Jégou: Expected Attention: KV Cache Compression by Estimating Attention
-from Future Queries Distribution, arXiv 2510.00636.
+Main direction: Godey, Devoto, Zhao, Scardapane, Minervini, de la Clergerie, Sagot: Q-Filters: Leveraging QK Geometry
+for Efficient KV Cache Compression, arXiv 2503.02812. Mean and covariance: Devoto, Jeblick, Jégou: Expected Attention:
+KV Cache Compression by Estimating Attention from Future Queries Distribution, arXiv 2510.00636.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from kvbench.progress import Reporter
 from kvbench.view.rope import angles, turn_back
 
 QUERIES = 3000
-"""Queries of each head that are drawn over all prompts for Q-filters, as their authors do."""
+"""Queries sampled per head over all prompts for Q-filters, as in the authors' code."""
 FIRST = 4
-"""First tokens of a prompt whose queries do not count in mean and covariance, as in kvpress."""
+"""First tokens of a prompt whose queries mean and covariance skip, as in kvpress."""
 
 
 @torch.no_grad()
 def sample_queries(model: nn.Module, prompts: Sequence[Sequence[int]], seed: int, reporter: Reporter) -> list[Tensor]:
-    """Read prompts and keep queries after RoPE, drawn at random, the same tokens in all heads.
+    """Sample queries after RoPE from prompts, at the same tokens in all heads.
 
     Args:
         model: A causal language model in evaluation mode.
         prompts: Token ids, one prompt each.
         seed: Seed of the draws.
-        reporter: Told of every prompt.
+        reporter: Progress reporter.
 
     Returns:
-        Of every full-attention layer, float32 `[H_q, n, d]` on the CPU, `n <= QUERIES`.
+        float32 `[H_q, n, d]` on the CPU per full-attention layer, `n <= QUERIES`.
     """
     layer_count = model_info(model).layers
     layer_samples: list[list[Tensor]] = [[] for _ in range(layer_count)]
@@ -63,10 +62,10 @@ def sample_queries(model: nn.Module, prompts: Sequence[Sequence[int]], seed: int
 
 
 def filters_of(queries: Tensor, kv_heads: int) -> Tensor:
-    """The filters of a layer: the direction that queries share, turned away from most of them.
+    """Return the filters of a layer: the main direction of the queries, with negative sign.
 
-    For each query head the first right singular vector of its queries, with the sign that makes the
-    product with most queries negative; the mean over the query heads of a KV head.
+    For each query head, this is the first right singular vector of its queries, with the sign that makes the product
+    with most queries negative, averaged over the query heads of a KV head.
 
     Args:
         queries: `[H_q, n, d]`.
@@ -85,16 +84,16 @@ def filters_of(queries: Tensor, kv_heads: int) -> Tensor:
 
 @torch.no_grad()
 def query_moments(model: nn.Module, prompts: Sequence[Sequence[int]], reporter: Reporter) -> tuple[Tensor, Tensor, int]:
-    """Mean and covariance of the queries before RoPE, over all tokens behind the first four.
+    """Return mean and covariance of the queries before RoPE, over all tokens after the first four.
 
     Args:
         model: A causal language model in evaluation mode.
         prompts: Token ids, one prompt each.
-        reporter: Told of every prompt.
+        reporter: Progress reporter.
 
     Returns:
-        The mean, float32 `[L, H_q, d]`; the covariance (the sum divided by the number of queries
-        less one), float32 `[L, H_q, d, d]`; and the number of queries of a head.
+        The mean, float32 `[L, H_q, d]`; the covariance (the sum divided by the number of queries less one), float32
+        `[L, H_q, d, d]`; and the number of queries per head.
 
     Raises:
         UserError: The model has no rotary embedding, or there are fewer than two queries.
@@ -115,7 +114,7 @@ def query_moments(model: nn.Module, prompts: Sequence[Sequence[int]], reporter: 
     query_count = sum(max(0, len(prompt_ids) - FIRST) for prompt_ids in prompts)
     if query_count < 2:
         raise UserError(
-            f"mean and covariance need two queries behind the first {FIRST} tokens of a prompt; use longer prompts"
+            f"mean and covariance need two queries after the first {FIRST} tokens of a prompt; use longer prompts"
         )
     with engine(model, record_moments):
         for prompt_ids in prompts:

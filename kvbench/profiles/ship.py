@@ -1,7 +1,6 @@
-"""Makes what ships with kvbench for its models: `python -m kvbench.profiles.ship [MODEL ...]`.
+"""Build the shipped head profiles, Q-filters and query statistics: `python -m kvbench.profiles.ship [MODEL ...]`.
 
-Head profiles, Q-filters and query statistics. Run it again whenever the reference model gets a
-successor or the file of SmolLM2 changes; each takes some minutes on two cores.
+Rerun it when the reference model or the SmolLM2 file changes; each takes some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from kvbench.progress import reporter
 
 SHIPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "reference": ("ablation", {"length": [512, 1024, 2048], "samples": 33}),
-    # `ablation` would take 180 forwards for each of its answers.
+    # `ablation` would take 180 forward passes per answer.
     "smollm2": ("reason", {"length": [512, 1024], "samples": 11, "dtype": "bfloat16"}),
 }
-"""Kind and settings of the head profile by model."""
+"""Kind and settings of the head profile, by model."""
 QUERY_SETTINGS: dict[str, dict[str, Any]] = {
     "reference": {"length": [512, 1024]},
     "smollm2": {"length": [512, 1024], "dtype": "bfloat16"},
 }
-"""Settings of the summaries of queries by model."""
+"""Settings of the query summaries, by model."""
 
 
 def main() -> None:
-    """Measure the profiles and summaries of models and write them next to this file."""
-    parser = argparse.ArgumentParser(description="Make the profiles that ship with kvbench.")
+    """Measure the profiles and summaries of models and write them to the package."""
+    parser = argparse.ArgumentParser(description="Build the profiles that ship with kvbench.")
     parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all")
-    parser.add_argument("--queries", action="store_true", help="no head profiles")
+    parser.add_argument("--queries", action="store_true", help="skip head profiles")
     parsed_args = parser.parse_args()
     for model in parsed_args.models or SHIPPED:
         options = {**QUERY_SETTINGS[model], "seed": 0, "device": "cpu"}

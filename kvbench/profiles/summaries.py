@@ -1,7 +1,7 @@
-"""What is measured once from the queries of a model: Q-filters, and their mean and covariance.
+"""Query summaries measured once per model: Q-filters, and mean and covariance.
 
-A summary is a folder with `model.safetensors`, as the authors of the methods publish theirs on the
-hub, and in its header what it was made from.
+A summary is a folder with `model.safetensors`, in the format that the methods' authors publish on the hub, with
+provenance in its header.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from kvbench.files import State, cannot, state_of, write_whole
 
 WEIGHTS = "model.safetensors"
 KIND = ""
-"""Summaries of one sort come in one kind."""
+"""Query summaries have only one kind."""
 
 Tensors: TypeAlias = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class SummaryNotes:
-    """What a summary was made from.
+    """Provenance of a summary.
 
     Attributes:
         model: The model as the user named it; "" if unknown.
-        revision: Commit of the hub, or digest of the local weights; "" if unknown.
-        task: Tasks whose prompts were read.
-        lengths: Tokens of prompt and answer; 0 for data that is not sized.
+        revision: Hub commit, or digest of local weights; "" if unknown.
+        task: Tasks of the prompts.
+        lengths: Tokens of prompt and answer; 0 for data of natural length.
         prompts: Number of prompts.
         queries: Queries per query head.
-        seed: Seed of the data and of the draw of the queries.
-        kvbench: Version of kvbench that made it.
+        seed: Seed of the data and of the sampled queries.
+        kvbench: Version of kvbench that wrote the file.
     """
 
     model: str = ""
@@ -55,13 +55,13 @@ class SummaryNotes:
 
 @dataclass(frozen=True)
 class QuerySummary:
-    """One sort of summaries.
+    """Type of query summary.
 
     Attributes:
-        noun: What one is called in messages.
-        option: The parameter of the policy that names one.
-        name: The command that makes it is `kvbench profile NAME`, its folder ends with `.NAME`.
-        axes: Number of axes of every tensor, by the tensor's name.
+        noun: Name in messages.
+        option: Policy parameter that names a summary.
+        name: Name in the command `kvbench profile NAME` and in the folder suffix `.NAME`.
+        axes: Number of axes per tensor name.
     """
 
     noun: str
@@ -71,7 +71,7 @@ class QuerySummary:
 
     @functools.cached_property
     def artifacts(self) -> Artifacts:
-        """Where they are looked for."""
+        """Search locations."""
         return Artifacts(
             noun=self.noun,
             option=self.option,
@@ -84,7 +84,7 @@ class QuerySummary:
         )
 
     def save(self, folder: Path, tensors: Tensors, notes: SummaryNotes) -> None:
-        """Write a summary completely or not at all.
+        """Write a summary atomically.
 
         Raises:
             UserError: The file cannot be written.
@@ -94,10 +94,10 @@ class QuerySummary:
         write_whole(folder / WEIGHTS, serialised)
 
     def read(self, folder: Path) -> tuple[Tensors, SummaryNotes]:
-        """Read and check a summary: float32 on the CPU.
+        """Read and validate a summary: float32 on the CPU.
 
         Raises:
-            UserError: The file cannot be read or holds no summary; the message says why.
+            UserError: The file cannot be read or holds no valid summary.
         """
         path = folder / WEIGHTS
         try:
@@ -126,14 +126,14 @@ class QuerySummary:
         return MadeFor(notes.model, notes.revision)
 
     def find(self, model: str, named: str | None) -> Path:
-        """Find the summary of a model: the named one, the shipped one, or the user's own.
+        """Find the summary of a model: the one named, the shipped one, or the user's own.
 
         Args:
             model: `ModelInfo.name` or what `--model` names: `reference`, a folder or a hub id.
-            named: Folder, shipped name or hub id, whose model is not compared; or None.
+            named: Folder, shipped name or hub id, whose model is not checked; or None.
 
         Raises:
-            UserError: There is none; the message names the command that makes it.
+            UserError: No summary was found; the message names the command that creates it.
         """
         return self.artifacts.find(model, (KIND,), named)
 
@@ -141,7 +141,7 @@ class QuerySummary:
         """Find and read the summary of a model, float32; a file is read once.
 
         Raises:
-            UserError: There is none, it is damaged, or a shape is not that of the model.
+            UserError: The summary is missing, damaged, or has another model's shapes.
         """
         folder = self.find(model, named)
         tensors = _read(self, folder, state_of(folder / WEIGHTS))
@@ -158,10 +158,10 @@ class QuerySummary:
         return tensors
 
     def fingerprint(self, model: str, named: str | None) -> str:
-        """16 hex digits of the content of the summary of a model.
+        """Return a 16-digit hex digest of a model's summary.
 
         Raises:
-            UserError: There is none, or it is damaged.
+            UserError: The summary is missing or damaged.
         """
         folder = self.find(model, named)
         self.read(folder)
@@ -169,7 +169,7 @@ class QuerySummary:
 
 
 FILTERS = QuerySummary("Q-filters", "filters", "qfilters", {"q_filters": 3})
-"""`q_filters`, `[L, H, d]`: one direction for every KV head (arXiv 2503.02812)."""
+"""`q_filters`, `[L, H, d]`: one direction per KV head (arXiv 2503.02812)."""
 
 STATISTICS = QuerySummary("query statistics", "statistics", "queries", {"query_mean": 3, "query_cov": 4})
 """Queries before RoPE: `query_mean`, `[L, H_q, d]`, and `query_cov`, `[L, H_q, d, d]`.

@@ -1,10 +1,9 @@
 """The reference model that ships with kvbench.
 
 A Qwen3 model of about one million parameters, trained from random weights on the small language of
-`kvbench.reference.grammar`. With it, KV-cache eviction methods can be tried in seconds on a laptop,
-without a download. `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load
-the folder that `path` returns. The model card in that folder has its scores, and says which
-comparisons it supports.
+`kvbench.reference.grammar`. It runs KV-cache eviction methods in seconds on a laptop, without a download.
+`AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load the folder that `path` returns. The
+model card in that folder lists its scores and the comparisons it supports.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ _SENTENCE = (4, 12)
 
 
 class WordPool:
-    """Draws the words of one sample, so that no reserved word occurs by accident.
+    """Words of one sample, drawn so that no reserved word occurs by accident.
 
     Args:
-        rng: The random generator; every draw advances it.
-        noise: Probability that `filler` is noise: one sentence, repeated.
+        rng: Random generator; every draw advances it.
+        noise: Probability that `filler` is one repeated sentence.
     """
 
     def __init__(self, rng: np.random.Generator, noise: float = 0.12) -> None:
@@ -51,7 +51,7 @@ class WordPool:
         return int(np.exp(self.rng.uniform(np.log(lower), np.log(max(lower, upper) + 1))))
 
     def filler(self, word_count: int) -> list[list[str]]:
-        """Return sentences of `word_count` words in total; the last sentence is cut off."""
+        """Return sentences of `word_count` words in total; the last sentence is truncated."""
         if word_count <= 0:
             return []
         is_noise = self.rng.random() < self._noise

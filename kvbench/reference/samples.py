@@ -33,10 +33,10 @@ class Knobs:
         items: Maximum entries of a list.
         copied: Maximum words of a passage.
         questions: Maximum questions in one sequence.
-        noise: Share of haystacks that are one repeated sentence.
-        plain_noise: The same for single needles and chains, which RULER puts into noise.
-        full: Share of the haystacks of many needles that hold nothing else.
-        fewest: Minimum needles with keys of two words.
+        noise: Fraction of haystacks that are one repeated sentence.
+        plain_noise: The same for single needles and chains, which RULER hides in noise.
+        full: Fraction of many-needle haystacks that contain only needles.
+        fewest: Minimum needles with two-word keys.
     """
 
     values: tuple[int, int] = (2, 4)
@@ -58,7 +58,7 @@ class NeedleQuestion:
     """A question and its answer.
 
     Attributes:
-        task: The skill that it exercises: a key of `TASKS`, or a part of "mixed".
+        task: Skill that it trains: a key of `TASKS`, or a part of "mixed".
         prompt: Words of the question.
         answer: Words of the answer, with its full stop.
         any_order: Whether the words before the full stop may come in any order.
@@ -75,7 +75,7 @@ class NeedleQuestion:
 
 @dataclasses.dataclass
 class Sample:
-    """A sequence.
+    """A training sequence.
 
     Attributes:
         parts: Questions, and the words of the context before them, in order.
@@ -106,7 +106,7 @@ def _single(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
 
 
 def _multikey(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
-    # From RULER's four needles in an essay to a haystack of nothing but needles.
+    # From RULER's four needles in an essay to a haystack of only needles.
     max_count = min(400, word_limit // 6)
     needle_count = max_count if word_pool.rng.random() < difficulty.full else word_pool.log_between(3, max_count)
     return facts(word_pool, [[needle_key] for needle_key in word_pool.reserve(needle_count)], 2)
@@ -143,7 +143,7 @@ def _multivalue(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Cont
             (statement_time, grammar.needle([needle_key], key_value))
             for statement_time, key_value in zip(statement_times, key_values, strict=True)
         ]
-        # Question them first, because the last questions may not fit.
+        # Ask about these first; later questions may not fit.
         questions.insert(0, NeedleQuestion("multivalue", grammar.ask([needle_key]), grammar.answer(key_values)))
     return statements, questions
 
@@ -223,7 +223,7 @@ def _mixed(word_pool: WordPool, word_limit: int, difficulty: Knobs) -> Content:
 
 
 def _from_content(make_content: Callable[[WordPool, int, Knobs], Content]) -> Callable[..., Sample]:
-    """Make samples of statements and questions: the context, then the questions that fit."""
+    """Return a generator of samples: the context, then as many questions as fit."""
 
     def make_sample(generator: np.random.Generator, length: int, difficulty: Knobs) -> Sample:
         is_plain = make_content in (_single, _chain)

@@ -1,10 +1,9 @@
 """The vision-language reference model that ships with kvbench, and the language it was trained on.
 
-A Qwen2-VL model of one to two million parameters, trained from random weights on pictures of
-coloured shapes (`pictures`) and questions about them (`dialogues`). With it, KV-cache eviction can
-be tried on images and dialogues without a GPU or a download.
-`AutoModelForImageTextToText.from_pretrained` loads the folder that `path` returns. The model card
-in that folder has its scores.
+A Qwen2-VL model of one to two million parameters, trained from random weights on pictures of coloured shapes
+(`pictures`) and questions about them (`dialogues`). It runs KV-cache eviction on images and dialogues without a GPU or
+a download. `AutoModelForImageTextToText.from_pretrained` loads the folder that `path` returns. The model card in that
+folder lists its scores.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Samples of the tasks `shapes_vqa` and `shapes_dialogue`, as neutral values.
 
-Both show two to eight pictures between words of filler. The text names every picture ("image 2 :"),
-notes a word for some of them, and points to cells that are likelier to be asked about ("look
-image 2 a1 ."). Large objects are likelier as well; nobody asks for the object of an empty cell.
+Both show two to eight pictures between words of filler. The text names every picture ("image 2 :"), notes a word for
+some of them, and points to cells that are more likely to be asked about ("look image 2 a1 ."). So are large objects; no
+question asks for the object of an empty cell.
 
-`vqa` shows all pictures first and then asks questions. In `dialogue`, later turns bring new
-pictures or go back to earlier ones, and earlier answers stay in the history, as in MMDU.
+`vqa` shows all pictures first and then asks questions. In `dialogue`, later turns bring new pictures or go back to
+earlier ones, and earlier answers stay in the history, as in MMDU.
 
 A sample depends only on settings, seed and index.
 """
@@ -30,13 +30,13 @@ Part = str | Picture
 
 @dataclasses.dataclass(frozen=True)
 class DialogueSettings:
-    """What samples look like; pairs are inclusive ranges.
+    """Settings of samples; pairs are inclusive ranges.
 
     Attributes:
-        images: Pictures of a sample.
+        images: Pictures per sample.
         sides: Possible numbers of cells per row of a picture.
-        filler: Filler words of a sample.
-        turns: Turns of a dialogue.
+        filler: Filler words per sample.
+        turns: Turns per dialogue.
         questions: Questions per turn.
         kinds: Weight of each kind of question, in the order of `KINDS`.
         ordinals: Probability that a picture is called "second image" and not "image 2".
@@ -61,7 +61,7 @@ class DialogueSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What the user shows and says, and the questions about all that was shown so far."""
+    """Pictures and text of one user turn, and the questions about everything shown so far."""
 
     parts: tuple[Part, ...]
     questions: tuple[PictureQuestion, ...]
@@ -120,7 +120,7 @@ def messages(exchanges: list[Exchange]) -> list[dict[str, Any]]:
 
 
 def vqa(settings: DialogueSettings, seed: int, index: int) -> DialogueSample:
-    """Return sample `index` of `shapes_vqa`: all pictures, then questions that are asked apart."""
+    """Return sample `index` of `shapes_vqa`: all pictures, followed by independent questions."""
     generator = np.random.default_rng([seed, index, 0])
     turn_maker = _Maker(settings, generator, (seed, index, 0))
     return DialogueSample((turn_maker.turn(turn_maker.count, 1.0),))
@@ -145,7 +145,7 @@ def dialogue(settings: DialogueSettings, seed: int, index: int) -> DialogueSampl
 
 
 class _Maker:
-    """Makes the turns of one sample in order."""
+    """Generator of the turns of one sample, in order."""
 
     def __init__(self, settings: DialogueSettings, generator: np.random.Generator, seed: tuple[int, ...]) -> None:
         self.settings = settings
@@ -160,7 +160,7 @@ class _Maker:
         self.scene = Scene(ordinals=0.0 if settings.shuffled else settings.ordinals)
 
     def turn(self, new_pictures: int, filler_share: float) -> Turn:
-        """Return a turn with new pictures and its share of the filler."""
+        """Return a turn with new pictures and its part of the filler."""
         generator, scene = self.rng, self.scene
         statements: list[list[Part]] = []
         for _ in range(new_pictures):
@@ -181,7 +181,7 @@ class _Maker:
         return Turn(tuple(turn_parts), tuple(self._ask() for _ in range(self.settings.questions)))
 
     def _show(self) -> list[Part]:
-        """Return a new picture with what is said about it."""
+        """Return a new picture with the text about it."""
         generator, scene, settings = self.rng, self.scene, self.settings
         picture_index = len(scene.pictures)
         picture = self._picture(picture_index)
@@ -278,7 +278,7 @@ class _Maker:
 
 
 def _add(message_parts: list[Part], message_part: Part) -> None:
-    """Append a part; text goes on where the last part is text as well."""
+    """Append a part; adjacent texts are merged."""
     if isinstance(message_part, str) and message_parts and isinstance(message_parts[-1], str):
         message_parts[-1] = f"{message_parts[-1]} {message_part}".strip()
     elif message_part:

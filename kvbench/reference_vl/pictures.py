@@ -40,7 +40,7 @@ Pixels = npt.NDArray[np.uint8]
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """What a picture shows.
+    """Content of a picture.
 
     Attributes:
         name: Number by which the text refers to it, from 1.

@@ -1,4 +1,4 @@
-"""Questions about pictures that a dialogue has shown, with one word as the answer."""
+"""Questions with one-word answers about the pictures of a dialogue."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class PictureQuestion:
 
     Attributes:
         kind: A key of `KINDS`.
-        words: The words of the question.
-        answer: The word of the answer.
-        cells: The cells that the answer depends on: picture (its place in the sample) and cell.
-        name: Name of the picture that it asks about; 0 if it names none or two.
-        compared: Places of the two pictures that it compares, if it does.
+        words: Words of the question.
+        answer: One-word answer.
+        cells: Cells that the answer depends on: picture index in the sample, and cell.
+        name: Name of the picture asked about; 0 if none or two are named.
+        compared: Indices of the two pictures compared, if any.
     """
 
     kind: str
@@ -49,11 +49,11 @@ class PictureQuestion:
 
 @dataclasses.dataclass
 class Scene:
-    """What has been shown and said when a question is asked.
+    """Pictures and statements so far when a question is asked.
 
     Attributes:
-        pictures: Every picture so far.
-        notes: The word noted for a picture, by the picture's place in `pictures`.
+        pictures: All pictures so far.
+        notes: Word noted for a picture, by its index in `pictures`.
         hints: Cells that the text pointed to: picture and cell.
         ordinals: Probability that a picture is called "second image" and not "image 2".
     """
@@ -82,7 +82,7 @@ def _pick(generator: np.random.Generator, candidates: Sequence[T]) -> T:
 
 
 def _salient(scene: Scene, generator: np.random.Generator) -> tuple[int, int] | None:
-    """Draw a cell with an object; cells that stand out are drawn more often than others."""
+    """Draw a cell with an object, preferring salient cells."""
     if scene.hints and generator.random() < _HINTED:
         return _pick(generator, scene.hints)
     full_cells = [
@@ -195,7 +195,7 @@ def _more(scene: Scene, generator: np.random.Generator) -> PictureQuestion | Non
         first_cells, second_cells = (
             _matching(scene.pictures[picture_index], attribute_word) for picture_index in (first_index, second_index)
         )
-        # Most pairs would have none of it in one picture; look for a real comparison first.
+        # In most pairs, one picture has none of it; try to find a real comparison first.
         is_comparable = first_cells and second_cells if attempt < 12 else first_cells or second_cells
         if len(first_cells) == len(second_cells) or not is_comparable:
             continue
@@ -272,11 +272,11 @@ KINDS: dict[str, Callable[[Scene, np.random.Generator], PictureQuestion | None]]
     "same": _same,
     "note": _note,
 }
-"""Makers of questions; None where the scene has nothing to ask about."""
+"""Question generators; they return None if the scene has no suitable content."""
 
 
 def chance(kind: str, pictures: int) -> float:
-    """Return the share of right answers by guessing among the words that can answer."""
+    """Return the accuracy of guessing among the possible answers."""
     return {
         "colour": 1 / len(COLOURS),
         "shape": 1 / len(SHAPES),

@@ -1,1 +1,1 @@
-"""Training of the gates that learned policies score with: `kvbench train gates`."""
+"""Training of learned policies' gates: `kvbench train gates`."""

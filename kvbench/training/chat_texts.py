@@ -1,4 +1,4 @@
-"""Words, sentences and kinds of facts of the made-up conversations; see `chats`."""
+"""Words, sentences and fact kinds of the synthetic conversations; see `chats`."""
 
 from __future__ import annotations
 
@@ -75,18 +75,18 @@ INTROS = (
 
 
 def person(generator: random.Random) -> str:
-    """A full name."""
+    """Return a full name."""
     return f"{generator.choice(FIRST)} {generator.choice(LAST)}"
 
 
 def digits(generator: random.Random, min_digits: int, max_digits: int) -> str:
-    """A number of `min_digits` to `max_digits` digits that does not begin with 0."""
+    """Return a number of `min_digits` to `max_digits` digits without a leading 0."""
     digit_count = generator.randint(min_digits, max_digits)
     return str(generator.randint(10 ** (digit_count - 1), 10**digit_count - 1))
 
 
 def code_word(generator: random.Random) -> str:
-    """Two words, or letters and digits."""
+    """Return two words, or letters and digits."""
     if generator.random() < 0.5:
         return f"{generator.choice(_CODE_A)} {generator.choice(_CODE_B)}"
     letters = "".join(generator.choices("ABCDEFGHJKLMNPQRSTUVWXYZ", k=generator.randint(2, 4)))
@@ -94,18 +94,18 @@ def code_word(generator: random.Random) -> str:
 
 
 def serial(generator: random.Random) -> str:
-    """A serial number: groups of hexadecimal digits."""
+    """Return a serial number: groups of hexadecimal digits."""
     group_count = generator.randint(2, 5)
     return "-".join("".join(generator.choices("0123456789abcdef", k=4)) for _ in range(group_count))
 
 
 def clock(generator: random.Random) -> str:
-    """A time of the day."""
+    """Return a time of day."""
     return f"{generator.randint(5, 22)}:{generator.randint(0, 59):02d}"
 
 
 def story(generator: random.Random) -> str:
-    """A sentence in which nothing is worth remembering."""
+    """Return a sentence without facts."""
     return (
         generator.choice(STORY).format(
             p=generator.choice(FIRST),
@@ -123,8 +123,8 @@ class FactKind:
     """A kind of fact.
 
     Attributes:
-        subject: Makes what the fact is about.
-        value: Makes what is asked for.
+        subject: Generates the fact's subject.
+        value: Generates the value that is asked for.
         statements: Sentence templates with subject `{s}` and value `{v}`.
         questions: Question templates with subject `{s}`.
         answers: Answer templates with subject `{s}` and value `{v}`.

@@ -1,9 +1,9 @@
-"""Made-up conversations about a text: training data that needs no download.
+"""Synthetic conversations about a text: training data that needs no download.
 
-A user gives a text, then asks about it; the model's answers are learned. Texts are of five sorts:
-sentences with facts among others without, tables, lists of settings, lists to repeat, and letters
-whose people are to be named. Names, numbers and wordings are made up here; no task of kvbench has
-them. The sentences without facts are made up, repeated, or those of Python's own manual.
+A user gives a text, then asks about it; the answers are the training targets. There are five kinds of texts: facts
+among filler sentences, tables, lists of settings, lists to repeat, and letters whose people are to be named. Names,
+numbers and wordings are made up here and occur in no kvbench task. Filler sentences are synthetic, repeated, or from
+Python's manual.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvbench.harness.encode import count_tokens, split_encode
 from kvbench.training import chat_texts as words
 
 SHORTEST = 192
-"""Fewest tokens of a sequence: a shorter one has no room for a text."""
+"""Minimum tokens of a sequence; a shorter one has no room for a text."""
 
 _SHARES = {"facts": 50, "table": 14, "settings": 14, "repeat": 10, "people": 12}
-"""Sorts of texts and how often each is drawn, in percent."""
+"""Kinds of texts and how often each is drawn, in percent."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Chat:
     """A conversation.
 
     Attributes:
-        text: What the user's first message begins with.
-        turns: Questions with their answers.
+        text: Beginning of the user's first message.
+        turns: Pairs of question and answer.
     """
 
     text: str
     turns: tuple[tuple[str, str], ...]
 
     def messages(self) -> list[dict[str, str]]:
-        """The messages; the first question follows the text."""
+        """Return the chat messages; the first question follows the text."""
         chat_messages = []
         for turn_index, (question, answer) in enumerate(self.turns):
             content = question if turn_index else f"{self.text}\n\n{question}"
@@ -52,7 +52,7 @@ class Chat:
 
 
 def facts() -> Mapping[str, Any]:
-    """A description of the data for `gates.json`."""
+    """Return a description of the data for `gates.json`."""
     return {
         "data": "chats",
         "shares": _SHARES,
@@ -65,12 +65,12 @@ def sequence(tokenizer: Any, length: int, generator: random.Random) -> dict[str,
 
     Args:
         tokenizer: Tokenizer of the model; its chat template is used if it has one.
-        length: Maximum number of tokens; seven tenths of it or more are used.
-        generator: Source of all choices.
+        length: Maximum number of tokens; at least 70% of them are used.
+        generator: Source of all random choices.
 
     Returns:
-        `input_ids` int64 `[T]`, and `supervised` bool `[T]`: positions whose next token belongs to
-        an answer or ends it.
+        `input_ids` int64 `[T]`, and `supervised` bool `[T]`: positions whose next token belongs to an answer or ends
+        it.
 
     Raises:
         UserError: `length` is too short.
@@ -78,7 +78,7 @@ def sequence(tokenizer: Any, length: int, generator: random.Random) -> dict[str,
     if length < SHORTEST:
         raise UserError(f"--length {length} is too short for --data chats; use {SHORTEST} or more")
     limit = round(length * generator.uniform(0.7, 1.0))
-    while True:  # a text whose facts alone do not fit is drawn anew
+    while True:  # redraw if the facts alone do not fit
         (text_kind,) = generator.choices(list(_SHARES), weights=list(_SHARES.values()))
         build = _TEXT_KINDS[text_kind](generator.randrange(1 << 62))
         chat_size = _largest(lambda n: count_tokens(tokenizer, _render(tokenizer, build(n))), limit)  # noqa: B023
@@ -87,7 +87,7 @@ def sequence(tokenizer: Any, length: int, generator: random.Random) -> dict[str,
 
 
 def _largest(measure_tokens: Callable[[int], int], limit: int) -> int | None:
-    """The largest size, from 0 on, whose tokens do not exceed `limit`; None if there is none."""
+    """Return the largest size, 0 or more, whose tokens do not exceed `limit`, or None."""
     if measure_tokens(0) > limit:
         return None
     lower, upper = 0, 1
@@ -125,11 +125,11 @@ def _encode(tokenizer: Any, chat: Chat) -> dict[str, Tensor]:
     }
 
 
-# --- sentences without facts ----------------------------------------------------------------------
+# --- filler sentences -----------------------------------------------------------------------------
 
 
 def _filler(generator: random.Random) -> Iterator[str]:
-    """Sentences of one origin, without end."""
+    """Yield filler sentences from one source, without end."""
     (origin,) = generator.choices(("story", "manual", "dull"), weights=(45, 45, 10))
     dull_text = generator.choice(words.DULL)
     manual_sentences = manual.sentences()
@@ -145,7 +145,7 @@ def _filler(generator: random.Random) -> Iterator[str]:
 
 
 def _first(sentences: Iterator[str]) -> Callable[[int], list[str]]:
-    """Make a function that returns the first n sentences, the same at every call."""
+    """Return a function that gives the first n sentences, the same at every call."""
     drawn_sentences: list[str] = []
 
     def take_first(sentence_count: int) -> list[str]:
@@ -157,7 +157,7 @@ def _first(sentences: Iterator[str]) -> Callable[[int], list[str]]:
 
 
 def _scatter(sentences: list[str], background: list[str], positions: list[float]) -> str:
-    """Put sentences at relative places among others."""
+    """Insert sentences at relative positions of a background text."""
     combined = list(background)
     ordered = sorted(zip(positions, sentences, strict=True), reverse=True)
     for position, sentence in ordered:
@@ -165,7 +165,7 @@ def _scatter(sentences: list[str], background: list[str], positions: list[float]
     return " ".join(combined)
 
 
-# --- the sorts of texts: from a seed to a conversation by size ------------------------------------
+# --- kinds of texts: each maps a seed to a conversation by size -----------------------------------
 
 
 def _about_facts(seed: int) -> Callable[[int], Chat]:
@@ -260,7 +260,7 @@ def _about_settings(seed: int) -> Callable[[int], Chat]:
 
     take_lines, question_seed = _first(generate_lines()), generator.randrange(1 << 62)
     take_filler, intro = _first(_filler(generator)), generator.choice(words.INTROS)
-    is_scattered = generator.random() < 0.5  # half of the texts have the lines among sentences
+    is_scattered = generator.random() < 0.5  # half of the texts scatter the lines among sentences
 
     def build_chat(line_count: int) -> Chat:
         setting_lines = take_lines(4 if is_scattered else 4 + line_count)
@@ -327,7 +327,7 @@ def _about_people(seed: int) -> Callable[[int], Chat]:
 
 
 def _draw_unused(draw_value: Callable[[random.Random], str], generator: random.Random, used_values: set[str]) -> str:
-    """Something that was not drawn before; a number is added where all have been."""
+    """Draw an unused value; append a number if all values are used."""
     for _ in range(50):
         candidate = draw_value(generator)
         if candidate not in used_values:

@@ -1,12 +1,12 @@
-"""Training data: sequences, and the positions in them that the gates learn from.
+"""Training data: sequences and the positions that the gates learn from.
 
-    reference                   samples of the reference model's own tasks, made on the fly
-    chats                       made-up conversations about a text, made on the fly
+    reference                   samples of the reference model's tasks, generated on the fly
+    chats                       synthetic conversations about a text, generated on the fly
     a task, as for --task       prompts of kvbench's tasks, with seeds that no evaluation uses
     ./mine.jsonl                lines with `text`, or with `context`, `question` and `answers`
     organisation/name           a data set of the hub
 
-Several, separated by commas, take turns. Sequence `i` depends only on the data, the seed and `i`.
+Several sources, separated by commas, alternate. Sequence `i` depends only on the data, the seed and `i`.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from kvbench.training import chats
 Item = dict[str, Tensor]
 """`input_ids` int64 `[T]`, and `supervised` bool `[T]`: positions whose next token is learned.
 
-With images, also what the model's forward takes for them, such as `pixel_values`.
+With images, also the model's image inputs, such as `pixel_values`.
 """
 
 _RNG_KEY = 0x67617465
-"""Separates the random numbers of these trainings from all others with the same seed."""
+"""Separates these random numbers from all others with the same seed."""
 
 TOGETHER = 16
-"""Sequences that are learned together, all of them in every pass over them."""
+"""Number of consecutive sequences that are repeated together in several passes."""
 
 _TASK_SEEDS = 1_000_003
-"""Added to `--seed` for kvbench's tasks; evaluations count their seeds from 0."""
+"""Added to `--seed` for kvbench's tasks; evaluation seeds start at 0."""
 
 _MIX = {
     "multikey": 0.2,
@@ -64,7 +64,7 @@ _MIX = {
     "cwe": 0.04,
     "fwe": 0.04,
 }
-"""Shares of the reference model's tasks."""
+"""Sampling weights of the reference model's tasks."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class SequenceStream:
 
     Attributes:
         get: Returns sequence `i`, for any `i >= 0`.
-        has_answers: Whether sequences have answers, so that only these are learned.
+        has_answers: Whether sequences have answers; if so, only these are learned.
         facts: Description of the data for `gates.json`.
-        size: Number of different sequences; None if there is no end to them.
+        size: Number of distinct sequences; None if unlimited.
     """
 
     get: Callable[[int], Item]
@@ -85,15 +85,14 @@ class SequenceStream:
 
 
 class Sequences(Dataset[Item]):
-    """The sequences of a training, in order.
+    """The sequences of a training run, in order.
 
-    With several passes, `TOGETHER` sequences come as they are, then again in another order, and so
-    on, before the next ones do.
+    With several passes, `TOGETHER` sequences are repeated in a new order per pass before the next ones follow.
 
     Args:
-        streams: Streams, which take turns.
-        count: Number of sequences, repetitions included.
-        passes: How often each of them comes.
+        streams: Alternating streams.
+        count: Number of sequences, including repetitions.
+        passes: Number of times each sequence occurs.
         seed: Seed of the order of repetitions.
     """
 
@@ -115,10 +114,10 @@ class Sequences(Dataset[Item]):
         return self._different(group_index * TOGETHER + position)
 
     def held_out(self, max_count: int) -> list[Item]:
-        """Up to `max_count` sequences that come after those of the training, if there are any.
+        """Return up to `max_count` sequences that follow the training sequences.
 
-        The next row of a file replaces one that does not fit, so a later sequence can be one of the
-        training; such sequences are left out.
+        A row that does not fit is replaced by the next row, so a later sequence may equal a training sequence; such
+        sequences are excluded.
         """
         first_index = different(self.count, self.passes)
         later_items = [
@@ -126,7 +125,7 @@ class Sequences(Dataset[Item]):
             for index in range(first_index, first_index + max_count)
             if index // len(self.streams) < (self.streams[index % len(self.streams)].size or index + 1)
         ]
-        if not any(stream.size for stream in self.streams):  # made up, each of its own
+        if not any(stream.size for stream in self.streams):  # generated, all distinct
             return later_items
         training_ids = {tuple(self._different(index)["input_ids"]) for index in range(first_index)}
         return [item for item in later_items if tuple(item["input_ids"]) not in training_ids]
@@ -136,7 +135,7 @@ class Sequences(Dataset[Item]):
 
 
 def different(total_count: int, passes: int) -> int:
-    """How many different sequences there are at most among `total_count`, repetitions included."""
+    """Return the maximum number of distinct sequences among `total_count` with repetitions."""
     return total_count if passes == 1 else -(-total_count // (passes * TOGETHER)) * TOGETHER
 
 
@@ -185,14 +184,14 @@ def open_streams(
         model: The model as `--model` names it.
         length: Maximum tokens of a sequence.
         count: Number of sequences of the training.
-        seed: Seed of the order and of generated samples.
+        seed: Seed of order and generated samples.
         split: Split of a hub data set.
         subset: Configuration of a hub data set.
         column: Column of the text; None for the first of the usual names.
-        message: Called with lines for the user, such as tasks that are left out.
+        message: Called with messages for the user, such as excluded tasks.
 
     Raises:
-        UserError: There is no such data, or it does not fit the model or `length`.
+        UserError: The data does not exist, or does not fit the model or `length`.
     """
     data_names = [data_name.strip() for data_name in data_spec.split(",") if data_name.strip()]
     if not data_names:
@@ -216,7 +215,7 @@ def open_streams(
 
 
 def _with_answer(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Item:
-    """A sequence; only its answer is learned."""
+    """Return a sequence of which only the answer is learned."""
     token_ids = torch.tensor([*prompt_ids, *answer_ids])
     supervised = torch.zeros(len(token_ids), dtype=torch.bool)
     supervised[len(prompt_ids) - 1 : len(token_ids) - 1] = True
@@ -224,7 +223,7 @@ def _with_answer(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Item:
 
 
 def _answer_ids(tokenizer: Any, prompt: str, answer: str) -> list[int]:
-    """Token ids of an answer after a prompt."""
+    """Return the token ids of an answer after a prompt."""
     separator = "" if prompt[-1:].isspace() else " "
     return split_encode(tokenizer, prompt, separator + answer)[1]
 
@@ -235,7 +234,7 @@ def _answer_ids(tokenizer: Any, prompt: str, answer: str) -> list[int]:
 def _reference(tokenizer: Any, model: str, length: int, seed: int) -> SequenceStream:
     if lexicon_of(tokenizer) != "reference":
         raise UserError(
-            f"--data reference uses the words of the reference model, which {model} does not know; use other data"
+            f"--data reference needs the reference model's vocabulary, which {model} does not have; use other data"
         )
     if length < 96:
         raise UserError(f"--length {length} is too short for --data reference; use 96 or more")
@@ -246,7 +245,7 @@ def _reference(tokenizer: Any, model: str, length: int, seed: int) -> SequenceSt
         generator = np.random.default_rng([_RNG_KEY, seed, index])
         (task_index,) = generator.choice(len(task_names), size=1, p=task_shares / task_shares.sum())
         sequence_words: list[str] = []
-        supervised: list[bool] = []  # True for words of answers
+        supervised: list[bool] = []  # True for answer words
         for segment in samples.draw(generator, task_names[task_index], length, difficulty).parts:
             prompt_words, answer_words = (
                 (segment, []) if isinstance(segment, list) else (segment.prompt, segment.answer)
@@ -332,7 +331,7 @@ _ANSWERED = ("context", "question", "answers")
 def _rows(
     source: str, dataset_rows: Any, tokenizer: Any, length: int, seed: int, text_column: str | None
 ) -> SequenceStream:
-    """Rows in a seeded order, again and again; each is tokenised at its turn."""
+    """Stream rows in a seeded order, endlessly; each is tokenised on access."""
     if not len(dataset_rows):
         raise UserError(f"--data {source} has no rows")
     first_row = dataset_rows[0]
@@ -348,7 +347,7 @@ def _rows(
         )
 
     def encode_row(data_row: Mapping[str, Any]) -> Item | None:
-        """A sequence; None if the row does not fit."""
+        """Return a sequence, or None if the row does not fit."""
         if has_answers:
             row_answers = data_row["answers"]
             answer_text = row_answers if isinstance(row_answers, str) else str(row_answers[0])
@@ -378,13 +377,13 @@ def _rows(
 
 
 def _prompt_ids(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text without its end token, so that an answer can follow."""
+    """Return the token ids of a text without its end token, so that an answer can follow."""
     leading_ids, trailing_ids = split_encode(tokenizer, text, "")
     return leading_ids + trailing_ids
 
 
 def _text(tokenizer: Any, content: Any) -> str:
-    """A text, or a conversation in the chat template of the model."""
+    """Return a text, or a conversation rendered with the model's chat template."""
     if isinstance(content, str):
         return content
     chat_turns = []

@@ -1,4 +1,4 @@
-"""The folder of a training: which training it holds, its checkpoints and its log."""
+"""Training folder: the record of its run, checkpoints and log."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kvbench.errors import UserError
 from kvbench.files import cannot, replacing
 
 RUN = "training.json"
-"""Everything that can change the gates."""
+"""All settings that affect the gates."""
 
 LOG = "training.jsonl"
 PICTURE = "training.png"
 GATES_FILE = "gates.json"
-"""Written last."""
+"""Written last, so it marks a finished run."""
 
 CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"
-"""An empty file that is written last; a checkpoint without it is torn."""
+"""Empty file written last; a checkpoint without it is incomplete."""
 
 
 def is_finished(folder: Path, identity: Mapping[str, Any]) -> bool:
-    """Whether a folder holds the gates of exactly this training, and nothing is left to do."""
+    """Return whether a folder holds the finished gates of exactly this run."""
     if (folder / CHECKPOINTS).exists() or not (folder / GATES_FILE).is_file():
         return False
     try:
@@ -35,14 +35,14 @@ def is_finished(folder: Path, identity: Mapping[str, Any]) -> bool:
 
 
 def check_same(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Refuse a folder that holds another training, unless there is nothing to lose in it.
+    """Reject a folder with gates or checkpoints of another training run.
 
     Args:
-        folder: The folder.
-        identity: Everything that can change the gates.
+        folder: Training folder.
+        identity: All settings that affect the gates.
 
     Raises:
-        UserError: The folder holds gates or checkpoints of another training.
+        UserError: The folder holds another run.
     """
     record_path = folder / RUN
     has_progress = (folder / GATES_FILE).exists() or any((folder / CHECKPOINTS).glob(f"*/{COMPLETE}"))
@@ -55,26 +55,25 @@ def check_same(folder: Path, identity: Mapping[str, Any]) -> None:
     for setting in sorted({*earlier, *identity}):
         if earlier.get(setting) != identity.get(setting):
             raise UserError(
-                f"{folder} holds a training with {setting}={earlier.get(setting)} instead of "
-                f"{identity.get(setting)}; use another --out, or --fresh to throw it away"
+                f"{folder} holds a training run with {setting}={earlier.get(setting)} instead of "
+                f"{identity.get(setting)}; use another --out, or --fresh to discard it"
             )
 
 
 def claim(folder: Path, identity: Mapping[str, Any], fresh: bool) -> None:
-    """Start the folder, or continue the same training in it.
+    """Start a run in the folder, or continue the same run.
 
-    Call it only after everything that can be wrong has been checked: a start that fails must not
-    keep a corrected one out of its folder.
+    Call it only after all other checks: a failed start must not block a corrected one from the same folder.
 
     Raises:
-        UserError: The folder holds another training, or cannot be written.
+        UserError: The folder holds another run, or is not writable.
     """
     if fresh:
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     else:
         check_same(folder, identity)
     try:
-        if fresh:  # GATES_FILE as well: a new RUN beside old gates would look finished
+        if fresh:  # also GATES_FILE: a new RUN next to old gates would look finished
             for file_name in (GATES_FILE, RUN, LOG, PICTURE):
                 (folder / file_name).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +84,7 @@ def claim(folder: Path, identity: Mapping[str, Any], fresh: bool) -> None:
 
 
 def latest_checkpoint(folder: Path) -> tuple[Path | None, int]:
-    """The newest complete checkpoint and its step, or None and 0; torn ones are deleted."""
+    """Return the newest complete checkpoint and its step, or None and 0; delete incomplete ones."""
     latest_path, latest_step = None, 0
     for checkpoint in (folder / CHECKPOINTS).glob("checkpoint-*"):
         step_number = int(checkpoint.name.rpartition("-")[2])
@@ -97,7 +96,7 @@ def latest_checkpoint(folder: Path) -> tuple[Path | None, int]:
 
 
 def truncate_log(folder: Path, max_step: int) -> list[dict[str, Any]]:
-    """Remove the records after `max_step` from the log, and a torn last line; return the others."""
+    """Remove the log records after `max_step` and an incomplete last line; return the rest."""
     log_path = folder / LOG
     records: list[dict[str, Any]] = []
     if log_path.is_file():
@@ -114,7 +113,7 @@ def truncate_log(folder: Path, max_step: int) -> list[dict[str, Any]]:
 
 
 def describe(record: Mapping[str, Any]) -> str:
-    """A record of the log as text."""
+    """Format a log record as text."""
     loss_names = ("loss", "kl", "ntp", "capacity", "retained", "fit", "smooth")
     loss_texts = [f"{loss_name} {record[loss_name]:.4g}" for loss_name in loss_names if loss_name in record]
     return f"step {record['step']}: {', '.join(loss_texts)}"

@@ -1,9 +1,8 @@
-"""The losses that gates are trained with, in float32.
+"""Training losses of gates, in float32.
 
-Bui, Sharma, Lamba, Mishra, Ying: Cache What Lasts: Token Retention for Memory-Bounded KV Cache
-in LLMs, arXiv 2512.03324 (TRIM-KV; distillation and next token, Eq. 4). Huang, Yuan, Han, Xiao,
-Liu: Locret, arXiv 2410.01805 (retaining heads). Gao, Guo, Cao and others: SeerAttention-R, arXiv
-2506.08889, section 2.3 (gates of blocks).
+Bui, Sharma, Lamba, Mishra, Ying: Cache What Lasts: Token Retention for Memory-Bounded KV Cache in LLMs, arXiv
+2512.03324 (TRIM-KV; distillation and next-token loss, Eq. 4). Huang, Yuan, Han, Xiao, Liu: Locret, arXiv 2410.01805
+(retaining heads). Gao, Guo, Cao and others: SeerAttention-R, arXiv 2506.08889, section 2.3 (gates of blocks).
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SMOOTH = 0.0025
-"""LocRet's weight of the difference between neighbours."""
+"""LocRet's weight of the smoothness term."""
 
 _BLOCK = 256
-"""Positions whose logits are in memory at once."""
+"""Positions per block of logits in memory."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,9 @@ class Terms:
     """Terms of the quality loss.
 
     Attributes:
-        kl: Whether to use the divergence between teacher and student.
-        ntp: Whether to use the negative log-likelihood of the next token.
-        reverse: Whether to use `KL(student || teacher)` instead of `KL(teacher || student)`.
+        kl: Use the KL divergence between teacher and student.
+        ntp: Use the negative log-likelihood of the next token.
+        reverse: Use `KL(student || teacher)` instead of `KL(teacher || student)`.
     """
 
     kl: bool = True
@@ -46,10 +45,9 @@ def quality(
     terms: Terms,
     block_size: int = _BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Divergence and next-token loss of a student, as means over positions.
+    """Compute a student's KL divergence and next-token loss, averaged over positions.
 
-    Logits are computed once, block by block, and the gradient with them, so that `[K, vocabulary]`
-    is never in memory.
+    Logits and their gradient are computed once, in blocks, so that `[K, vocabulary]` is never in memory.
 
     Args:
         student: Final hidden states of the student, `[K, d_model]`.
@@ -60,7 +58,7 @@ def quality(
         block_size: Positions per block.
 
     Returns:
-        Float32 scalars: the sum of `KL` and `NTP`, which has the gradient, and both without it.
+        Float32 scalars: the sum of `KL` and `NTP`, with gradient, and each of them without.
     """
     quality_losses: tuple[Tensor, Tensor, Tensor] = _Quality.apply(
         student, teacher, target, output_head, terms, block_size
@@ -69,7 +67,7 @@ def quality(
 
 
 class _Quality(torch.autograd.Function):
-    """`quality`; the gradient with regard to the student is ready when the forward pass ends."""
+    """Autograd function of `quality`; the forward pass already computes the student's gradient."""
 
     @staticmethod
     def forward(
@@ -110,7 +108,7 @@ class _Quality(torch.autograd.Function):
 def _block_quality(
     logits: Tensor, teacher_logits: Tensor | None, target: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of KL and NTP over positions, and the gradient with regard to the student's logits."""
+    """Return KL and NTP summed over positions, and the gradient with respect to the student's logits."""
     student_log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
     student_probs = student_log_probs.exp()
     logits_gradient = torch.zeros_like(student_probs)
@@ -135,11 +133,11 @@ def _block_quality(
 
 
 def retained(log_beta: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Mean share of tokens that a head retains at the end, `sum_i beta_i^(t - i) / t`.
+    """Return the mean fraction of tokens that a head retains at the end, `sum_i beta_i^(t - i) / t`.
 
     Args:
         log_beta: `[B, L, H, T]`.
-        valid: Which columns are tokens, bool `[B, T]`; None for all. Padding is on the left.
+        valid: Token columns, bool `[B, T]`, left-padded; None for all.
 
     Returns:
         A scalar in (0, 1].
@@ -153,7 +151,7 @@ def retained(log_beta: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def answer_logits(query: Tensor, key: Tensor, supervised: Tensor, scale: float, block_size: int = 256) -> Tensor:
-    """The largest logit that each token gets from the answer's queries: LocRet's labels.
+    """Return LocRet's labels: the largest logit that each token gets from the answer's queries.
 
     Args:
         query: Queries after RoPE, `[B, H_q, T, d]`.
@@ -163,8 +161,8 @@ def answer_logits(query: Tensor, key: Tensor, supervised: Tensor, scale: float, 
         block_size: Queries per block.
 
     Returns:
-        Float32 `[B, H, T]`: the maximum over the query heads of the group and the answer's queries
-        after the token; `-inf` if there are no such queries.
+        Float32 `[B, H, T]`: the maximum over the query heads of the group and the answer's queries after the token;
+        `-inf` without such queries.
     """
     batch_size, kv_heads, length, _ = key.shape
     columns = torch.arange(length, device=key.device)
@@ -181,16 +179,16 @@ def answer_logits(query: Tensor, key: Tensor, supervised: Tensor, scale: float, 
 
 
 def regression(predictions: Tensor, labels: Tensor, usable_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """LocRet's two terms: smooth L1 to the labels, and the mean square between neighbours.
+    """Compute LocRet's two terms: smooth L1 to the labels, and the mean square between neighbours.
 
     Args:
         predictions: Predicted logits, `[B, L, H, T]`.
-        labels: Labels, `[B, L, H, T]`.
-        usable_mask: Which tokens have a label, bool `[B, L, H, T]`.
+        labels: `[B, L, H, T]`.
+        usable_mask: Tokens with a label, bool `[B, L, H, T]`.
 
     Returns:
-        Means over usable tokens, the first over all layers; the second is summed over layers, as in
-        the authors' code. Two neighbours count if both are usable.
+        Means over usable tokens, the first over all layers; the second is summed over layers, as in the authors' code.
+        Two neighbours count if both are usable.
     """
     fit_loss = F.smooth_l1_loss(predictions, labels.masked_fill(~usable_mask, 0.0), reduction="none")
     fit_loss = (fit_loss * usable_mask).sum() / usable_mask.sum().clamp(min=1)
@@ -200,20 +198,20 @@ def regression(predictions: Tensor, labels: Tensor, usable_mask: Tensor) -> tupl
 
 
 def block_shares(query: Tensor, key: Tensor, block_size: int, scale: float) -> tuple[Tensor, Tensor]:
-    """How the attention of every query spreads over the complete blocks before it.
+    """Return the distribution of every query's attention over the complete blocks before it.
 
-    A block counts by the largest attention weight that any query head of the group gives to any of
-    its entries. The block of the query's own token does not count: it is read in any case.
+    A block's weight is the largest attention weight from any query head of the group to any of its entries. The block
+    of the query's own token is excluded, because it is always read.
 
     Args:
         query: Queries after RoPE, `[H, G, T, d]`.
         key: Keys after RoPE, `[H, T, d]`.
-        block_size: Entries of a block.
+        block_size: Entries per block.
         scale: Factor of the logits.
 
     Returns:
-        Float32 `[H, T, K]`, a share of 1 per query over the blocks before it, and which blocks
-        these are, bool `[T, K]`.
+        Float32 `[H, T, K]`, summing to 1 per query over the blocks before it, and the mask of these blocks, bool
+        `[T, K]`.
     """
     length = key.shape[1]
     block_count = length // block_size
@@ -227,12 +225,12 @@ def block_shares(query: Tensor, key: Tensor, block_size: int, scale: float) -> t
 
 
 def divergence(logits: Tensor, target_shares: Tensor, earlier_blocks: Tensor) -> Tensor:
-    """Sum over queries of `KL(share || softmax(logits))`, mean over heads.
+    """Return `KL(target || softmax(logits))`, summed over queries and averaged over heads.
 
     Args:
         logits: Logits of blocks, `[H, T, K]`.
-        target_shares: Their shares, `[H, T, K]`.
-        earlier_blocks: Which blocks come before each query, bool `[T, K]`.
+        target_shares: Target distribution, `[H, T, K]`.
+        earlier_blocks: Blocks before each query, bool `[T, K]`.
     """
     log_predictions = logits.masked_fill(~earlier_blocks, -1e9).log_softmax(-1)
     return F.kl_div(log_predictions, target_shares, reduction="none").sum() / len(logits)

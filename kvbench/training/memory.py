@@ -1,9 +1,9 @@
-"""A forward pass chunk by chunk, over a memory of a fixed size in every layer.
+"""Chunked forward pass with a fixed-size memory in every layer.
 
-Cai, Tian, Wang, Chen: LoCoCo: Dropping In Convolutions for Long Context Compression, ICML 2024,
-arXiv 2406.05317. Before a chunk enters a layer, what the layer holds is cut to the budget; the
-chunk attends to what is left and to itself. As in the authors' code, what a chunk leaves behind
-carries no gradient, so a loss reaches back over one cut.
+Cai, Tian, Wang, Chen: LoCoCo: Dropping In Convolutions for Long Context Compression, ICML 2024, arXiv 2406.05317.
+Before a chunk enters a layer, the layer's memory is compressed to the budget; the chunk attends to the memory and to
+itself. As in the authors' code, entries left by a chunk carry no gradient, so a loss reaches back over one eviction
+step.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from kvbench.training.method import Compress
 
 @dataclass
 class LayerMemory:
-    """What a layer holds.
+    """Entries held by a layer.
 
     Attributes:
         key: After RoPE, `[B, H, n, d]`.
         value: `[B, H, n, d]`.
-        attention_sums: Attention that every entry has received, mean over the query heads of a
-            KV head, float32 `[B, H, n]`.
-        valid: Which entries exist, bool `[B, H, n]`.
+        attention_sums: Accumulated attention per entry, mean over the query heads of a KV head, float32 `[B, H, n]`.
+        valid: Entries that exist, bool `[B, H, n]`.
     """
 
     key: Tensor
@@ -35,12 +34,12 @@ class LayerMemory:
 
 
 class TrainingMemory:
-    """The memories of all layers during one pass.
+    """Memories of all layers during one pass.
 
     Args:
-        compress: Cuts a layer.
+        compress: Compresses a layer.
         gates: The trained module.
-        budget: Entries per head after a cut.
+        budget: Entries per head after compression.
     """
 
     def __init__(self, compress: Compress, gates: nn.Module, budget: int) -> None:
@@ -50,14 +49,14 @@ class TrainingMemory:
         self._layers: dict[int, LayerMemory] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, valid: Tensor, scale: float) -> Tensor:
-        """Attention of a chunk over the memory and itself; the chunk joins the memory.
+        """Compute a chunk's attention over the memory and itself, and add the chunk to the memory.
 
         Args:
             layer: Index among the full-attention layers.
             query: `[B, H_q, n, d]`, after RoPE.
             key: `[B, H, n, d]`, after RoPE.
             value: `[B, H, n, d]`.
-            valid: Which positions of the chunk are tokens, bool `[B, n]`.
+            valid: Positions of the chunk that are tokens, bool `[B, n]`.
             scale: Factor of the logits.
 
         Returns:
@@ -81,14 +80,14 @@ class TrainingMemory:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, valid: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last entries, and what every entry receives of it."""
+    """Return the causal attention of the last entries, and the attention received by every entry."""
     kv_heads, query_count = key.shape[1], query.shape[2]
     grouped_query = query.unflatten(1, (kv_heads, -1))
     logits = (grouped_query @ key[:, :, None].transpose(-1, -2)).float() * scale
     columns = torch.arange(key.shape[2], device=key.device)
     causal_mask = columns <= columns[-query_count:, None]
     attention_mask = causal_mask & valid[:, :, None, None]
-    # Not -inf: padding, which sees nothing, would get NaN.
+    # Not -inf, which gives NaN for padding, whose row is fully masked.
     attention = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min).softmax(-1)
     query_mask = valid[:, :, None, -query_count:, None]
     received = (attention.detach() * query_mask).sum(3).mean(2)

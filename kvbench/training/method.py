@@ -1,4 +1,4 @@
-"""What a package registers so that `kvbench train gates` can train its gates.
+"""Interface by which a package registers gates for `kvbench train gates`.
 
 An entry point of the group `kvbench.trainers` names a `Method`.
 """
@@ -38,7 +38,7 @@ class Attention(Protocol):
 
 
 class Capacity(Protocol):
-    """The capacity loss of log_beta (float32 `[B, L, H, T]`) for `budget` tokens per head."""
+    """Capacity loss of log_beta (float32 `[B, L, H, T]`) for `budget` tokens per head."""
 
     def __call__(
         self,
@@ -52,10 +52,10 @@ class Capacity(Protocol):
 
 
 class Compress(Protocol):
-    """Cuts a layer to `budget` entries per head, with gradients for the trained module.
+    """Compression of a layer to `budget` entries per head, with gradients for the trained module.
 
-    Keys and values are `[B, H, n, d]`, mass (the attention that entries received) is float32
-    `[B, H, n]`, valid bool `[B, H, n]`. The result is keys, values, mass and valid of what stays.
+    Keys and values are `[B, H, n, d]`, mass (accumulated attention) is float32 `[B, H, n]`, valid bool `[B, H, n]`. The
+    result is keys, values, mass and valid of the kept entries.
     """
 
     def __call__(
@@ -71,53 +71,50 @@ class Compress(Protocol):
 
 
 class Gates(Protocol):
-    """A module of gates; it needs only the method for its objective, and none for `compress`.
+    """Module of gates; only the method of its objective is required (none for `compress`).
 
-    Hidden states are `[B, n, d_model]`, keys and values `[B, H, n, d]`, qkv
-    `[B, n, (H_q + 2 H) d]`. The first two methods return float32 `[B, H, n]`.
+    Hidden states are `[B, n, d_model]`, keys and values `[B, H, n, d]`, qkv `[B, n, (H_q + 2 H) d]`. The first two
+    methods return float32 `[B, H, n]`.
 
     Attributes:
-        block: Entries of a block; for `match`.
+        block: Entries per block; for `match`.
     """
 
     block: int
 
     def log_beta(self, layer: int, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Log retention of tokens, 0 or less; for `distil`."""
+        """Return the log retention of tokens, 0 or less; for `distil`."""
         ...
 
     def score(self, layer: int, hidden: Tensor, *, qkv: Tensor | None = None) -> Tensor:
-        """Predictions for tokens; for `regress`, which gives `qkv`, and `replay`."""
+        """Return predictions for tokens; for `regress`, which passes `qkv`, and `replay`."""
         ...
 
     def rate(self, v: Blocks) -> Tensor:
-        """Logits of blocks for every query, float32 `[H, n, K]`; for `match`."""
+        """Return the logits of blocks for every query, float32 `[H, n, K]`; for `match`."""
         ...
 
 
 @dataclass(frozen=True)
 class Method:
-    """A kind of gate and how it is trained.
+    """Kind of gates and their training method.
 
     Attributes:
-        name: The policy that reads the gates.
-        objective: `distil`: a student with retention-gated attention learns to answer as the
-            teacher does; `regress`: gates learn to predict the logits of the answer's queries;
-            `replay`: gates learn to predict the log of what KVzip+ measures in a replay;
-            `compress`: a module that merges entries learns from the next tokens behind a cut;
-            `match`: gates learn how the attention of every query spreads over earlier blocks.
+        name: The policy that uses the gates.
+        objective: `distil`: a student with retention-gated attention learns to answer like the teacher; `regress`:
+            gates learn to predict the logits of the answer's queries; `replay`: gates learn to predict the log of
+            KVzip+ scores from a replay; `compress`: a module that merges entries learns from the next tokens after an
+            eviction step; `match`: gates learn the distribution of every query's attention over earlier blocks.
         scope: Scope of the capacity loss: `head`, or `global` for one budget over all heads.
-        defaults: Settings of the paper by name: `lr`, `schedule`, `weight_decay`, `capacity`,
-            `length`, `bias`, `hidden_dim`, `gate`, `input`, `tied`, `gating`, `gate_dim`; for
-            `replay` also `passes`; for `compress` also `chunk`, `kernel_size`, `keep_rate`, `mix`;
-            for `match` also `block`. One that is missing does not apply.
-        build: Makes the gates (a module as in `Gates`) from the model's shapes, its configuration
-            and all settings.
-        save: Writes gates and facts about their training into a folder, in half precision or not.
+        defaults: Settings of the paper by name: `lr`, `schedule`, `weight_decay`, `capacity`, `length`, `bias`,
+            `hidden_dim`, `gate`, `input`, `tied`, `gating`, `gate_dim`; for `replay` also `passes`; for `compress` also
+            `chunk`, `kernel_size`, `keep_rate`, `mix`; for `match` also `block`. Missing settings do not apply.
+        build: Builds the gates (a module as in `Gates`) from the model's shapes, its configuration and all settings.
+        save: Writes gates and their training record to a folder, optionally in half precision.
         place: Returns the folder in which the policy looks for a model's gates.
-        attention: The gated attention; only for `distil`.
-        capacity: The capacity loss; only for `distil`.
-        compress: Cuts a layer; only for `compress`.
+        attention: Gated attention; only for `distil`.
+        capacity: Capacity loss; only for `distil`.
+        compress: Compresses a layer; only for `compress`.
     """
 
     name: str

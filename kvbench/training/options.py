@@ -96,7 +96,7 @@ class TrainingOptions(Options):
     """The settings that a user can give; `kvbench train gates --help` says what each means."""
 
     column: str | None = _setting(
-        str, WHAT, "NAME", "Column that holds the text of a row.", _any, spelling="--text-column", default=None
+        str, WHAT, "NAME", "Column with the text.", _any, spelling="--text-column", default=None
     )
     split: str | None = _setting(str, WHAT, "NAME", "Split of a hub data set. Default: train.", _any, default="train")
     subset: str | None = _setting(str, WHAT, "NAME", "Configuration of a hub data set.", _any, default=None)
@@ -105,7 +105,7 @@ class TrainingOptions(Options):
         objectives=("distil", "regress", "replay"),
     )  # fmt: skip
     input: str | None = _setting(
-        str, GATES, "WHAT", "What gates read: hidden (the default) or kv.", _choice("hidden", "kv"),
+        str, GATES, "WHAT", "Input of the gates: hidden (the default) or kv.", _choice("hidden", "kv"),
         objectives=("distil",),
     )  # fmt: skip
     hidden_dim: int | None = _setting(
@@ -114,11 +114,11 @@ class TrainingOptions(Options):
     )  # fmt: skip
     gate_dim: int | None = _setting(
         int, GATES, "N",
-        "Width of the input of a tied readout (default: 64), or of a block's summary (default: the head dim).",
+        "Input width of a tied readout (default: 64), or width of a block's summary (default: the head dim).",
         _count(), objectives=("distil", "match"),
     )  # fmt: skip
     block: int | None = _setting(
-        int, GATES, "N", "Entries of a block, for seerattn_r. Default: 64.", _count(), objectives=("match",)
+        int, GATES, "N", "Entries per block, for seerattn_r. Default: 64.", _count(), objectives=("match",)
     )
     tied: bool | None = _setting(
         bool, GATES, FLAG, "Use one readout for all heads. Default: only for dbtrimkv.", _any,
@@ -133,26 +133,26 @@ class TrainingOptions(Options):
         _choice("additive", "multiplicative"), objectives=("distil",),
     )  # fmt: skip
     kernel_size: int | None = _setting(
-        int, GATES, "N", "Entries under a kernel of lococo; odd. Default: 21.", _odd, objectives=("compress",)
+        int, GATES, "N", "Kernel width of lococo in entries; odd. Default: 21.", _odd, objectives=("compress",)
     )
     keep_rate: float | None = _setting(
-        float, GATES, "X", "Share of --capacity that lococo does not merge into. Default: 0.5.", _FRACTION,
+        float, GATES, "X", "Fraction of --capacity that lococo keeps unchanged. Default: 0.5.", _FRACTION,
         objectives=("compress",),
     )  # fmt: skip
     mix: float | None = _setting(
-        float, GATES, "X", "Initial share of lococo's convolution in an entry. Default: 0.5.", _FRACTION,
+        float, GATES, "X", "Initial weight of lococo's convolution in a merged entry. Default: 0.5.", _FRACTION,
         objectives=("compress",),
     )  # fmt: skip
     kl: bool | None = _setting(
-        bool, LOSS, FLAG, "Leave out the distillation loss.", _any, spelling=" /--no-kl", default=True,
+        bool, LOSS, FLAG, "Omit the distillation loss.", _any, spelling=" /--no-kl", default=True,
         objectives=("distil",),
     )  # fmt: skip
     ntp: bool | None = _setting(
-        bool, LOSS, FLAG, "Leave out the next-token loss.", _any, spelling=" /--no-ntp", default=True,
+        bool, LOSS, FLAG, "Omit the next-token loss.", _any, spelling=" /--no-ntp", default=True,
         objectives=("distil",),
     )  # fmt: skip
     with_capacity: bool | None = _setting(
-        bool, LOSS, FLAG, "Leave out the capacity loss.", _any, spelling=" /--no-capacity", default=True,
+        bool, LOSS, FLAG, "Omit the capacity loss.", _any, spelling=" /--no-capacity", default=True,
         objectives=("distil",),
     )  # fmt: skip
     reverse_kl: bool | None = _setting(
@@ -160,10 +160,15 @@ class TrainingOptions(Options):
         default=False, objectives=("distil",),
     )  # fmt: skip
     capacity: int | None = _setting(
-        int, LOSS, "TOKENS", "Tokens that a head may retain.", _count(), objectives=("distil", "compress")
+        int, LOSS, "TOKENS", "Tokens retained per head without penalty.", _count(), objectives=("distil", "compress")
     )
     chunk: int | None = _setting(
-        int, LOSS, "TOKENS", "Tokens between two evictions of lococo. Default: 512.", _count(), objectives=("compress",)
+        int,
+        LOSS,
+        "TOKENS",
+        "Tokens between two eviction steps of lococo. Default: 512.",
+        _count(),
+        objectives=("compress",),
     )
     capacity_weight: float | None = _setting(
         float, LOSS, "X", "Weight of the capacity loss. Default: 1.", _NOT_NEGATIVE, default=1.0,
@@ -178,7 +183,7 @@ class TrainingOptions(Options):
         int, TRAINING, "N", "Train on about this many tokens. Replaces --steps.", _count(), default=None
     )
     passes: int | None = _setting(
-        int, TRAINING, "N", "How often a sequence is learned from, for kvzap. Default: 15.", _count(),
+        int, TRAINING, "N", "Passes over each sequence, for kvzap. Default: 15.", _count(),
         objectives=("replay",),
     )  # fmt: skip
     length: int | None = _setting(
@@ -205,7 +210,7 @@ class TrainingOptions(Options):
         int, TRAINING, "N", "Seed of the data and the initial weights. Default: 0.", _NOT_NEGATIVE, default=0
     )
     save_steps: int | None = _setting(int, OUTPUT, "N", "Steps between checkpoints.", _count(), default=None)
-    log_steps: int | None = _setting(int, OUTPUT, "N", "Steps between lines of the log.", _count(), default=None)
+    log_steps: int | None = _setting(int, OUTPUT, "N", "Steps between log records.", _count(), default=None)
 
 
 def settings_table() -> Iterator[tuple[str, Setting]]:

@@ -1,4 +1,4 @@
-"""A figure of a training: its losses, and the share of tokens that its gates retain, by step."""
+"""Training figure: losses and the fraction of tokens that the gates retain, by step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _TITLES = {
     "capacity": "capacity",
     "fit": "fit",
     "smooth": "neighbours",
-    "retained": "share retained at the end",
+    "retained": "fraction retained at the end",
 }
 
 
 def draw(log_records: Sequence[Mapping[str, Any]], figure_path: Path, title: str) -> None:
-    """Draw a log.
+    """Draw a training log.
 
     Args:
-        log_records: Its records, at least one.
-        figure_path: The PNG file.
-        title: The title.
+        log_records: Log records, at least one.
+        figure_path: Output PNG file.
+        title: Figure title.
     """
     steps = [record["step"] for record in log_records]
     loss_names = [loss_name for loss_name in _TITLES if loss_name in log_records[0]]

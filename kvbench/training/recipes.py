@@ -1,8 +1,8 @@
-"""Settings with which the gates that ship with kvbench were trained, by model and policy.
+"""Training settings of the gates that ship with kvbench, by model and policy.
 
     kvbench train gates --model smollm2 --policy trimkv
 
-uses them, and `python -m scripts.gates` in a checkout trains all of a model's gates again.
+uses them; `python -m scripts.gates` in a checkout retrains all gates of a model.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 Recipe = dict[str, Any]
-"""Settings by name, and `OUTSIDE`; other settings are the defaults."""
+"""Settings by name, plus the keys in `OUTSIDE`; missing settings have their defaults."""
 
 OUTSIDE = ("data", "dtype")
-"""What a recipe gives that is not a setting."""
+"""Keys of a recipe that are not settings."""
 
 _REFERENCE: Recipe = {"data": "reference", "length": 384, "lr": 2e-3, "log_steps": 5}
-"""Ten times the papers' learning rate, because these trainings take minutes instead of days; that
-of `lococo` is its authors' own."""
+"""Ten times the papers' learning rate, because these runs take minutes instead of days (`lococo`: the authors'
+rate).
+"""
 
 _SMOLLM2: Recipe = {
     "data": "chats",
@@ -29,9 +30,9 @@ _SMOLLM2: Recipe = {
     "save_steps": 30,
     "half": True,
 }
-"""Narrow gates in half precision, at most 4 MB of them. In bfloat16 the model takes half the time
-on a CPU that multiplies in it. Blocks are of 16 entries instead of the paper's 64, because contexts
-of a few hundred tokens have few blocks of 64."""
+"""Narrow gates in half precision, at most 4 MB. bfloat16 halves the time on CPUs with native support. Blocks have 16
+entries instead of the paper's 64, because contexts of a few hundred tokens have few blocks of 64.
+"""
 
 _REFERENCE_VL: Recipe = {
     "data": "shapes_vqa,shapes_dialogue",
@@ -39,7 +40,7 @@ _REFERENCE_VL: Recipe = {
     "lr": 2e-3,
     "log_steps": 5,
 }
-"""Samples of its own tasks with seeds that no evaluation uses."""
+"""Samples of the model's own tasks with seeds that no evaluation uses."""
 
 RECIPES: dict[str, dict[str, Recipe]] = {
     "reference": {
@@ -90,5 +91,5 @@ RECIPES: dict[str, dict[str, Recipe]] = {
 
 
 def recipe_of(model: str, policy: str) -> Recipe:
-    """The recipe of a model, by the name that `--model` takes, and a policy; empty without one."""
+    """Return the recipe of a policy for a model, as named by `--model`; empty if there is none."""
     return RECIPES.get(model, {}).get(policy, {})

@@ -1,9 +1,8 @@
-"""Gates that learn what a replay of the text measures.
+"""Training of gates that predict KVzip+ scores.
 
-The teacher is KVzip+: the engine prefills a text, replays it, and observes the largest attention
-that every entry receives, with the norms of KVzip+ (`kvbench.plugin.Replay`). The gates learn to
-predict its logarithm from hidden states of the prefill. Jégou, Jeblick: KVzap, arXiv 2601.07891,
-section 3.
+The teacher is KVzip+: the engine prefills a text, replays it, and observes the maximum attention that every entry
+receives, with the norms of KVzip+ (`kvbench.plugin.Replay`). The gates learn to predict its logarithm from hidden
+states of the prefill. Jégou, Jeblick: KVzap, arXiv 2601.07891, section 3.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from kvbench.training.data import TOGETHER, Item
 from kvbench.training.method import Gates, Method
 
 NEED = Replay(norm=True)
-"""What the teacher observes: KVzip+."""
+"""The teacher's observation: KVzip+."""
 
 
 @dataclass(frozen=True)
 class ReplayTargets:
-    """What the teacher gives for one sequence.
+    """Teacher outputs for one sequence.
 
     Attributes:
-        hidden: By layer: the input of the attention block, `[1, T, d_model]`.
-        label: Log of what every entry received, float32 `[L, H, T]`; `-inf` for nothing.
+        hidden: Input of the attention block per layer, `[1, T, d_model]`.
+        label: Log of the received attention, float32 `[L, H, T]`; `-inf` for none.
     """
 
     hidden: tuple[Tensor, ...]
@@ -45,15 +44,14 @@ class ReplayTargets:
 
 
 class ReplayStudent(nn.Module):
-    """A frozen model and gates; the forward returns the training loss.
+    """Frozen model with gates; its forward pass returns the training loss.
 
-    The teacher's results are remembered for the last `TOGETHER` sequences, so that a sequence that
-    comes again soon is not replayed again.
+    The teacher's outputs are cached for the last `TOGETHER` sequences, so that repetitions need no new replay.
 
     Args:
         model: A causal language model.
-        gates: The gates, which are the only trained parameters.
-        method: Kind of the gates.
+        gates: The only trained parameters.
+        method: Training method of the gates.
     """
 
     def __init__(self, model: nn.Module, gates: nn.Module, method: Method) -> None:
@@ -66,7 +64,7 @@ class ReplayStudent(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> ReplayStudent:
-        """Put the gates into training mode; the base model stays in inference mode (no dropout)."""
+        """Set the gates to training mode; the base model stays in inference mode (no dropout)."""
         super().train(mode)
         self.base.eval()
         return self
@@ -82,19 +80,19 @@ class ReplayStudent(nn.Module):
 
         Args:
             input_ids: `[B, T]`, padded on the left.
-            supervised: Not read: all tokens are learned.
-            valid: Which positions are tokens, bool `[B, T]`; None for all.
-            pixels: The images among the tokens, which a replay cannot read.
+            supervised: Ignored: all tokens are learned.
+            valid: Token positions, bool `[B, T]`; None for all.
+            pixels: Image inputs, which a replay does not support.
 
         Returns:
-            `loss`, the mean square of `predicted - label` over tokens, heads and layers; `fit`, the
-            same without gradient.
+            `loss`, the mean squared error of the predictions over tokens, heads and layers; `fit`, the same without
+            gradient.
 
         Raises:
-            UserError: There are images.
+            UserError: The batch contains images.
         """
         if pixels:
-            raise UserError(f"{self.method.name} learns from text alone; use data without images")
+            raise UserError(f"{self.method.name} is trained on text only; use data without images")
         prediction_errors = []
         for sequence_index, token_ids in enumerate(input_ids):
             measurement = self.measure(token_ids if valid is None else token_ids[valid[sequence_index]])
@@ -104,12 +102,12 @@ class ReplayStudent(nn.Module):
         return {"loss": mean_loss, "fit": mean_loss.detach()}
 
     def predict(self, measurement: ReplayTargets) -> Tensor:
-        """The gates' predictions for one sequence, float32 `[L, H, T]`."""
+        """Return the gates' predictions for one sequence, float32 `[L, H, T]`."""
         gates = cast("Gates", self.gates)
         return torch.cat([gates.score(layer, hidden_states) for layer, hidden_states in enumerate(measurement.hidden)])
 
     def measure(self, token_ids: Tensor) -> ReplayTargets:
-        """Prefill and replay one sequence, int64 `[T]`, or remember what that gave."""
+        """Prefill and replay one sequence, int64 `[T]`, or return the cached result."""
         cache_key = token_ids.cpu().numpy().tobytes()
         if cache_key in self._measured:
             self._measured.move_to_end(cache_key)
@@ -126,7 +124,7 @@ class ReplayStudent(nn.Module):
         hidden_states: dict[int, Tensor] = {}
 
         def record_hidden(forward_pass: Forward, layer: RaggedLayer, step: Step) -> None:
-            if forward_pass.cache is cache:  # and no copy of it, on which a chunk is replayed
+            if forward_pass.cache is cache:  # not a copy, on which a chunk is replayed
                 hidden_states[step.index] = step.hidden
 
         with engine(self.base, record_hidden):
@@ -139,13 +137,12 @@ class ReplayStudent(nn.Module):
 
 @torch.no_grad()
 def agreement(student: ReplayStudent, sequences: Iterable[Item]) -> dict[str, float]:
-    """How well gates predict the labels of sequences, at least one.
+    """Measure how well gates predict the labels of sequences, at least one.
 
     Returns:
-        `sequences` and `tokens`: how many there are; `r2` and `spearman`: the share of the variance
-        that is explained and the rank correlation, computed for every head over all tokens and
-        averaged over heads and layers; `spearman_model`: the rank correlation over all tokens,
-        heads and layers together, which is the order that a global budget goes by.
+        `sequences` and `tokens`: their counts; `r2` and `spearman`: explained variance and rank correlation per head
+            over all tokens, averaged over heads and layers; `spearman_model`: rank correlation over all tokens, heads
+            and layers together, the order that a global budget uses.
     """
     labels, predictions = [], []
     for sequence in sequences:
@@ -176,15 +173,15 @@ def agreement(student: ReplayStudent, sequences: Iterable[Item]) -> dict[str, fl
 
 
 def _spearman(first: Tensor, second: Tensor) -> float:
-    """Rank correlation of two vectors without ties."""
+    """Return the rank correlation of two vectors without ties."""
     ranks = torch.stack([vector.argsort().argsort().double() for vector in (first, second)])
     return float(torch.corrcoef(ranks)[0, 1])
 
 
 def describe_agreement(facts: Mapping[str, float]) -> str:
-    """The result of `agreement` as text."""
+    """Format the result of `agreement` as text."""
     return (
-        f"on {facts['sequences']} sequences that were not trained on: R² {facts['r2']:.3f} and "
+        f"on {facts['sequences']} held-out sequences: R² {facts['r2']:.3f} and "
         f"Spearman {facts['spearman']:.3f} within heads, Spearman {facts['spearman_model']:.3f} "
         "over all heads"
     )

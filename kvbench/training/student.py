@@ -1,7 +1,7 @@
-"""The student: a frozen model whose full-attention layers are gated, or cut between chunks.
+"""Student: a frozen model whose full-attention layers are gated, or compressed between chunks.
 
-No model's forward is copied. A hook on every attention module records its input, and the attention
-function that transformers calls gates the logits. Without the hooks, the same model is the teacher.
+No model code is copied. A hook on every attention module records its input, and the attention function that
+transformers calls gates the logits. Without the hooks, the same model is the teacher.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class _Pass:
     """One forward pass of the student.
 
     Attributes:
-        student: The student.
-        valid: Which positions are tokens, bool `[B, T]`; None for all.
+        student: The running student.
+        valid: Token positions, bool `[B, T]`; None for all.
         supervised: Positions whose next token is learned, bool `[B, T]`.
-        outputs: By layer: log beta for `distil`; the gates' inputs and their labels for `regress`;
-            queries and keys for `match`.
-        memory: What the layers hold; only for `compress`.
+        outputs: Per layer: log beta for `distil`; the gates' inputs and labels for `regress`; queries and keys for
+            `match`.
+        memory: Memory of the layers; only for `compress`.
         scale: Factor of the attention logits.
     """
 
@@ -67,7 +67,7 @@ def training_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function: `query` `[B, H_q, T, d]` after RoPE, output `[B, T, H_q, d]`."""
+    """Apply the student's attention: `query` `[B, H_q, T, d]` after RoPE, output `[B, T, H_q, d]`."""
     check_keywords(module, kwargs)
     hook_state = module.__dict__.get("_kvbench_training")
     if hook_state is not None:
@@ -99,14 +99,14 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class Student(nn.Module):
-    """A frozen model with gates; its forward returns the training loss.
+    """Frozen model with gates; its forward pass returns the training loss.
 
     Args:
         model: A causal language model; its attention implementation is replaced.
-        gates: The gates, which are the only trained parameters.
-        method: Kind of the gates.
-        settings: `checkpointing`, `kl`, `ntp`, `with_capacity`, `reverse_kl`, `capacity_weight`,
-            `capacity_reduce`; and those of `capacity`, `gating` and `chunk` that the method has.
+        gates: The only trained parameters.
+        method: Training method of the gates.
+        settings: `checkpointing`, `kl`, `ntp`, `with_capacity`, `reverse_kl`, `capacity_weight`, `capacity_reduce`; and
+            `capacity`, `gating` and `chunk` if the method has them.
 
     Raises:
         UserError: The gates or kvbench's attention do not fit this model.
@@ -148,7 +148,7 @@ class Student(nn.Module):
             and bool(getattr(model, "supports_gradient_checkpointing", False))
         )
         if self.checkpointed:
-            # The name changed within transformers 5; the first argument is the same.
+            # The method was renamed within transformers 5; the first argument is the same.
             method_names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
             enable: Any = next(
                 getattr(model, method_name) for method_name in method_names if hasattr(model, method_name)
@@ -157,10 +157,10 @@ class Student(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> Student:
-        """Put the gates into training mode; the base model stays in inference mode (no dropout)."""
+        """Set the gates to training mode; the base model stays in inference mode (no dropout)."""
         super().train(mode)
         self.base.eval()
-        if self.checkpointed:  # layers checkpoint only in training mode; their modules stay
+        if self.checkpointed:  # layers checkpoint only in training mode; their submodules stay in inference mode
             for submodule in self.base.modules():
                 if getattr(submodule, "gradient_checkpointing", False):
                     submodule.training = mode
@@ -178,11 +178,11 @@ class Student(nn.Module):
         Args:
             input_ids: `[B, T]`, padded on the left.
             supervised: Positions whose next token is learned, bool `[B, T]`.
-            valid: Which positions are tokens, bool `[B, T]`; None for all.
-            pixels: The images among the tokens; see `kvbench.engine.vision`.
+            valid: Token positions, bool `[B, T]`; None for all.
+            pixels: Image inputs; see `kvbench.engine.vision`.
 
         Returns:
-            `loss`; without gradient, its parts and, for `distil`, `retained`.
+            `loss`, and without gradient its terms and, for `distil`, `retained`.
         """
         self._pixels = pixels
         if self.method.objective == "regress":
@@ -246,7 +246,7 @@ class Student(nn.Module):
 
     def _compress(self, input_ids: Tensor, supervised: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
         if self._pixels:
-            raise UserError(f"{self.method.name} learns from text alone; use data without images")
+            raise UserError(f"{self.method.name} is trained on text only; use data without images")
         assert self.method.compress is not None
         memory = TrainingMemory(self.method.compress, self.gates, self.budget)
         token_mask = torch.ones_like(supervised) if valid is None else valid
@@ -268,7 +268,7 @@ class Student(nn.Module):
             head_of(self.base),
             self.terms,
         )
-        # A sequence that fits the budget is never cut; the gates then get a gradient of 0.
+        # A sequence within the budget is never compressed; the gates then get a gradient of 0.
         total_loss = total_loss + 0.0 * torch.stack([parameter.sum() for parameter in self.gates.parameters()]).sum()
         return {"loss": total_loss, "ntp": ntp_loss}
 
@@ -293,7 +293,7 @@ class Student(nn.Module):
                 logits = gates.rate(block_view)
                 total_loss = total_loss + losses.divergence(logits, target_shares, earlier_blocks)
                 query_count += int(earlier_blocks.any(-1).sum())
-        if not query_count:  # no sequence has a second block: a loss of 0 that still has a gradient
+        if not query_count:  # no sequence has a second block: a loss of 0 that is still differentiable
             total_loss, query_count = (
                 sum((parameter.sum() * 0.0 for parameter in self.gates.parameters()), total_loss),
                 1,
@@ -310,10 +310,10 @@ class Student(nn.Module):
         value: Tensor,
         scale: float,
     ) -> Tensor:
-        """Retention-gated attention of a layer, `[B, T, H_q, d]`."""
+        """Compute the retention-gated attention of a layer, `[B, T, H_q, d]`."""
         assert self.method.attention is not None
         log_beta = cast("Gates", self.gates).log_beta(layer, hidden_states, key, value)
-        # The backward pass runs a checkpointed layer again: the first output has the gradient.
+        # The backward pass reruns a checkpointed layer; the first output has the gradient.
         forward_pass.outputs.setdefault(layer, (log_beta,))
         output = self.method.attention(
             query, key, value, log_beta, scale=scale, gating=self.gating, valid=forward_pass.valid
@@ -321,7 +321,7 @@ class Student(nn.Module):
         return output.transpose(1, 2).contiguous()
 
     def project(self, layer: int, hidden_states: Tensor) -> Tensor:
-        """Queries, keys and values of a layer before RoPE, `[B, T, (H_q + 2 H) d]`."""
+        """Return a layer's queries, keys and values before RoPE, `[B, T, (H_q + 2 H) d]`."""
         assert self._info.project is not None
         return self._info.project(layer, hidden_states)
 
@@ -331,7 +331,7 @@ class Student(nn.Module):
             kwargs["attention_mask"] = valid.long()
             kwargs["position_ids"] = (valid.long().cumsum(-1) - 1).clamp(min=0)
         decoder: Any = decoder_of(self.base)
-        if self._pixels:  # the module around the decoder puts the images among the embeddings
+        if self._pixels:  # the decoder's parent module inserts the images into the embeddings
             decoder = self.base.model
             kwargs |= self._pixels
             if rotary_model(self.base) is not None:

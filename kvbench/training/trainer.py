@@ -1,7 +1,7 @@
-"""The training loop: transformers' Trainer, which saves and loads only gates.
+"""Training loop: transformers' Trainer, restricted to saving and loading gates.
 
-Checkpoints hold the gates as safetensors. The states of the optimizer, the scheduler and the random
-numbers are the Trainer's own files; it reads them with `weights_only`, which runs no pickled code.
+Checkpoints hold the gates as safetensors. The states of the optimizer, the scheduler and the random number generators
+are the Trainer's files, which it reads with `weights_only`, so no pickled code runs.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ WEIGHTS = "gates.safetensors"
 
 
 def arguments(settings: Mapping[str, Any], folder: Path, device: torch.device) -> TrainingArguments:
-    """The Trainer's arguments; all others have its defaults, as in the papers.
+    """Return the Trainer's arguments; all others keep their defaults, as in the papers.
 
     Args:
-        settings: Settings of the training.
-        folder: Folder of the checkpoints.
+        settings: Training settings.
+        folder: Checkpoint folder.
         device: Device; under torchrun, that of this process.
     """
     if device.type == "cuda" and device.index is not None:
@@ -74,14 +74,14 @@ def arguments(settings: Mapping[str, Any], folder: Path, device: torch.device) -
 
 
 class GateTrainer(Trainer):
-    """Trains the gates of a student.
+    """Trainer of a student's gates.
 
     Args:
-        student: The student.
-        args: The result of `arguments`.
-        sequences: The sequences, in order.
-        out: Folder of the log.
-        pad: Token that pads shorter sequences of a batch.
+        student: Frozen model with gates.
+        args: Output of `arguments`.
+        sequences: Training sequences, in order.
+        log_folder: Folder of the log.
+        pad_token: Token id that pads shorter sequences of a batch.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class GateTrainer(Trainer):
         self._log_file = log_folder / LOG
 
     def run(self, checkpoint: Path | None, completed_steps: int) -> None:
-        """Train from a checkpoint, which holds `completed_steps` steps, to the end."""
+        """Train to the end, from a checkpoint with `completed_steps` steps if given."""
         if checkpoint is None:
             self.train()
         elif completed_steps < self.args.max_steps:
@@ -126,7 +126,7 @@ class GateTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The student's loss; its parts are summed for the log."""
+        """Compute the student's loss and accumulate its terms for the log."""
         losses = model(**inputs)
         for loss_name, loss_value in losses.items():
             self._sums[loss_name] = self._sums.get(loss_name, 0.0) + loss_value.detach().float()
@@ -135,7 +135,7 @@ class GateTrainer(Trainer):
         return (losses["loss"], losses) if return_outputs else losses["loss"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write a record: means since the last one over all processes, learning rate, seconds."""
+        """Write a log record: means since the last one over all processes, learning rate, seconds."""
         if not self._batches:
             return
         loss_names = sorted(self._sums)
@@ -162,7 +162,7 @@ class GateTrainer(Trainer):
                 log_file.write(json.dumps(record) + "\n")
 
     def continue_log(self, log_records: list[dict[str, Any]]) -> None:
-        """Continue to count tokens and seconds where a log ends."""
+        """Resume the counts of tokens and seconds from the end of a log."""
         if log_records:
             self._started -= log_records[-1]["seconds"]
             self._tokens = log_records[-1]["tokens"] // self.accelerator.num_processes
@@ -193,14 +193,14 @@ class GateTrainer(Trainer):
 
 
 class ReportProgress(TrainerCallback):
-    """Reports every step, and the losses after every tenth of the training."""
+    """Progress callback: reports every step, and the losses after every tenth of the run."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
         self._reported = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the step; after a tenth of the training, report the last record of the log."""
+        """Count the step; after every tenth of the run, report the last log record."""
         self._reporter.advance()
         if state.global_step * 10 % state.max_steps >= 10 or not state.log_history:
             return

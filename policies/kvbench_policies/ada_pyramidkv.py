@@ -1,4 +1,4 @@
-"""Ada-PyramidKV: PyramidKV's shares of the layers, and within each layer AdaKV's of the heads.
+"""Ada-PyramidKV: PyramidKV's budgets per layer and, within each layer, AdaKV's budgets per head.
 
 arXiv 2407.11550 on arXiv 2406.02069; see `adakv` and `pyramidkv`.
 """
@@ -19,7 +19,7 @@ from kvbench_policies.snapkv import WindowAttention
 
 @dataclass(frozen=True)
 class AdaPyramid(HeadAdaptive):
-    """A pyramid over the layers, then head-adaptive within each; `b` is the layer's own share.
+    """Pyramid-shaped layer budgets, head-adaptive within each layer; `b` is the layer's own mean budget.
 
     Attributes:
         steepness: See `pyramidkv.Pyramid`.
@@ -31,12 +31,11 @@ class AdaPyramid(HeadAdaptive):
     window: int = 32
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         check_pyramid(self.steepness, self.window)
 
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
-        """Spread the total over layers, int64 `[B, L]` summing to `L * H * b`."""
+        """Return the entries per layer, int64 `[B, L]`, summing to `L * H * b`."""
         head_shares = pyramid_shares(model.layers, length, budget, self.steepness, self.window)
         return head_shares * model.kv_heads
 
@@ -46,7 +45,7 @@ ADA_PYRAMIDKV = Policy(
     score=WindowAttention(),
     allocate=AdaPyramid(),
     select=TopK(),
-    summary="SnapKV's scores; a pyramid over layers, and the heads of a layer share its budget",
+    summary="SnapKV's scores; pyramid-shaped layer budgets, shared adaptively by the heads of a layer",
     paper="arXiv 2407.11550, Algorithms 1 and 2, on arXiv 2406.02069",
     cost="time O(w T d + H T log(H T)), memory O(w T), as adakv",
 )

@@ -1,7 +1,7 @@
-"""AdaKV: the heads of a layer share its budget according to where the large attention weights are.
+"""AdaKV: the heads of a layer share its budget in proportion to their large attention weights.
 
-Feng, Lv, Cao, Xie, Zhou: Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for
-Efficient LLM Inference, arXiv 2407.11550, Algorithms 1 and 2 (safeguard alpha = 0.2).
+Feng, Lv, Cao, Xie, Zhou: Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
+Inference, arXiv 2407.11550, Algorithms 1 and 2 (safeguard alpha = 0.2).
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from kvbench_policies.snapkv import WindowAttention
 
 @dataclass(frozen=True)
 class HeadAdaptive(Allocator):
-    """The largest scores of a layer over all its heads, each head with a floor.
+    """One top-k per layer over all its heads, with a minimum per head.
 
-    `b` is the layer's mean number of entries per head. Protected entries count as the largest.
+    `b` is the layer's mean number of entries per head. Protected entries rank highest.
 
     Attributes:
         safeguard: AdaKV's alpha: every head gets at least `floor(alpha * b)` entries.
-        safeguard_mode: `reserve`: every head first keeps its own best `floor(alpha * b)`, and the
-            rest goes to the best remaining entries of the layer (kvpress and CriticalKV's code).
-            `mix`: with `w` protected entries per head and `b' = b - w`, the counts `c_h` of one
-            joint top-`H * b'` are mixed with an even split,
-            `n_h = (1 - alpha) c_h + floor(alpha b') + w`, rounded by largest remainder (AdaKV's own
-            repository).
+        safeguard_mode: `reserve`: every head first keeps its own best `floor(alpha * b)` entries; the best remaining
+            entries of the layer fill the rest (kvpress and CriticalKV's code). `mix`: with `w` protected entries per
+            head and `b' = b - w`, the counts `c_h` of one joint top-`H * b'` are mixed with an even split,
+            `n_h = (1 - alpha) c_h + floor(alpha b') + w`, rounded by largest remainder (AdaKV's own repository).
     """
 
     name: ClassVar[str] = "head_adaptive"
@@ -42,11 +40,10 @@ class HeadAdaptive(Allocator):
     safeguard_mode: Literal["reserve", "mix"] = "reserve"
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_share("safeguard", self.safeguard)
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
-        """Spread a layer's total (int64 `[B]`) over its heads, int64 `[B, 1, H]`."""
+        """Distribute a layer's total (int64 `[B]`) over its heads, int64 `[B, 1, H]`."""
         (layer,) = layers
         strategy = self._mix if self.safeguard_mode == "mix" else self._reserve
         return strategy(layer, total)[:, None]
@@ -72,15 +69,15 @@ class HeadAdaptive(Allocator):
             joint_shares - window_counts
         ) + alpha.denominator * even_shares
         mixed_shares = _largest_remainder(exact_shares, alpha.denominator, total_budget, view.valid.sum(-1))
-        # If the protected entries fill the layer there is nothing to mix.
+        # If the protected entries fill the layer, there is nothing to mix.
         return torch.where((free_entries > 0)[:, None], mixed_shares, joint_shares)
 
 
 def _largest_remainder(exact_shares: Tensor, denominator: int, total_entries: Tensor, capacity: Tensor) -> Tensor:
-    """Round `exact_shares / denominator` `[B, H]` to integers of a given sum, within `capacity`."""
+    """Round `exact_shares / denominator` `[B, H]` to integers that sum to `total_entries`, within `capacity`."""
     shares = torch.minimum(exact_shares // denominator, capacity)
     by_remainder = (exact_shares % denominator).argsort(dim=-1, descending=True, stable=True)
-    for _ in range(2):  # flooring a head and the even part leaves fewer than two entries per head
+    for _ in range(2):  # flooring leaves fewer than two entries per head
         remaining = (total_entries - shares.sum(-1))[:, None]
         headroom = (shares < capacity).gather(-1, by_remainder)
         additions = (headroom & (headroom.cumsum(-1) <= remaining)).long()
@@ -95,7 +92,7 @@ ADAKV = Policy(
     score=WindowAttention(),
     allocate=HeadAdaptive(),
     select=TopK(),
-    summary="SnapKV's scores; heads share a layer's budget, each with a floor of 20% of the mean",
+    summary="SnapKV's scores; heads share a layer's budget, each with at least 20% of the mean",
     paper="arXiv 2407.11550, Algorithms 1 and 2",
     cost="time O(H_q w T d), memory O(H_q w T + H T d)",
 )

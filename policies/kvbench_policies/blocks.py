@@ -1,7 +1,7 @@
-"""What scores that look at blocks of consecutive entries have in common.
+"""Helpers for scores that work on blocks of consecutive entries.
 
-The entries of a head lie anywhere among the columns that a view shows. They are packed side by side
-and cut into blocks of equal size, so that a block holds the same entries whatever the padding is.
+The entries of a head may be at any columns of a view. They are packed side by side and split into blocks of equal size,
+so a block holds the same entries regardless of padding.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from torch.nn.functional import pad
 
 
 def order_of(entry_mask: Tensor) -> Tensor:
-    """Columns of the chosen entries (bool `[B, H, n]`) in their order, then the other columns."""
+    """Return the columns of the selected entries (bool `[B, H, n]`) in order, then all other columns."""
     return (~entry_mask).to(torch.int8).argsort(dim=-1, stable=True)
 
 
 def in_blocks(entries: Tensor, entry_mask: Tensor, column_order: Tensor, size: int) -> Tensor:
-    """Pack chosen entries side by side and cut them into blocks; zeros fill the last blocks.
+    """Pack the selected entries side by side and split them into blocks, zero-padding the last ones.
 
     Args:
         entries: One value or vector per entry, `[B, H, n]` or `[B, H, n, d]`.
-        entry_mask: Which entries are chosen, bool `[B, H, n]`.
+        entry_mask: Selected entries, bool `[B, H, n]`.
         column_order: `order_of(entry_mask)`.
         size: Entries of a block.
 
@@ -40,6 +40,6 @@ def in_blocks(entries: Tensor, entry_mask: Tensor, column_order: Tensor, size: i
 
 
 def from_blocks(blocks: Tensor, column_order: Tensor) -> Tensor:
-    """Put values `[B, H, ceil(n / size), size]` back to their columns, `[B, H, n]`."""
+    """Scatter values `[B, H, ceil(n / size), size]` back to their columns, `[B, H, n]`."""
     flattened = blocks.flatten(2, 3)[..., : column_order.shape[-1]]
     return torch.zeros_like(flattened).scatter_(-1, column_order, flattened)

@@ -1,8 +1,8 @@
-"""CAKE: layers share the budget by how wide and how changeable their attention is.
+"""CAKE: layers share the budget by the entropy and the variance of their attention.
 
-Qin, Cao, Lin, Hu, Fan, Cheng, Lin, Li: CAKE: Cascading and Adaptive KV Cache Eviction with Layer
-Preferences, arXiv 2503.12491, with gamma = 200 and pooling over 5 as in the authors' code. Its
-exponents are tuned per model and cache size; 1 is the default of the code.
+Qin, Cao, Lin, Hu, Fan, Cheng, Lin, Li: CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, arXiv
+2503.12491, with gamma = 200 and pooling over 5 entries as in the authors' code. The paper tunes the exponents per model
+and cache size; the code defaults to 1.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from kvbench_policies.windows import WindowScore
 
 @dataclass(frozen=True)
 class MeanAndVariance(WindowScore):
-    """Mean of the window's attention plus `gamma` times its variance over the window's queries.
+    """Mean attention of the window plus `gamma` times its variance over the window's queries.
 
         s_i = pool( mean_{g in group}( mean_q A_g[q, i] + gamma Var_q A_g[q, i] ) )  for i < T - w
 
-    with the sample variance, and average pooling, beyond whose ends zeros lie. The window is
-    protected.
+    with the sample variance and zero-padded average pooling. The window is protected.
 
     Attributes:
         gamma: Weight of the variance.
         window: Number of observing queries, in tokens; these tokens are protected.
-        kernel: Width of the pooling over the past in entries, odd; 1 turns pooling off.
+        kernel: Odd width of the pooling over the past, in entries; 1 disables pooling.
     """
 
     name: ClassVar[str] = "cake"
@@ -43,7 +42,6 @@ class MeanAndVariance(WindowScore):
     gamma: float = 200.0
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         check_finite("gamma", self.gamma, 0)
 
@@ -57,28 +55,27 @@ class MeanAndVariance(WindowScore):
 
 
 def variance(attention: Tensor) -> Tensor:
-    """Sample variance over the queries, `[B, H_q, n]` from `[B, H_q, w, n]`; 0 of one query."""
+    """Return the sample variance over the queries, `[B, H_q, w, n]` to `[B, H_q, n]`; 0 for a single query."""
     return attention.var(2) if attention.shape[2] > 1 else torch.zeros_like(attention[:, :, 0])
 
 
 @dataclass(frozen=True)
 class LayerPreference(Allocator):
-    """Layers share what the window leaves of the budget by entropy and variance of attention.
+    """Layers share the budget beyond the window by entropy and variance of attention.
 
-    With the attention `A` of the window's queries `q` on the past `i < T - w`, over the layer's
-    query heads `g`:
+    With the attention `A` of the window's queries `q` on the past `i < T - w`, over the layer's query heads `g`:
 
         P_l = (-sum_{g, q, i} A log A)^(1 / tau1) * (sum_{g, i} Var_q A_g[q, i])^(1 / tau2)
 
         n_l = w + (b - w) L P_l / sum_m P_m
 
-    All heads of a layer get the same. A layer gets at most the `T` tokens of the context: the
-    excess goes to the others in proportion. Shares are even if `b <= w`. `P` belongs to the
-    prefill: at moment `decode` a cache that was cut before keeps the shares that its heads have.
+    All heads of a layer get the same budget, at most the `T` tokens of the context; the excess goes to the other layers
+    in proportion. Budgets are even if `b <= w`. `P` is measured during the prefill: at moment `decode`, a cache that
+    was compressed before keeps its per-head budgets.
 
     Attributes:
-        tau1: The higher, the less the entropy counts.
-        tau2: The higher, the less the variance counts.
+        tau1: Temperature of the entropy; a higher value reduces its influence.
+        tau2: Temperature of the variance; a higher value reduces its influence.
         window: `w`, the number of observing queries and of tokens that every head keeps.
     """
 
@@ -89,7 +86,6 @@ class LayerPreference(Allocator):
     window: int = 32
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         for parameter in ("tau1", "tau2"):
             if not 0 < getattr(self, parameter) < float("inf"):
                 raise UserError(f"{parameter}={getattr(self, parameter)} is out of range; use more than 0")
@@ -101,7 +97,7 @@ class LayerPreference(Allocator):
         return frozenset({Queries(self.window)})
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
-        """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
+        """Distribute a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
         log_weights = measured(layers, self, self._log_preference)
         largest_log = log_weights.amax(1, keepdim=True).clamp(min=-1e300)
         window_base = torch.full_like(total, self.window).double()
@@ -114,7 +110,7 @@ class LayerPreference(Allocator):
         attention = attention.masked_fill(~past_mask[:, :, None], 0.0)
         entropy = -torch.special.xlogy(attention, attention).double().sum((1, 2, 3))
         total_variance = variance(attention).double().sum((1, 2))
-        # Logarithms, so that small exponents do not overflow; -inf where one of them is 0.
+        # In the log domain small taus do not overflow; -inf where entropy or variance is 0.
         return entropy.clamp(min=0.0).log() / self.tau1 + total_variance.log() / self.tau2
 
 
@@ -123,8 +119,8 @@ CAKE = Policy(
     score=MeanAndVariance(),
     allocate=LayerPreference(),
     select=TopK(),
-    summary="attention of the last 32 queries and its variance; layers share by how it spreads",
+    summary="attention of the last 32 queries and its variance; layers with spread-out attention keep more",
     paper="arXiv 2503.12491",
     moments=("context", "question", "decode"),
-    cost="time O(H_q w T d), memory O(H_q w T + H T d); all layers are held to the end",
+    cost="time O(H_q w T d), memory O(H_q w T + H T d); all layers are held until the prefill ends",
 )

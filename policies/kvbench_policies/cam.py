@@ -1,7 +1,7 @@
-"""CaM: the values of evicted tokens are spread over the kept ones among the tokens that follow.
+"""CaM: values of evicted tokens are added to kept tokens that follow shortly after.
 
-Zhang, Du, Luo, Zhong, Zhang, Liu, Ji: CaM: Cache Merging for Memory-efficient LLMs Inference,
-ICML 2024, on H2O's eviction.
+Zhang, Du, Luo, Zhong, Zhang, Liu, Ji: CaM: Cache Merging for Memory-efficient LLMs Inference, ICML 2024, on H2O's
+eviction.
 """
 
 from __future__ import annotations
@@ -22,53 +22,46 @@ from kvbench_policies.ranges import check_count
 
 @dataclass(frozen=True)
 class ValueMerge(Merger):
-    """An evicted value, divided by `merge_span`, is added to kept values shortly behind it.
+    """Each evicted value, divided by `merge_span`, is added to the kept values shortly after it.
 
-    The receivers are the kept ones among the next `merge_span` tokens by position, as in the
-    authors' code, and not the next kept tokens, however far away: at a one-shot cut those would
-    collect many values each. What the other tokens of the span would have received is lost, and so
-    is the value if none of them is kept. Keys stay as they are.
+    The receivers are the kept tokens among the next `merge_span` positions, as in the authors' code, not the next kept
+    tokens at any distance, which would collect many values each in a one-shot eviction. The parts for evicted tokens of
+    the span are lost. Keys do not change.
 
-    An evicted token `i` is merged with probability `min(1, a_i / mean a)`, where `a` is the
-    accumulated attention (mean over the query heads of a KV head) and the mean is over the next
-    `merge_span` tokens, kept or not; near the end of the sequence over those that exist. One draw
-    decides for all receivers. In the authors' code, which evicts one token at every step, behind a
-    recent window, `a` is the attention of the newest token alone and the mean is over the whole
-    window behind the evicted token, not over `merge_span` tokens of it. The draw is the view's
-    noise at the evicted token, so it is the same in every batch and for every budget.
+    An evicted token `i` is merged with probability `min(1, a_i / mean a)`, where `a` is the accumulated attention (mean
+    over the query heads of a KV head) and the mean is over the next `merge_span` tokens, kept or not, or fewer near the
+    end of the sequence. One draw decides for all receivers; it is the view's noise at the evicted token, so it is the
+    same in every batch and for every budget. The authors' code evicts one token per step, just before a recent window;
+    there `a` is the attention of the newest token alone, and the mean is over that whole window.
 
-    The first cut of a cache merges all that it evicts. A later cut merges only tokens that came
-    since the previous one (a cut that evicts nothing from the layer does not count). Kept values
-    are sums, so the order of the evicted tokens does not matter.
+    The first eviction step may merge any evicted token. Later ones merge only tokens added since the previous step that
+    evicted anything from the layer.
 
     Attributes:
         merge_span: The paper's m, in tokens.
     """
 
     name: ClassVar[str] = "value"
-    version = 2  # merged into the next kept tokens, however far behind
+    version = 2  # version 1 merged into the next kept tokens at any distance
     merge_span: int = 32
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("merge_span", self.merge_span, 1)
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The attention that every entry received."""
+        """Accumulated attention per entry."""
         return frozenset({AttentionMass()})
 
     def merge(self, v: View, keep: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Give the keys and values to store, `[B, H, n, d]` each; the keys are the view's own.
+        """Return the keys (unchanged) and values to store, `[B, H, n, d]` each.
 
-        The state is `seen`, int64 `[B]`: how many tokens the sequence had seen at the previous cut;
-        0 before the first.
+        The state is `seen`, int64 `[B]`: the sequence length at the previous eviction step; 0 before the first.
         """
         evicted = v.valid & ~keep
         seen_length = state.get("seen", torch.zeros_like(v.length))
         state["seen"] = torch.where(evicted.any(2).any(1), v.length, seen_length)
-        # Tokens that came since then were never evicted before, so from a candidate on adjacent
-        # entries are adjacent tokens.
+        # None of the newer tokens was evicted before, so from a candidate on, adjacent entries are adjacent tokens.
         candidates = evicted & (v.position >= seen_length[:, None, None])
         accumulated = v.grouped(v.obs[AttentionMass()]).double().masked_fill(~v.valid, 0.0)
         following_sum, following_count = (self._after(quantity) for quantity in (accumulated, v.valid.double()))
@@ -79,16 +72,16 @@ class ValueMerge(Merger):
         return v.key, self._add(v.value, merged_mask, receives)
 
     def _after(self, quantity: Tensor) -> Tensor:
-        """Sum over the `merge_span` entries after every entry, `[B, H, n]`."""
+        """Sum over the `merge_span` entries that follow each entry, `[B, H, n]`."""
         return sum_before(quantity.flip(2), self.merge_span).flip(2)
 
     def _add(self, values: Tensor, merged_mask: Tensor, receives: Tensor) -> Tensor:
-        """Add merged values to their receivers, in float32, block by block of entries.
+        """Add merged values to their receivers in float32, one block of entries at a time.
 
         Args:
             values: `[B, H, n, d]`; not changed.
-            merged_mask: Which entries are merged, bool `[B, H, n]`.
-            receives: Which entries receive anything, bool `[B, H, n]`.
+            merged_mask: Entries that are merged, bool `[B, H, n]`.
+            receives: Entries that receive anything, bool `[B, H, n]`.
         """
         updated = values.clone()
         batch_size, head_count, entry_count, head_dim = values.shape
@@ -112,7 +105,7 @@ CAM = Policy(
     allocate=Uniform(),
     select=TopK(),
     merge=ValueMerge(),
-    summary="H2O whose evicted values are added, thinned, to kept ones among the next 32 tokens",
+    summary="H2O; evicted values are divided by 32 and added to the kept ones among the next 32 tokens",
     paper="CaM, ICML 2024",
     moments=("context", "question", "decode"),
     cost="time O(n d log m), memory O(n d)",

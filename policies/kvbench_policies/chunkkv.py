@@ -1,9 +1,8 @@
 """ChunkKV: whole chunks of neighbouring tokens are kept or evicted.
 
-Liu, Tang, Dong, Li, Liu, B. Li, Hu, Chu: ChunkKV: Semantic-Preserving KV Cache Compression for
-Efficient Long-Context LLM Inference, arXiv 2502.00299, Algorithm 1. The paper's chunks have 10
-tokens, those of kvpress 20. Its layer-wise index reuse, which saves time, is left out: every layer
-chooses for itself.
+Liu, Tang, Dong, Li, Liu, B. Li, Hu, Chu: ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context
+LLM Inference, arXiv 2502.00299, Algorithm 1. The paper's chunks have 10 tokens, those of kvpress 20. The paper's
+layer-wise index reuse, which saves time, is not implemented: every layer selects its own chunks.
 """
 
 from __future__ import annotations
@@ -27,16 +26,15 @@ class Chunks(TopK):
 
         s_i = mean of the scores of the unprotected entries j with floor(j / c) = floor(i / c)
 
-    with positions `i`, `j` and chunk length `c`; protected entries keep their classes. Top-k then
-    takes chunk after chunk, because ties go to the more recent token. Of the last chunk that it
-    reaches, it takes only as many tokens as the share has room for, the newest ones. Allocators see
-    the chunks' scores, too. In contrast to the paper's sum, the mean does not punish the last
-    chunk, which may be shorter, or one that an earlier cut has thinned out.
+    with positions `i`, `j` and chunk length `c`; protected entries stay protected. Top-k then takes whole chunks,
+    because ties go to the more recent token; if the budget covers only part of the last chunk, its newest tokens are
+    kept. Allocators see the chunks' scores, too. Unlike the paper's sum, the mean does not penalise a shorter last
+    chunk or one that an earlier eviction step has thinned out.
 
     Attributes:
-        chunk_length: Tokens of a chunk, the paper's `c`; the first one begins at position 0.
-        joint: Whether the mean is over all KV heads of the layer, so that heads of equal shares
-            keep the same chunks (as in kvpress), or each head scores chunks for itself.
+        chunk_length: Tokens per chunk, the paper's `c`; the first chunk begins at position 0.
+        joint: Whether the mean is over all KV heads of the layer, so that heads with equal budgets keep the same chunks
+            (as in kvpress). If false, each head scores its own chunks.
     """
 
     name: ClassVar[str] = "chunk"
@@ -44,11 +42,10 @@ class Chunks(TopK):
     joint: bool = True
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("chunk_length", self.chunk_length, 1)
 
     def prepare(self, v: View, scores: Scores) -> Scores:
-        """Replace the scores of unprotected entries by those of their chunks."""
+        """Replace the scores of unprotected entries with those of their chunks."""
         free_mask = v.valid & (scores.protect <= 0)
         chunk_labels = (v.position // self.chunk_length).masked_fill(~free_mask, -1)
         free_scores = scores.value.float().masked_fill(~free_mask, 0.0)
@@ -62,7 +59,7 @@ class Chunks(TopK):
 
 
 def mean_of_equals(values: Tensor, labels: Tensor) -> Tensor:
-    """Give every number the mean of those with the same label in its row.
+    """Replace every value with the mean of the values that have the same label in its row.
 
     Args:
         values: float32 `[B, R, m]`.

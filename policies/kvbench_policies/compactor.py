@@ -1,9 +1,9 @@
-"""Compactor: keys that stand out, blended with attention without the causal mask.
+"""Compactor: key leverage blended with attention without the causal mask.
 
-Chari, Van Durme: Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate
-Leverage Scores, arXiv 2507.08143, with the defaults of kvpress (`CompactorPress`, by the first
-author): 8 sinks, 4 recent tokens, and the share that is removed as the weight of the leverage
-(compactor-vllm has 0.5). `score=leverage` and `score=non_causal` are its parts.
+Chari, Van Durme: Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores, arXiv
+2507.08143, with the defaults of kvpress (`CompactorPress`, by the first author): 8 sinks, 4 recent tokens, and the
+compression ratio as the weight of the leverage (0.5 in compactor-vllm). The two terms are also available as
+`score=leverage` and `score=non_causal`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from kvbench_policies.ranges import check_count, check_finite
 
 @dataclass(frozen=True)
 class Blend(Score):
-    """`s_i = blend * z(leverage_i) + z(attention_i)` of the tokens between sinks and recent ones.
+    """`s_i = blend * z(leverage_i) + z(attention_i)` for the tokens between sinks and recent tokens.
 
-    Leverage is that of `score=leverage` and attention that of `score=non_causal`, both over these
-    tokens alone: chunks begin behind the sinks. `z` standardises over the entries of the layer.
+    Leverage is that of `score=leverage` and attention that of `score=non_causal`, both over these tokens alone: chunks
+    begin after the sinks. `z` standardises over the entries of the layer.
 
     Attributes:
-        blend: Weight of the leverage; none takes the share that is removed, `1 - b/T`.
-        sinks: Number of first tokens that are protected.
-        recent: Number of last tokens that are protected.
+        blend: Weight of the leverage; None uses the compression ratio, `1 - b/T`.
+        sinks: Number of protected first tokens.
+        recent: Number of protected last tokens.
         chunk: See `non_causal.NonCausalAttention`.
         sketch: See `leverage.Leverage`.
         variant: See `non_causal.NonCausalAttention`.
@@ -45,7 +45,6 @@ class Blend(Score):
     variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if self.blend is not None:
             check_finite("blend", self.blend, 0)
         check_count("sinks", self.sinks, 0)
@@ -55,7 +54,7 @@ class Blend(Score):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The attention within chunks."""
+        """Attention within chunks."""
         return frozenset({self._need})
 
     @property
@@ -81,7 +80,7 @@ COMPACTOR = Policy(
     score=Blend(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps keys that stand out and what whole chunks attend to, without a causal mask",
+    summary="keeps outlier keys and the tokens that whole chunks attend to, without a causal mask",
     paper="arXiv 2507.08143",
     moments=("context", "question"),
     cost="time O(H T (d + sketch) sketch + H_q T chunk d), memory O(H T (d + sketch))",

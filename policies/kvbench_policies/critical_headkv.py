@@ -1,6 +1,6 @@
-"""CriticalKV's two-stage selection on HeadKV's shares.
+"""CriticalKV's two-stage selection with HeadKV's per-head budgets.
 
-arXiv 2502.03805, Algorithm 1, with the shares of arXiv 2410.19258; see `criticalkv` and `headkv`.
+arXiv 2502.03805, Algorithm 1, with the per-head budgets of arXiv 2410.19258; see `criticalkv` and `headkv`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CRITICAL_HEADKV = Policy(
     score=WindowAttention(),
     allocate=HeadProfileShares(),
     select=TwoStage(),
-    summary="HeadKV; the second half of every head's share is chosen by attention times ||V W_O||",
+    summary="HeadKV; the second half of every head's budget is selected by attention times ||V W_O||",
     paper="arXiv 2502.03805, Algorithm 1, on HeadKV",
     moments=("context", "question"),
     cost="time O(w T d + G T d d_model), memory O(w T)",

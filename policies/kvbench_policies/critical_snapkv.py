@@ -1,4 +1,4 @@
-"""CriticalKV's two-stage selection on SnapKV's even shares.
+"""CriticalKV's two-stage selection with SnapKV's even budgets.
 
 arXiv 2502.03805, Algorithm 1, with the window attention of arXiv 2404.14469; see `criticalkv`.
 """
@@ -15,7 +15,7 @@ CRITICAL_SNAPKV = Policy(
     score=WindowAttention(),
     allocate=Uniform(),
     select=TwoStage(),
-    summary="SnapKV; the second half of every head's share is chosen by attention times ||V W_O||",
+    summary="SnapKV; the second half of every head's budget is selected by attention times ||V W_O||",
     paper="arXiv 2502.03805, Algorithm 1, on SnapKV",
     cost="time O(H_q T d (w + d_model)), memory O(H_q w T + H T d)",
 )

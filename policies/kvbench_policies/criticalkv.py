@@ -1,9 +1,8 @@
 """CriticalKV: two-stage selection that bounds the perturbation of the attention output.
 
-Feng, Lv, Guo, Cao, Zhou, Xie: CriticalKV: Optimizing KV Cache Eviction from an Output Perturbation
-Perspective, arXiv 2502.03805, Algorithm 1 and Theorem 3.5. alpha = 0.5 as in all of the paper's
-experiments (the 0.25 in the algorithm's header is a slip), epsilon = 1e-4 (footnote 3). The same
-selection on SnapKV is `critical_snapkv`.
+Feng, Lv, Guo, Cao, Zhou, Xie: CriticalKV: Optimizing KV Cache Eviction from an Output Perturbation Perspective, arXiv
+2502.03805, Algorithm 1 and Theorem 3.5. alpha = 0.5 as in all of the paper's experiments (the algorithm's header says
+0.25 by mistake), epsilon = 1e-4 (footnote 3). `critical_snapkv` is the same selection on SnapKV.
 """
 
 from __future__ import annotations
@@ -24,25 +23,24 @@ from kvbench_policies.snapkv import WindowAttention
 
 @dataclass(frozen=True)
 class TwoStage(Selector):
-    """Algorithm 1. Stage 1 selects by attention, stage 2 by attention times the value's norm.
+    """Algorithm 1: stage 1 selects by attention, stage 2 by attention times the norm of the projected value.
 
-    A head's share `n` includes its window, the `w` protected entries. Stage 1 keeps the window and
-    the top `max(0, floor(first_stage * n) - w)` others by attention `A`. Stage 2 fills the rest
-    with the largest `(A_i + eps) * ||V_i W_O||`. Shares are settled before, from attention alone.
-    Ties go to the more recent token.
+    A head's budget `n` includes its window of `w` protected entries. Stage 1 keeps the window and the top
+    `max(0, floor(first_stage * n) - w)` others by attention `A`. Stage 2 fills the rest with the largest
+    `(A_i + eps) * ||V_i W_O||`. Per-head budgets are allocated before, from attention alone. Ties go to the more recent
+    token.
 
-    The algorithm is about attention, which is never negative. A head whose scores go below zero
-    (`knorm`, `recency`, ...) has them shifted so that its smallest is 0: unshifted, the product
-    would rank entries of large value norm last, the opposite of what stage 2 is for. Only
-    `variant=release` multiplies negative scores as they are, as kvpress does.
+    The algorithm assumes attention, which is never negative. If a head has negative scores (`knorm`, `recency`, ...),
+    they are shifted so that the smallest is 0; otherwise the product would rank entries with a large value norm last.
+    Only `variant=release` multiplies negative scores unshifted, as kvpress does.
 
     Attributes:
-        first_stage: Share of a head's entries that stage 1 keeps, the paper's alpha.
-        eps: Added to attention so that the norm decides among entries without attention.
+        first_stage: Fraction of a head's budget that stage 1 selects, the paper's alpha.
+        eps: Added to attention, so that the norm ranks entries without attention.
         norm: `l1`, or `l2` (appendix).
-        variant: `paper`, or `release` (the authors' and kvpress' code): the head's best
-            `floor(safeguard * b)` entries are in stage 1 as well, so a head at its floor has no
-            stage 2 (`b` is the layer's mean share); negative scores are not shifted.
+        variant: `paper`, or `release` (the authors' and kvpress' code): the head's best `floor(safeguard * b)` entries
+            are in stage 1 as well, so a head at its minimum has no stage 2 (`b` is the layer's mean per-head budget);
+            negative scores are not shifted.
         safeguard: The allocator's safeguard; only `variant=release` reads it.
     """
 
@@ -54,18 +52,17 @@ class TwoStage(Selector):
     safeguard: float = 0.2
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_share("first_stage", self.first_stage)
         check_share("safeguard", self.safeguard)
         check_finite("eps", self.eps, 0)
 
     @property
     def version(self) -> int:
-        """2 for `variant=release`, which shifted negative scores."""
+        """2 for `variant=release`: version 1 shifted negative scores."""
         return 2 if self.variant == "release" else 1
 
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
-        """Choose exactly `share` (int64 `[B, H]`) entries per head, bool `[B, H, n]`."""
+        """Select exactly `share` (int64 `[B, H]`) entries per head, bool `[B, H, n]`."""
         first_counts = portion(share, self.first_stage)
         if self.variant == "release":
             mean_floor = portion(share.sum(-1), self.safeguard, share.shape[-1])
@@ -91,7 +88,7 @@ CRITICALKV = Policy(
     score=WindowAttention(),
     allocate=HeadAdaptive(),
     select=TwoStage(),
-    summary="AdaKV; the second half of every head's share is chosen by attention times ||V W_O||",
+    summary="AdaKV; the second half of every head's budget is selected by attention times ||V W_O||",
     paper="arXiv 2502.03805, Algorithm 1, on AdaKV",
     cost="time O(H_q T d (w + d_model)), memory O(H_q w T + H T d)",
 )

@@ -1,9 +1,8 @@
-"""CurDKV: keeps the entries of largest approximate leverage of keys and values.
+"""CurDKV: keeps the entries with the largest approximate leverage of keys and values.
 
-Sengupta, Chaudhary, Chakraborty: Value-Guided KV Compression for LLMs via Approximated CUR
-Decomposition, arXiv 2509.15038, Algorithm 1: squared lengths after a Gaussian projection to 20
-dimensions. kvpress (`CURPress`) projects nothing by default and normalises the lengths in local
-windows: `curdkv:sketch=0:local=16`.
+Sengupta, Chaudhary, Chakraborty: Value-Guided KV Compression for LLMs via Approximated CUR Decomposition, arXiv
+2509.15038, Algorithm 1: squared norms after a Gaussian projection to 20 dimensions. kvpress (`CURPress`) does not
+project by default and normalises the norms in local windows: `curdkv:sketch=0:local=16`.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ _TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class CurLeverage(Score):
-    """Product of the squared lengths of an entry's projected key and value.
+    """Product of the squared norms of an entry's projected key and value.
 
         s_i = l^K_i l^V_i / sum_j l^K_j l^V_j,    l^K_i = || k_i G ||^2,  l^V_i = || v_i G ||^2
 
-    `G` is `d x sketch` with entries drawn from N(0, 1/sketch), the same for keys and values. It is
-    drawn for every context, layer and head from the run's seed.
+    `G` is `d x sketch` with entries from N(0, 1/sketch), the same for keys and values. It is drawn per context, layer
+    and head from the run's seed.
 
     Attributes:
-        sketch: Dimensions that `G` projects to; 0 takes the lengths as they are.
+        sketch: Dimensions that `G` projects to; 0 disables the projection.
         leverage: `product`, `mean` (of `l^K` and `l^V`), `key` or `value`.
-        local: Divide `l^K` and `l^V` by their sums over windows of this many entries; 0 does not.
-        sinks: Number of first tokens that are protected.
+        local: Window size, in entries, over which `l^K` and `l^V` are normalised to sum 1; 0 disables this.
+        sinks: Number of protected first tokens.
     """
 
     name: ClassVar[str] = "curdkv"
@@ -47,13 +46,12 @@ class CurLeverage(Score):
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("sketch", self.sketch, 0, "dimensions")
         check_count("local", self.local, 0, "entries")
         check_count("sinks", self.sinks, 0)
 
     def score(self, v: View) -> Scores:
-        """Score the entries of one layer, float32 `[B, H, n]`; a head's sum is 1."""
+        """Score the entries of one layer, float32 `[B, H, n]`, summing to 1 per head."""
         key_leverage, value_leverage = (self._lengths(v, tensor) for tensor in (v.key, v.value))
         if self.leverage == "product":
             scores = key_leverage * value_leverage
@@ -65,7 +63,7 @@ class CurLeverage(Score):
         return Scores(scores, protect_sinks(v, self.sinks))
 
     def _lengths(self, view: View, tensor: Tensor) -> Tensor:
-        """Squared lengths of projected keys or values, `[B, H, n]`; 0 where there is no entry."""
+        """Return squared norms of projected keys or values, `[B, H, n]`; 0 where there is no entry."""
         projected = tensor.float()
         if self.sketch:
             projected = projected @ (gaussian(view, tensor.shape[-1], self.sketch) / self.sketch**0.5)
@@ -82,7 +80,7 @@ CURDKV = Policy(
     score=CurLeverage(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps the entries of largest leverage: squared lengths of projected keys and values",
+    summary="keeps the entries with the largest leverage: squared norms of projected keys and values",
     paper="arXiv 2509.15038, Algorithm 1",
     moments=("context", "question", "decode"),
     cost="time O(H T d sketch), memory O(H T d)",

@@ -1,12 +1,10 @@
-"""D2O: layer shares by the variance of attention; evicted entries merge into the nearest kept one.
+"""D2O: layer budgets by the variance of attention; evicted entries merge into the nearest kept one.
 
-Wan, Wu, Zhang and others: D2O: Dynamic Discriminative Operations for Efficient Long-Context
-Inference of Large Language Models, arXiv 2406.13035, section 4.2: token eviction (equations 6 to 8)
-and dynamic token merging (equations 9 to 12). The shares of the layers (section 4.1) are in
-`inverse_variance`.
+Wan, Wu, Zhang and others: D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large Language
+Models, arXiv 2406.13035, section 4.2: token eviction (equations 6 to 8) and dynamic token merging (equations 9 to 12).
+The layer budgets (section 4.1) are in `inverse_variance`.
 
-Where the authors' released code differs from the paper, `variant=release` follows the code; each
-part says how.
+Where the authors' released code differs from the paper, `variant=release` follows the code; each part documents how.
 """
 
 from __future__ import annotations
@@ -39,17 +37,16 @@ _BLOCK = 1 << 25
 
 @dataclass(frozen=True)
 class ImportantRecent(Selector):
-    """Part of every head's share for recent tokens, the rest for sinks and the largest scores.
+    """A fixed fraction of every head's budget for recent tokens, the rest for sinks and the largest scores.
 
-    A head of share `n` keeps its last `floor(recent * n)` tokens, at least the newest, and the
-    first `sinks` tokens; the largest scores fill the rest. If these tokens do not fit, the oldest
-    tokens of the window give way first, then the last sinks, and the newest token last. Whatever
-    the score protects is protected as well.
+    A head with budget `n` keeps its last `floor(recent * n)` tokens, at least the newest, and the first `sinks` tokens;
+    the largest scores fill the rest. If these tokens do not fit, the oldest tokens of the window are dropped first,
+    then the last sinks, and the newest token last. Entries that the score protects stay protected.
 
     Attributes:
-        recent: Fraction of a head's share for recent tokens; none means the variant's value: 0.25
-            (3:1, paper) or 0.5 (1:1, release).
-        sinks: Number of first tokens that are protected.
+        recent: Fraction of a head's budget for recent tokens; None uses the variant's value: 0.25 (3:1, paper) or 0.5
+            (1:1, release).
+        sinks: Number of protected first tokens.
         variant: `paper`, or `release` (the authors' code).
     """
 
@@ -59,18 +56,17 @@ class ImportantRecent(Selector):
     variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if self.recent is not None:
             check_share("recent", self.recent)
         check_count("sinks", self.sinks, 0)
 
     @property
     def version(self) -> int:
-        """2 with two or more sinks: of sinks that do not fit, the last now gives way first."""
+        """2 with two or more sinks: the last sink is now dropped first if the sinks do not fit."""
         return 2 if self.sinks > 1 else 1
 
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
-        """Choose exactly `share` (int64 `[B, H]`) valid entries per head, bool `[B, H, n]`."""
+        """Select exactly `share` (int64 `[B, H]`) valid entries per head, bool `[B, H, n]`."""
         recent_share = self.recent
         if recent_share is None:
             recent_share = 0.5 if self.variant == "release" else 0.25
@@ -86,26 +82,26 @@ class ImportantRecent(Selector):
 
 @dataclass(frozen=True)
 class EmaMerge(Merger):
-    """Evicted entries are merged into their nearest kept entry if that is near enough.
+    """Each evicted entry is merged into its nearest kept entry if they are similar enough.
 
-    In each head, with kept keys `k_j` and evicted keys `k_i`, let `u_ij = cos(k_i, k_j)` and
-    `j*(i) = argmax_j u_ij` (ties go to the more recent entry). An evicted entry is merged into
-    `j*(i)` if `max_j u_ij >= tau`, and dropped otherwise. At a head's first cut, `tau` is the mean
-    of `max_j u_ij`; at later cuts it becomes `ema * mean + (1 - ema) * tau`:
+    In each head, with kept keys `k_j` and evicted keys `k_i`, let `u_ij = cos(k_i, k_j)` and `j*(i) = argmax_j u_ij`
+    (ties go to the more recent entry). An evicted entry is merged into `j*(i)` if `max_j u_ij >= tau`, and dropped
+    otherwise. At a head's first eviction step, `tau` is the mean of `max_j u_ij`; at later ones it becomes
+    `ema * mean + (1 - ema) * tau`:
 
         w_j = e / (e + sum_{i -> j} exp(u_ij)),    w_i = exp(u_ij) / (e + sum_{i -> j} exp(u_ij))
         k_j <- w_j k_j + sum_{i -> j} w_i k_i,     v_j <- w_j v_j + sum_{i -> j} w_i v_i
 
-    A kept entry that receives nothing does not change, and neither does `tau` at a cut that evicts
-    nothing from a head. Sums are in float32 and cast back at the end. Similarities are computed in
-    blocks of evicted entries; the whole matrix is never held.
+    A kept entry that receives nothing does not change, nor does `tau` if nothing is evicted from a head. Sums are in
+    float32 and cast back at the end. Similarities are computed in blocks of evicted entries; the full matrix is never
+    in memory.
 
     Attributes:
-        ema: The paper's beta; none means the variant's value: 0.7 (paper) or 0.5 (release).
-        variant: `paper`, or `release` (the authors' code): a kept entry becomes
-            `(k_j + sum u_ij k_i) / (1 + count)`; all heads of a layer share one threshold, the mean
-            over all their evicted entries; and they decide together: the s-th evicted entries of
-            all heads are merged if the mean of their `max_j u_ij` over heads reaches it.
+        ema: The paper's beta; None uses the variant's value: 0.7 (paper) or 0.5 (release).
+        variant: `paper`, or `release` (the authors' code): a kept entry becomes `(k_j + sum u_ij k_i) / (1 + count)`;
+            all heads of a layer share one threshold, the mean over all their evicted entries; and the heads decide
+            together: the s-th evicted entries of all heads are merged if the mean of their `max_j u_ij` over heads
+            reaches it.
     """
 
     name: ClassVar[str] = "ema"
@@ -113,15 +109,14 @@ class EmaMerge(Merger):
     variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if self.ema is not None:
             check_share("ema", self.ema)
 
     def merge(self, v: View, keep: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Give the keys and values to store, `[B, H, n, d]` each.
+        """Return the keys and values to store, `[B, H, n, d]` each.
 
-        The state holds `tau` (float64) and `cuts` (int64), the number of cuts behind it: `[B, H]`,
-        or `[B, 1]` if the heads share one threshold.
+        The state holds `tau` (float64) and `cuts` (int64), the number of eviction steps so far: `[B, H]`, or `[B, 1]`
+        if the heads share one threshold.
         """
         kept_indices, in_use = pack(keep, newest_first=True)
         evicted_indices, real_mask = pack(v.valid & ~keep & keep.any(-1, keepdim=True))
@@ -154,15 +149,12 @@ class EmaMerge(Merger):
         similarity_sums, entry_counts = real_similarity.sum(2), real_mask.sum(2)
         rank_keys = real_similarity
         if self.variant == "release":
-            similarity_sums, entry_counts = (
-                similarity_sums.sum(1, keepdim=True),
-                entry_counts.sum(1, keepdim=True),
-            )
+            similarity_sums, entry_counts = similarity_sums.sum(1, keepdim=True), entry_counts.sum(1, keepdim=True)
             rank_keys = real_similarity.sum(1, keepdim=True) / real_mask.sum(1, keepdim=True).clamp(min=1)
         mean_similarity = similarity_sums / entry_counts.clamp(min=1)
         step_counts = state.get("cuts", torch.zeros_like(entry_counts))
         previous_tau = state.get("tau", torch.zeros_like(mean_similarity))
-        # In this form a mean equal to the threshold leaves it unchanged to the last bit.
+        # In this form, a mean equal to the threshold leaves it bit-identical.
         updated_tau = torch.where(
             step_counts > 0,
             previous_tau + smoothing * (mean_similarity - previous_tau),
@@ -179,12 +171,11 @@ def _nearest(keys: Tensor, kept_indices: Tensor, in_use: Tensor, evicted_indices
     Args:
         keys: `[B, H, n, d]`.
         kept_indices: Indices of the kept entries, newest first, int64 `[B, H, C]`.
-        in_use: Which of these indices are real, bool `[B, H, C]`.
+        in_use: Valid entries of `kept_indices`, bool `[B, H, C]`.
         evicted_indices: Indices of the evicted entries, int64 `[B, H, E]`.
 
     Returns:
-        The cosine, float32 `[B, H, E]`, and the position within `kept_indices`, int64 `[B, H, E]`;
-        ties go to the first.
+        Cosine similarity, float32 `[B, H, E]`, and index into `kept_indices`, int64 `[B, H, E]`; ties go to the first.
     """
     similarity = torch.zeros(evicted_indices.shape, device=keys.device)
     nearest_kept = torch.zeros_like(evicted_indices)
@@ -207,7 +198,7 @@ D2O = Policy(
     allocate=InverseVariance(),
     select=ImportantRecent(),
     merge=EmaMerge(),
-    summary="layers that attend evenly keep more; evicted entries merge into the nearest kept one",
+    summary="layers with even attention keep more; evicted entries merge into the nearest kept one",
     paper="arXiv 2406.13035, sections 4.1 and 4.2, equations 4 to 12",
     moments=("context", "question", "decode"),
     cost="time O(E C d) for E evicted and C kept entries of a head, memory O(n d)",

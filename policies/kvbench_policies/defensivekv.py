@@ -1,9 +1,8 @@
-"""DefensiveKV: the largest instead of the mean attention of a token, and two stages by mass.
+"""DefensiveKV: the maximum instead of the mean attention of a token, and a two-stage selection.
 
-Feng, Guo, Lv, Zhou, Xie: Taming the Fragility of KV Cache Eviction in LLM Inference,
-arXiv 2510.13334. Attention is aggregated by its maximum over queries and heads, with a floor, so
-that a token that mattered once is not lost in a mean. `layer_defensivekv` also spreads the budget
-over layers.
+Feng, Guo, Lv, Zhou, Xie: Taming the Fragility of KV Cache Eviction in LLM Inference, arXiv 2510.13334. Attention is
+aggregated by its maximum over queries and heads, with a floor, so that averaging does not hide a token that mattered
+once. `layer_defensivekv` also distributes the budget over layers.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ _TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Defensive(WindowScore):
-    """The largest attention of a token, floored at the mean, times its share of the value norms.
+    """Maximum attention of a token, floored at the mean, times its fraction of the value norms.
 
         m_i = max_{g in group, q in window} pooled( A_g[q, .] )_i        for i < T - window
         s_i = max(m_i, mean_i m_i) * n_{h,i} / sum_h n_{h,i},    n = mean_g || V_{h,i} W_O^(g) ||_1
 
-    Every row `A_g[q, .]` is cut to the past, average-pooled (zeros beyond its ends count) and
-    scaled back to the mass that it had. The window is protected. The sum over KV heads is over one
-    token; after an earlier cut some heads no longer hold it (see `share_of_heads`).
+    Every row `A_g[q, .]` is restricted to the past, average-pooled with zero padding and rescaled to its original sum.
+    The window is protected. The sum over KV heads is per token; earlier eviction steps may have removed the token from
+    some heads (see `share_of_heads`).
 
     Attributes:
         window: Number of observing queries, in tokens.
-        kernel: Width of the pooling in entries, odd; 1 turns pooling off.
+        kernel: Odd width of the pooling, in entries; 1 disables pooling.
     """
 
     name: ClassVar[str] = "defensive"
@@ -67,7 +66,7 @@ class Defensive(WindowScore):
         return Scores(scores.masked_fill(~before_window, 0.0), protect_window(v, self.window))
 
     def _pool(self, attention: Tensor, before_window: Tensor) -> Tensor:
-        """Pool rows `[B, H, G, window, n]` over neighbours, keeping the mass of each row."""
+        """Pool rows `[B, H, G, window, n]` over neighbours, preserving the sum of each row."""
         pooled = self.pooled(attention.flatten(1, 3), "avg").view(attention.shape)
         pooled = pooled.masked_fill(~before_window[:, :, None, None], 0.0)
         rescaling = attention.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp(min=_TINY)
@@ -75,13 +74,13 @@ class Defensive(WindowScore):
 
 
 def share_of_heads(view: View, norms: Tensor) -> Tensor:
-    """Divide every entry's size by the sum over the KV heads that hold the same token.
+    """Divide every entry's norm by the sum over the KV heads that hold the same token.
 
     If only `k` of the `H` heads hold the token, the sum is multiplied by `H / k`.
 
     Args:
-        view: The layer.
-        norms: Sizes, 0 or more, `[B, H, n]`.
+        view: View of the layer.
+        norms: Non-negative, `[B, H, n]`.
 
     Returns:
         float32 `[B, H, n]`.
@@ -102,28 +101,25 @@ def share_of_heads(view: View, norms: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ByMass(Selector):
-    """Two stages: the entries that hold most of the window's attention, then the largest scores.
+    """Two stages: the entries that receive most of the window's attention, then the largest scores.
 
-    Stage 1, per head, sorts the entries that the score does not protect (the past) by their plain
-    window attention: the mean over the group and the window, not pooled, renormalised over the
-    past. It protects the longest prefix whose mass stays below `mass` minus the share of attention
-    that the protected entries (the window) hold, at most `b` minus their number (`b` is the mean
-    over all layers). This happens before the budget is allocated; if an allocator gives a head
-    less, its least attended entries give way first. Stage 2 takes the largest scores, whatever
-    their sign: stage 1 looks at attention alone, so any score works. Ties go to the more recent
-    token.
+    Stage 1 sorts the unprotected entries of each head (the past) by their plain window attention: the mean over the
+    group and the window, not pooled, renormalised over the past. It protects the longest prefix whose accumulated
+    attention stays below `mass` minus the fraction that the protected entries (the window) receive, at most `b` minus
+    their number (`b` is the mean over all layers). Stage 1 runs before the budget is allocated; if an allocator gives a
+    head less, its least attended entries are dropped first. Stage 2 takes the largest scores. Stage 1 does not read the
+    scores, so any score works, including negative ones. Ties go to the more recent token.
 
     Attributes:
-        mass: Share of the window's attention that stage 1 may secure.
-        variant: `paper`, or `release` (the authors' code): the window's share of attention is read
-            from the `window` tokens before the window, as one number per layer; and stage 1 is at
-            most `k = (n - w) b / n - w`, rounded towards 0, long for a head that holds `n` entries,
-            `w` of them protected, because the code takes the kept fraction of a length without the
-            window. If `k` is negative (the budget hardly exceeds the window), the code slices with
-            it, so stage 1 is everything but the `-k` least attended entries. It gives them the
-            score of the window, more equals than the budget has room for; of these the window and
-            then the most attended ones stay here. With `allocate=global` that score is the largest
-            of each layer, so in the code they can lose against another layer's entries; not here.
+        mass: Fraction of the window's attention that stage 1 may protect.
+        variant: `paper`, or `release` (the authors' code): the window's fraction of attention is read from the `window`
+            tokens before the window, as one number per layer. For a head with `n` entries, `w` of them protected, stage
+            1 has at most `k = (n - w) b / n - w` entries, rounded towards 0, because the code applies the kept fraction
+            to a length without the window. If `k` is negative (the budget hardly exceeds the window), the code uses it
+            as a slice end, so stage 1 is everything but the `-k` least attended entries. The code gives all of them the
+            window's score, so more entries tie than fit; here the window and then the most attended ones stay. With
+            `allocate=global`, that score is the largest of each layer, so in the code they can lose to entries of
+            another layer; here they cannot.
         window: Number of observing queries, in tokens.
     """
 
@@ -133,13 +129,12 @@ class ByMass(Selector):
     window: int = 32
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("window", self.window, 1)
         check_share("mass", self.mass)
 
     @property
     def version(self) -> int:
-        """2 for `variant=release`, whose first stage was longer."""
+        """2 for `variant=release`: version 1 had a longer first stage."""
         return 2 if self.variant == "release" else 1
 
     @property
@@ -148,7 +143,7 @@ class ByMass(Selector):
         return frozenset({Queries(self.window)})
 
     def prepare(self, v: View, scores: Scores) -> Scores:
-        """Protect stage 1; its entries get their attention as value, the order they give way in."""
+        """Protect stage 1; attention becomes the value of its entries, so the weakest is evicted first."""
         protected_entries = v.valid & (scores.protect > 0)
         protected_counts = protected_entries.sum(-1)
         unprotected = v.valid & ~protected_entries
@@ -167,7 +162,7 @@ class ByMass(Selector):
         limits = v.budget[:, None].expand_as(protected_counts)
         if self.variant == "release":
             entry_counts = v.valid.sum(-1)
-            # (n - w) b / n - w as one fraction, because it is rounded towards 0
+            # (n - w) b / n - w as one fraction, so that rounding towards 0 happens once
             numerator = (entry_counts - protected_counts) * limits - protected_counts * entry_counts
             max_counts = torch.div(numerator, entry_counts.clamp(min=1), rounding_mode="trunc")
             sliced_counts = (unprotected.sum(-1) + max_counts).clamp(min=0)
@@ -179,7 +174,7 @@ class ByMass(Selector):
         return Scores(torch.where(first_mask, attention, scores.value), classes.to(torch.int8))
 
     def select(self, v: View, scores: Scores, share: Tensor) -> Tensor:
-        """Choose exactly `share` (int64 `[B, H]`) entries per head, bool `[B, H, n]`."""
+        """Select exactly `share` (int64 `[B, H]`) entries per head, bool `[B, H, n]`."""
         return best(order_key(v, scores), share)
 
 
@@ -190,7 +185,7 @@ DEFENSIVEKV = Policy(
     score=Defensive(),
     allocate=HeadAdaptive(safeguard=0.0),
     select=ByMass(),
-    summary="largest instead of mean attention, with a floor; one top-k over the heads of a layer",
+    summary="maximum instead of mean attention, with a floor; one top-k over the heads of a layer",
     paper="arXiv 2510.13334, DefensiveKV",
     cost=_COST,
 )

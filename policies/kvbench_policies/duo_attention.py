@@ -1,9 +1,9 @@
 """DuoAttention: retrieval heads keep everything, streaming heads keep sinks and a recent window.
 
-Xiao, Tang, Zuo, Guo, Yang, Tang, Fu, Han: DuoAttention: Efficient Long-Context LLM Inference with
-Retrieval and Streaming Heads, arXiv 2410.10819. The paper learns which heads retrieve; kvbench
-ranks them by the head profile that `kvbench profile heads` measures. Streaming heads hold 64 sinks
-and 256 recent tokens, as in the repository's evaluation scripts (its gates are trained with 128).
+Xiao, Tang, Zuo, Guo, Yang, Tang, Fu, Han: DuoAttention: Efficient Long-Context LLM Inference with Retrieval and
+Streaming Heads, arXiv 2410.10819. The paper learns which heads retrieve; kvbench ranks them by the profile from
+`kvbench profile heads`. Streaming heads keep 64 sinks and 256 recent tokens, as in the repository's evaluation scripts
+(its gates are trained with 128).
 """
 
 from __future__ import annotations
@@ -25,51 +25,48 @@ from kvbench_policies.ranges import check_count
 
 @dataclass(frozen=True)
 class SinksRecent(Recency):
-    """The score of a streaming head: `recency`, with more sinks.
+    """Score of a streaming head: `recency` with more sinks.
 
     Attributes:
-        sinks: Number of first tokens that are protected, together with the newest token.
+        sinks: Number of protected first tokens; the newest token is protected, too.
     """
 
     name: ClassVar[str] = "sinks_recent"
-    version = 2  # 64 sinks instead of 128
+    version = 2  # version 1 had 128 sinks
     sinks: int = 64
 
 
 @dataclass(frozen=True)
 class Retrieval(Profiled):
-    """Sinks and a recent window for every head; the rest goes, whole, to the best heads.
+    """Sinks and a recent window for every head; the best heads keep the whole context.
 
-    Each head is first given `s = min(sinks + recent, b, T)` entries. Then heads are filled up to
-    the `T` tokens of the context, from the highest profile down (ties go to the lower layer, then
-    the lower head), until `N` is spent; the last head may be filled in part. If `sinks + recent`
-    exceeds `b`, all heads get the same share and no head retrieves; a warning says so once.
-
-    If the engine gives a layer another total than this plan, the heads of the layer are filled by
-    the same rule.
+    Each head first gets `s = min(sinks + recent, b, T)` entries. Heads are then filled up to the `T` tokens of the
+    context, from the highest profile down (ties go to the lower layer, then the lower head), until `N` is used up; the
+    last head may be filled in part. If `sinks + recent` exceeds `b`, all heads get the same budget and no head
+    retrieves; a warning is shown once. If a layer's total differs from this plan, its heads are filled by the same
+    rule.
 
     Attributes:
-        sinks: Number of first tokens that a streaming head holds; also a parameter of the score.
-        recent: Number of recent tokens that a streaming head holds.
+        sinks: Number of first tokens that a streaming head keeps; also a parameter of the score.
+        recent: Number of recent tokens that a streaming head keeps.
     """
 
     name: ClassVar[str] = "retrieval"
     scope: ClassVar[Literal["head", "layer", "model"]] = "layer"
-    version = 2  # 64 sinks instead of 128
+    version = 2  # version 1 had 128 sinks
     sinks: int = 64
     recent: int = 256
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("sinks", self.sinks, 0)
         check_count("recent", self.recent, 1)
 
     def reserved(self, length: int) -> int:
-        """The sinks and the recent tokens."""
+        """Return the number of sinks and recent tokens."""
         return self.sinks + self.recent
 
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
-        """Entries of every layer, int64 `[B, L]`, summing to `L * H * b`."""
+        """Return the entries per layer, int64 `[B, L]`, summing to `L * H * b`."""
         if bool(((budget <= self.sinks + self.recent) & (budget < length)).any()):
             warn_of_full_floor(self.sinks, self.recent, "duo_attention (allocate=retrieval)", "head")
         head_count = model.layers * model.kv_heads
@@ -80,7 +77,7 @@ class Retrieval(Profiled):
         return head_shares.view(-1, model.layers, model.kv_heads).sum(-1)
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
-        """Spread a layer's total (int64 `[B]`) over its heads, int64 `[B, 1, H]`."""
+        """Distribute a layer's total (int64 `[B]`) over its heads, int64 `[B, 1, H]`."""
         ((view, _),) = layers
         capacity = view.valid.sum(-1)
         reserved_counts = torch.minimum(self._reserved(view.budget)[:, None], capacity)
@@ -96,7 +93,7 @@ class Retrieval(Profiled):
 
 def warn_of_full_floor(sinks: int, recent: int, label: str, unit: str) -> None:
     """Warn that sinks and recent tokens take the whole budget of every head or layer."""
-    # No number of this batch in the text: Python shows equal warnings once.
+    # The text has no numbers of this batch, because Python shows equal warnings only once.
     warnings.warn(
         f"{label}: {sinks} sinks and {recent} recent tokens fill the budget of every {unit}, so no "
         f"{unit} keeps the whole context; use a larger --budget, or smaller sinks= and recent=",
@@ -105,14 +102,13 @@ def warn_of_full_floor(sinks: int, recent: int, label: str, unit: str) -> None:
 
 
 def fill_by_rank(rank_keys: Tensor, total_entries: Tensor, reserves: Tensor, capacity: Tensor) -> Tensor:
-    """Reserve entries for every head or layer, then fill them up from the worthiest down.
+    """Reserve entries for every head or layer, then fill them up in rank order.
 
     Args:
-        rank_keys: Worth of every head or layer, `[K]` or `[B, K]`; ties go to the lower index.
-        total_entries: Entries to spread, int64 `[B]`, at most the sum of `capacity`.
-        reserves: Entries that each gets first, int64 `[B, K]`. A total below their sum is spread
-            evenly, up to these numbers.
-        capacity: Entries that each can hold, int64 `[B, K]`, at least `reserves`.
+        rank_keys: Rank of every head or layer, largest first, `[K]` or `[B, K]`; ties go to the lower index.
+        total_entries: Entries to distribute, int64 `[B]`, at most the sum of `capacity`.
+        reserves: Entries reserved for each, int64 `[B, K]`; a total below their sum is distributed evenly up to these
+            counts. capacity: Maximum entries of each, int64 `[B, K]`, at least `reserves`.
 
     Returns:
         int64 `[B, K]` summing to `total_entries`.

@@ -1,8 +1,8 @@
-"""ExpectedAttention: keeps what queries to come are expected to attend to.
+"""ExpectedAttention: keeps the entries that future queries are expected to attend to.
 
-Devoto, Jeblick, Jégou: Expected Attention: KV Cache Compression by Estimating Attention from Future
-Queries Distribution, arXiv 2510.00636, with the defaults of the authors' library kvpress: 512
-positions to come, 4 sinks, and the norm of the value itself.
+Devoto, Jeblick, Jégou: Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
+Distribution, arXiv 2510.00636, with the defaults of the authors' library kvpress: 512 future positions, 4 sinks, and
+the norm of the unprojected value.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ CONTEXT, PROFILE = "context", "profile"
 class QueryMoments(Need):
     """Mean and covariance of all queries before RoPE, float32 `[B, H_q, 1 + d, d]`.
 
-    Row 0 is the mean, the other rows are the covariance (the sum divided by the number of queries).
-    Both continue after a cut. They are zero if a sequence has no query that counts.
+    Row 0 is the mean, the other rows are the covariance (the sum divided by the number of queries). Both keep
+    accumulating after an eviction step. They are zero if a sequence has only skipped queries.
 
     Attributes:
-        skip: Number of first tokens whose queries do not count.
+        skip: Number of first tokens whose queries are skipped.
     """
 
     skip: int = 4
 
     def observer(self, model: ModelInfo) -> Observer:
-        """Make the observer."""
+        """Return a new observer."""
         return _Moments(self.skip, model)
 
 
@@ -61,7 +61,7 @@ class _Sums(NamedTuple):
 
 
 class _Moments:
-    """Accumulates means and covariances forward by forward (Chan, Golub, LeVeque)."""
+    """Running means and covariances, updated per forward pass (Chan, Golub, LeVeque)."""
 
     def __init__(self, skip: int, model: ModelInfo | None) -> None:
         self.skip, self.model = skip, model
@@ -78,7 +78,7 @@ class _Moments:
         valid: Tensor,
         scale: float,
     ) -> None:
-        """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
+        """Observe one forward pass of one layer; see `kvbench.plugin.Observer`."""
         assert self.model is not None
         token_count = q.shape[2]
         positions = (valid.long().cumsum(-1) - 1)[:, -token_count:]
@@ -96,19 +96,17 @@ class _Moments:
     def read(self, layer: int) -> Tensor:
         """Return mean and covariance, `[B, H_q, 1 + d, d]`."""
         query_counts, query_means, outer_sums = self._held[layer]
-        return torch.cat(
-            [query_means[:, :, None], outer_sums / query_counts.clamp(min=1)[:, None, None, None]],
-            2,
-        )
+        covariance = outer_sums / query_counts.clamp(min=1)[:, None, None, None]
+        return torch.cat([query_means[:, :, None], covariance], 2)
 
     def fork(self) -> Self:
-        """Return an observer that can continue without changing this one."""
+        """Return an independent copy."""
         duplicate = type(self)(self.skip, self.model)
         duplicate._held = dict(self._held)
         return duplicate
 
     def sequence(self, row: int, tokens: int) -> Self:
-        """The observer of one sequence; see `kvbench.plugin.Separable`."""
+        """Return the observer of one sequence; see `kvbench.plugin.Separable`."""
         duplicate = self.fork()
         duplicate._held = {
             layer_index: _Sums(*(tensor[row : row + 1] for tensor in layer_sums))
@@ -118,7 +116,7 @@ class _Moments:
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
-        """Join the sequences of several observers in one batch."""
+        """Join the sequences of several observers into one batch."""
         joined = cls(parts[0].skip, parts[0].model)
         for layer in parts[0]._held:
             layer_sums = zip(*(observer._held[layer] for observer in parts), strict=True)
@@ -127,7 +125,7 @@ class _Moments:
 
 
 def _combine_sums(first_sums: _Sums, second_sums: _Sums) -> _Sums:
-    """The sums of two sets of queries together."""
+    """Merge the sums of two sets of queries."""
     total_count = first_sums.count + second_sums.count
     second_share = (second_sums.count / total_count.clamp(min=1))[:, None, None]
     mean_shift = second_sums.mean - first_sums.mean
@@ -142,28 +140,27 @@ def _combine_sums(first_sums: _Sums, second_sums: _Sums) -> _Sums:
 
 @dataclass(frozen=True)
 class ExpectedAttention(Score):
-    """Attention that normally distributed queries of the next `future` positions would give.
+    """Expected attention from normally distributed queries at the next `future` positions.
 
-    Queries before RoPE have mean `mu` and covariance `Sigma` over the text so far. With the mean
-    `R` of the rotations at the next positions, `q ~ N(R mu, R Sigma R^T)`, and the expected weight
-    of a key is `exp` of
+    Queries before RoPE have mean `mu` and covariance `Sigma` over the text so far. With the mean `R` of the rotations
+    at the next positions, `q ~ N(R mu, R Sigma R^T)`, and the expected weight of a key is `exp` of
 
         z_i = k_i . R mu / sqrt(d) + k_i^T R Sigma R^T k_i / (2 d)
 
         s_i = (mean_{g in group} softmax_i(z_i) + eps) * || v_i ||
 
-    The softmax is over the entries behind the sinks.
+    The softmax is over the entries after the sinks.
 
     Attributes:
-        future: Number of positions to come over which the rotation is averaged.
-        sinks: Number of first tokens that are protected; their queries do not count either.
-        covariance: Whether the covariance counts.
-        norm: Length of the value by which attention is multiplied: `value` (`||v_i||_2`), `output`
-            (`||v_i W_O||_2`, mean over the group) or `none`.
-        eps: Added to attention, so that the length decides among entries without attention.
-        statistics: Where mean and covariance come from: `context`, the text so far; `profile`, what
-            ships with kvbench for the model or what `kvbench profile queries` wrote; or the folder,
-            shipped name or hub id of measured ones, such as those that kvpress publishes.
+        future: Number of future positions over which the rotation is averaged.
+        sinks: Number of protected first tokens; the statistics skip their queries.
+        covariance: Whether to use the covariance term.
+        norm: Norm of the value that multiplies attention: `value` (`||v_i||_2`), `output` (`||v_i W_O||_2`, mean over
+            the group) or `none`.
+        eps: Added to attention, so that the norm ranks entries without attention.
+        statistics: Source of mean and covariance: `context`, the text so far; `profile`, the statistics that ship with
+            kvbench for the model or were written by `kvbench profile queries`; or the folder, shipped name or hub id of
+            measured statistics, such as those that kvpress publishes.
     """
 
     name: ClassVar[str] = "expected_attention"
@@ -176,18 +173,17 @@ class ExpectedAttention(Score):
     statistics: str = CONTEXT
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("future", self.future, 1, "positions")
         check_count("sinks", self.sinks, 0)
         check_finite("eps", self.eps, 0)
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Mean and covariance of the queries, unless they were measured before."""
+        """Mean and covariance of the queries, unless measured statistics are used."""
         return frozenset({QueryMoments(self.sinks)} if self.statistics == CONTEXT else ())
 
     def stand_in(self, model: ModelInfo, folder: Path) -> Self:
-        """Give a copy that reads made-up statistics (see `kvbench.plugin.Part`)."""
+        """Return a copy that reads synthetic statistics (see `kvbench.plugin.Part`)."""
         if self.statistics != PROFILE:
             return self
         mean_shape = (model.layers, model.query_heads, model.head_dim)
@@ -206,10 +202,10 @@ class ExpectedAttention(Score):
         return None if self.statistics == PROFILE else self.statistics
 
     def fingerprint(self, model: str) -> str:
-        """Digest of measured statistics; it joins the hash of a cell.
+        """Return the digest of the measured statistics, part of a cell's hash.
 
         Raises:
-            UserError: There are none.
+            UserError: The model has no statistics.
         """
         if self.statistics == CONTEXT:
             return ""
@@ -223,7 +219,7 @@ class ExpectedAttention(Score):
         logits = query_means[..., None, :] @ keys[:, :, None].transpose(-1, -2) * v.scale
         logits = logits[..., 0, :]
         if self.covariance:
-            # A whole group would hold G copies of the keys
+            # One query head at a time: a whole group would hold G copies of the keys.
             for group_index in range(v.model.group):
                 logit_variance = ((keys @ covariance[:, :, group_index]) * keys).sum(-1)
                 logits[:, :, group_index] += logit_variance * (v.scale**2 / 2)
@@ -233,7 +229,7 @@ class ExpectedAttention(Score):
         return Scores(scores, protect_sinks(v, self.sinks))
 
     def _queries(self, view: View) -> tuple[Tensor, Tensor]:
-        """Mean `[B, H, G, d]` and covariance `[B, H, G, d, d]` of queries to come."""
+        """Return mean `[B, H, G, d]` and covariance `[B, H, G, d, d]` of future queries."""
         moments = self._moments(view)
         future_positions = view.length[:, None] + torch.arange(self.future, device=view.length.device)
         cosines, sines = (
@@ -245,21 +241,18 @@ class ExpectedAttention(Score):
         return rotated[:, :, 0].unflatten(1, head_shape), covariance.unflatten(1, head_shape)
 
     def _moments(self, view: View) -> Tensor:
-        """Mean and covariance before RoPE, float32 `[B, H_q, 1 + d, d]`."""
+        """Return mean and covariance before RoPE, float32 `[B, H_q, 1 + d, d]`."""
         if self.statistics == CONTEXT:
             return view.obs[QueryMoments(self.sinks)]
         mean_shape = (view.model.layers, view.model.query_heads, view.model.head_dim)
         expected_shapes = {"query_mean": mean_shape, "query_cov": (*mean_shape, mean_shape[-1])}
         statistics = STATISTICS.load(view.model.name, self._named, expected_shapes)
-        query_means, covariance = (
-            statistics["query_mean"][view.layer],
-            statistics["query_cov"][view.layer],
-        )
+        query_means, covariance = statistics["query_mean"][view.layer], statistics["query_cov"][view.layer]
         moments = torch.cat([query_means[:, None], covariance], 1)
         return moments.to(view.key.device).expand(len(view.length), -1, -1, -1)
 
     def _length(self, view: View) -> Tensor:
-        """Lengths of the values, float32 `[B, H, n]`."""
+        """Return the norms of the values, float32 `[B, H, n]`."""
         if self.norm == "none":
             return torch.ones(view.shape, device=view.value.device)
         values = view.value.masked_fill(~view.valid[..., None], 0.0)
@@ -273,7 +266,7 @@ EXPECTED_ATTENTION = Policy(
     score=ExpectedAttention(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps what queries to come, drawn from those so far, are expected to attend to",
+    summary="keeps what future queries, estimated from those so far, are expected to attend to",
     paper="arXiv 2510.00636",
     moments=("context", "question", "decode"),
     cost="time O(H_q T d^2), memory O(H_q (T + d^2) + H T d)",

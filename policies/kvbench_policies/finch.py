@@ -1,9 +1,9 @@
-"""FINCH: what the question attends to, chunk by chunk of the prompt.
+"""FINCH: keeps what the question attends to, in every chunk of the prompt.
 
-Corallo, Papotti: FINCH: Prompt-guided Key-Value Cache Compression for Large Language Models, TACL
-2024, arXiv 2408.00167. As in kvpress, the whole prompt is prefilled at once, and every chunk of it
-keeps its part of the budget. The paper prefills chunk after chunk, each with the question behind
-it, and moves the keys that stay to adjacent positions; here keys stay where they are.
+Corallo, Papotti: FINCH: Prompt-guided Key-Value Cache Compression for Large Language Models, TACL 2024, arXiv
+2408.00167. As in kvpress, the whole prompt is prefilled at once, and every chunk keeps its part of the budget. The
+paper prefills one chunk at a time, each followed by the question, and moves the kept keys to adjacent positions; here
+keys keep their positions.
 """
 
 from __future__ import annotations
@@ -23,23 +23,20 @@ from kvbench_policies.tova import sum_over_holders
 
 @dataclass(frozen=True)
 class QuestionAttention(Score):
-    """Attention that the tokens of the question give, relative to an even spread.
+    """Attention from the question's tokens, relative to uniform attention.
 
         s_i = mean_g mean_{q in question} (q + 1) A_g[q, i]
 
-    `q` is a position, so the query sees `q + 1` tokens and gives each `1 / (q + 1)` on average. The
-    question is protected. If the cache holds no question (moments `context` and `turns`, and later
-    cuts), the last `window` tokens stand for it.
-
-    The authors' code computes these weights, too, and then overwrites what it has weighted: there
-    all queries count alike. kvpress weights with `q` instead of `q + 1`.
+    `q` is a position, so the query sees `q + 1` tokens and gives each `1 / (q + 1)` on average. The question is
+    protected. If the cache holds no question (moments `context` and `turns`, and later eviction steps), the last
+    `window` tokens are used instead. The authors' code computes these weights, too, but then overwrites the weighted
+    attention, so all queries count equally. kvpress weights with `q` instead of `q + 1`.
 
     Attributes:
-        longest: Most queries that are used: the last ones of a longer question.
-        window: Number of last tokens that stand for the question where there is none.
-        variant: `paper`: every KV head on its own, as in kvpress; `release` (the authors' code):
-            without the factor `q + 1`, summed over all heads of the layer, so that heads of equal
-            shares keep the same tokens.
+        longest: Maximum number of queries; a longer question contributes its last ones.
+        window: Number of last tokens that replace a missing question.
+        variant: `paper`: every KV head separately, as in kvpress; `release` (the authors' code): without the factor
+            `q + 1`, summed over all heads of the layer, so that heads with equal budgets keep the same tokens.
     """
 
     name: ClassVar[str] = "question_attention"
@@ -49,13 +46,12 @@ class QuestionAttention(Score):
     variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("longest", self.longest, 1)
         check_count("window", self.window, 1)
 
     @property
     def version(self) -> int:
-        """2 for `variant=release`, which had the factor `q + 1`."""
+        """2 for `variant=release`: version 1 had the factor `q + 1`."""
         return 2 if self.variant == "release" else 1
 
     @property
@@ -79,23 +75,21 @@ class QuestionAttention(Score):
 
 @dataclass(frozen=True)
 class EveryChunk(TopK):
-    """The best entries of every chunk of the text, each chunk in proportion to its size.
+    """The best entries of every chunk of the text, in proportion to the chunk's size.
 
-    Protected entries are kept first. The rest of a head's share is divided among the chunks in
-    proportion to their unprotected entries, by largest remainder (ties go to the earlier chunk),
-    and each chunk keeps its best ones. So no part of the text is left out, wherever the largest
-    scores are.
+    Protected entries are kept first. The rest of a head's budget is divided among the chunks in proportion to their
+    unprotected entries, by largest remainder (ties go to the earlier chunk), and each chunk keeps its best entries. No
+    part of the text is left out.
 
     Attributes:
-        chunk_length: Tokens of a chunk; the first one begins at position 0. None: the whole text
-            is one chunk, which is top-k.
+        chunk_length: Tokens per chunk; the first chunk begins at position 0. None: the whole text is one chunk, which
+            is plain top-k.
     """
 
     name: ClassVar[str] = "every_chunk"
     chunk_length: int | None = 1024
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if self.chunk_length is not None:
             check_count("chunk_length", self.chunk_length, 1, "tokens, or none")
 
@@ -108,7 +102,7 @@ class EveryChunk(TopK):
         kept_mask = best(rank_keys.masked_fill(~protected_mask, -1), torch.minimum(share, protected_mask.sum(-1)))
         free_mask = v.valid & ~protected_mask
         chunk_count = int(v.length.max()) // self.chunk_length + 1
-        # Entries that are not free go to a place behind the last chunk.
+        # Protected and missing entries go to an extra chunk after the last one.
         chunk_indices = (v.position // self.chunk_length).masked_fill(~free_mask, chunk_count)
         chunk_sizes = sum_into(free_mask.float(), chunk_indices, chunk_count + 1).long()
         remaining = share - kept_mask.sum(-1)
@@ -116,7 +110,7 @@ class EveryChunk(TopK):
         chunk_quotas = apportion(capacities.double(), remaining.flatten(), capacities).view(
             *remaining.shape, chunk_count
         )
-        # The rank of every entry in its chunk: sorted by chunk, and by rank key within a chunk.
+        # Rank of every entry within its chunk: sort by chunk, then by rank key.
         by_rank_key = rank_keys.argsort(dim=-1, descending=True)
         chunk_order = by_rank_key.gather(-1, chunk_indices.gather(-1, by_rank_key).argsort(dim=-1, stable=True))
         order_ranks = torch.empty_like(chunk_order)

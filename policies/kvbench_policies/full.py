@@ -10,7 +10,7 @@ FULL = Policy(
     score=None,
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps everything; the other policies are compared with it",
+    summary="keeps everything; the reference for all other policies",
     moments=("context", "question", "decode", "chunked", "turns"),
     cost="nothing",
 )

@@ -1,8 +1,8 @@
-"""H2O: the heavy hitters of accumulated attention and a recent window of half the budget.
+"""H2O: the heavy hitters by accumulated attention, and a recent window of half the budget.
 
-Zhang, Sheng, Zhou, Chen, Zheng, Cai, Song, Tian, Re, Barrett, Wang, Chen: H2O: Heavy-Hitter Oracle
-for Efficient Generative Inference of Large Language Models, arXiv 2306.14048, Algorithm 1.
-`observe=256` reproduces the simulation of H2O in CriticalKV's experiments.
+Zhang, Sheng, Zhou, Chen, Zheng, Cai, Song, Tian, Re, Barrett, Wang, Chen: H2O: Heavy-Hitter Oracle for Efficient
+Generative Inference of Large Language Models, arXiv 2306.14048, Algorithm 1. `observe=256` reproduces the simulation of
+H2O in CriticalKV's experiments.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvbench_policies.ranges import check_count, check_share
 class Accumulated(Score):
     """`s_i = sum_q A[q, i]` over all queries; nothing is protected.
 
-    D2O's score: its selector `important_recent` takes the window from each head's own share.
+    This is D2O's score; its selector `important_recent` takes the window from each head's own budget.
 
     Attributes:
-        observe: Number of last queries of a prefill that count; none counts all.
-        group: How the query heads of a KV head are reduced: `mean`, `max` or `sum`.
+        observe: Count only the last N prefill queries; None counts all.
+        group: Reduction over the query heads of a KV head: `mean`, `max` or `sum`.
     """
 
     name: ClassVar[str] = "accumulated"
@@ -41,13 +41,12 @@ class Accumulated(Score):
     group: Literal["mean", "max", "sum"] = "mean"
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if self.observe is not None:
             check_count("observe", self.observe, 1, "queries, or none")
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The attention that every entry received."""
+        """Accumulated attention per entry."""
         return frozenset({AttentionMass(self.observe)})
 
     def score(self, v: View) -> Scores:
@@ -60,19 +59,18 @@ class Accumulated(Score):
 class AccumulatedAttention(Accumulated):
     """`s_i = sum_q A[q, i]` over all queries, exactly; the most recent tokens are protected.
 
-    The sum continues after a cut: attention from new queries is added to it.
+    The sum keeps accumulating after an eviction step.
 
     Attributes:
-        recent: Share of `b` for the protected recent window: `floor(recent * b)` tokens.
-        observe: Number of last queries that count; none counts all of them.
-        group: How the query heads of a KV head are reduced: `mean`, `max` or `sum`.
+        recent: Fraction of `b` for the protected recent window: `floor(recent * b)` tokens.
+        observe: Count only the last N prefill queries; None counts all.
+        group: Reduction over the query heads of a KV head: `mean`, `max` or `sum`.
     """
 
     name: ClassVar[str] = "mass"
     recent: float = 0.5
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         check_share("recent", self.recent)
 
@@ -87,7 +85,7 @@ H2O = Policy(
     score=AccumulatedAttention(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps the largest attention sums over all queries, and half the budget as a window",
+    summary="keeps the entries with the largest accumulated attention; half the budget is a recent window",
     paper="arXiv 2306.14048, Algorithm 1",
     moments=("context", "question", "decode"),
     cost="time O(H_q T^2 d) during the prefill, by blocks; memory O(H_q T)",

@@ -1,8 +1,7 @@
-"""D2O's shares of the layers: a layer keeps more the more evenly it attends.
+"""D2O's layer budgets: layers with more even attention keep more.
 
-Wan, Wu, Zhang and others: D2O: Dynamic Discriminative Operations for Efficient Long-Context
-Inference of Large Language Models, arXiv 2406.13035, section 4.1, equations 4 and 5, and the other
-shares of Table 4.
+Wan, Wu, Zhang and others: D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large Language
+Models, arXiv 2406.13035, section 4.1, equations 4 and 5, and the alternatives of Table 4.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ from kvbench.plugin import Allocator, AttentionMass, Need, Scored
 from kvbench_policies.layer_shares import held_before
 
 _LEAST_VARIANCE = 1e-12
-"""Smallest variance whose reciprocal is taken."""
+"""Lower bound of a variance before its reciprocal is taken."""
 
 
 def fill_logs(logits: Tensor, total_entries: Tensor, upper_bounds: Tensor, lower_bounds: Tensor) -> Tensor:
-    """Spread totals in proportion to `exp(logits)`, each share within its bounds, not yet rounded.
+    """Distribute totals in proportion to `exp(logits)` within bounds, without rounding.
 
-    What a bound cuts off goes to the others in proportion to their weights. Weights are compared
-    only with the largest weight that still takes part, so they may be any number of orders of
-    magnitude apart; equal weights share evenly.
+    The excess of a share at its bound goes to the others in proportion to their weights. Weights are scaled by the
+    largest one that is not at its bound, so they may differ by any number of orders of magnitude.
 
     Args:
         logits: Logarithms of the weights, finite float64 `[B, K]`.
@@ -52,30 +50,25 @@ class InverseVariance(Allocator):
 
         F_l = mean_h Var_i( sum_q A_{l,h}[q, i] ),    layer l gets exp(-F_l) / sum_m exp(-F_m)
 
-    `h` runs over the layer's query heads, as in the authors' code. All KV heads of a layer get the
-    same share, clipped to `[max(1, floor(0.01 T)), T]` (the floor shrinks to the mean share `b`).
-    What this cuts off is spread over the others in proportion to their weights. Shares are rounded
-    by largest remainder; ties go to the lower layer and head.
+    `h` runs over the layer's query heads, as in the authors' code. All KV heads of a layer get the same budget, clipped
+    to `[max(1, floor(0.01 T)), T]` (the minimum is at most the mean budget `b`). The excess goes to the other layers in
+    proportion to their weights. Budgets are rounded by largest remainder; ties go to the lower layer and head.
 
-    `F` belongs to the prefill: at moment `decode` a cache that was cut before keeps the shares that
-    its heads have. At `chunked` and `turns` new context follows, and every cut measures `F` again
-    from the held entries.
+    `F` is measured during the prefill: at moment `decode`, a cache that was compressed before keeps its per-head
+    budgets. At `chunked` and `turns`, where new context follows, every eviction step measures `F` again from the held
+    entries.
 
     Attributes:
-        scale: `release` (the authors' code) scales the variances of a layer's heads to
-            `(x - min) / (max - min + 1e-6)` before the mean over heads, so that `F` is in [0, 1].
-            `raw` follows the equation; at real lengths one layer then takes nearly everything.
-            `standardized` subtracts from `F` its mean over layers and divides by its standard
-            deviation.
-        share: `inverse_variance`; `reciprocal` (`1 / F_l`) and `uniform` from the paper's Table 4;
-            or kvbench's own `layer_decay`, `exp(-l / L)` (the paper gives no formula for its
-            exponential decay).
-        heads: `query` takes the variances of every query head's attention, `kv` those of its mean
-            over the query heads of a KV head (with two KV heads and `scale=release`, `F` is then
-            1/2 in all layers).
-        variant: `paper`, or `release` (the authors' code): the first two layers and the last keep
-            everything (at `decode` they grow with the text), and the others share the rest of the
-            budget.
+        scale: `release` (the authors' code) scales the variances of a layer's heads to `(x - min) / (max - min + 1e-6)`
+            before the mean over heads, so that `F` is in [0, 1]. `raw` follows the equation; at realistic lengths, one
+            layer then takes nearly everything. `standardized` subtracts from `F` its mean over layers and divides by
+            its standard deviation.
+        share: `inverse_variance`; `reciprocal` (`1 / F_l`) and `uniform` from the paper's Table 4; or kvbench's own
+            `layer_decay`, `exp(-l / L)` (the paper gives no formula for its exponential decay).
+        heads: `query` uses the variance of every query head's attention, `kv` that of the mean over the query heads of
+            a KV head (with two KV heads and `scale=release`, `F` is then 1/2 in all layers).
+        variant: `paper`, or `release` (the authors' code): the first two layers and the last keep everything (at
+            `decode` they grow with the text); the others divide the rest of the budget.
     """
 
     name: ClassVar[str] = "inverse_variance"
@@ -86,7 +79,7 @@ class InverseVariance(Allocator):
     variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
-        """Refuse the reciprocal of numbers around 0."""
+        """Reject the reciprocal of values around 0."""
         if self.share == "reciprocal" and self.scale == "standardized":
             raise UserError(
                 "share=reciprocal cannot use scale=standardized, whose variances may be negative; "
@@ -95,14 +88,14 @@ class InverseVariance(Allocator):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The attention that every entry received."""
+        """Accumulated attention per entry."""
         return frozenset({AttentionMass()})
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
-        """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`.
+        """Distribute a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`.
 
         Raises:
-            BudgetRefused: The layers that `variant=release` keeps whole leave too little.
+            BudgetRefused: The layers that `variant=release` keeps in full leave too little for the others.
         """
         view = layers[0].view
         layer_count, head_count = len(layers), view.model.kv_heads
@@ -122,7 +115,7 @@ class InverseVariance(Allocator):
         return largest_remainder(exact_shares, total, upper_bounds, lower_bounds).view(entry_counts.shape)
 
     def _whole(self, layer_count: int, device: torch.device) -> Tensor:
-        """Which layers keep everything, bool `[L]`."""
+        """Return the layers that keep everything, bool `[L]`."""
         layer_indices = torch.arange(layer_count, device=device)
         if self.variant == "paper":
             return torch.zeros_like(layer_indices, dtype=torch.bool)
@@ -142,22 +135,18 @@ class InverseVariance(Allocator):
         if not bool(is_short.any()):
             return
         sequence_index = int(is_short.nonzero()[0])
-        allowed_entries, full_entries = (
-            int(total_budget[sequence_index]),
-            int(total_budget[sequence_index] - remaining[sequence_index]),
-        )
+        allowed_entries = int(total_budget[sequence_index])
+        full_entries = int(total_budget[sequence_index] - remaining[sequence_index])
         required_budget = -(-(full_entries + other_heads) // head_total)
         kept_layers = full_layers.nonzero()[:, 0].tolist()
         raise BudgetRefused(
-            "inverse_variance:variant=release keeps layers "
-            f"{', '.join(map(str, kept_layers))} whole: "
+            f"inverse_variance:variant=release keeps layers {', '.join(map(str, kept_layers))} whole: "
             f"they hold {full_entries} entries and the others at least {other_heads}, "
-            "but the budget allows "
-            f"{allowed_entries}; use a budget of {required_budget} entries per head or more"
+            f"but the budget allows {allowed_entries}; use a budget of {required_budget} entries per head or more"
         )
 
     def _logs(self, layers: Sequence[Scored]) -> Tensor:
-        """Logarithms of the layers' weights, float64 `[B, L]`."""
+        """Return the log weights of the layers, float64 `[B, L]`."""
         view, layer_count = layers[0].view, len(layers)
         layer_indices = torch.arange(layer_count, device=view.length.device, dtype=torch.float64)
         if self.share == "uniform":
@@ -174,7 +163,7 @@ class InverseVariance(Allocator):
         return -densities
 
     def _density(self, layer: Scored) -> Tensor:
-        """`F` of one layer, float64 `[B]`."""
+        """Return `F` of one layer, float64 `[B]`."""
         view = layer.view
         accumulated, valid_mask = view.obs[AttentionMass()], view.valid
         if self.heads == "kv":

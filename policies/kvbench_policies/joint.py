@@ -1,6 +1,6 @@
-"""The global allocator: one top-N over all heads of all layers.
+"""Global allocator: one top-N over all heads of all layers.
 
-The order is that of `kvbench.parts.order_key` across heads; ties go to the lower layer and head.
+Entries are ordered by `kvbench.parts.order_key` across heads; ties go to the lower layer and head.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvbench_policies.kernels.global_select.op import select_largest
 
 @dataclass(frozen=True)
 class Global(Allocator):
-    """No allocation: the `N` best entries of the whole cache, all layers and heads together.
+    """No per-head budgets: the `N` best entries of the whole cache over all layers and heads.
 
-    A head may be left with nothing but its protected entries, or with nothing at all.
+    A head may keep only its protected entries, or nothing at all.
 
     Attributes:
-        normalise: `none` compares scores as they are; `layer` first standardises the unprotected
-            scores of every layer to mean 0 and variance 1.
+        normalise: `none` compares scores as they are; `layer` first standardises the unprotected scores of every layer
+            to mean 0 and variance 1.
     """
 
     name: ClassVar[str] = "global"
@@ -38,7 +38,7 @@ class Global(Allocator):
         rank_keys = [order_key(view, self._comparable(view, scores)) for view, scores in layers]
         longest = max(layer_keys.shape[-1] for layer_keys in rank_keys)
         for layer_index, layer_keys in enumerate(rank_keys):
-            # At a later cut, layers hold different numbers of entries
+            # After an eviction step, layers hold different numbers of entries.
             if layer_keys.shape[-1] < longest:
                 rank_keys[layer_index] = pad(layer_keys, (0, longest - layer_keys.shape[-1]), value=-1)
         chosen_mask = select_largest(torch.cat(rank_keys, 1), total)

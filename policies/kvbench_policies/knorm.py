@@ -1,8 +1,8 @@
-"""Key norm: keeps the keys of smallest norm, which receive the most attention.
+"""Key norm: keeps the keys with the smallest norm, which receive the most attention.
 
-Devoto, Zhao, Scardapane, Minervini: A Simple and Effective L2 Norm-Based Strategy for KV Cache
-Compression, arXiv 2406.11430. The paper leaves the first two layers whole; here every layer is
-cut, because every policy keeps exactly its budget.
+Devoto, Zhao, Scardapane, Minervini: A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv
+2406.11430. The paper does not compress the first two layers; here every layer is compressed, because every policy keeps
+exactly its budget.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KNORM = Policy(
     score=KeyNorm(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps the keys of smallest L2 norm",
+    summary="keeps the keys with the smallest L2 norm",
     paper="arXiv 2406.11430",
     cost="time and memory O(H T d)",
 )

@@ -1,9 +1,8 @@
-"""KVzap: a small network predicts from the hidden state what KVzip+ would measure.
+"""KVzap: a small network predicts KVzip+ scores from the hidden state.
 
-Jégou, Jeblick: KVzap: Fast, Adaptive, and Faithful KV Cache Pruning, arXiv 2601.07891, section 3.
-The paper keeps what exceeds a threshold that is the same for all layers and heads. How much that
-is depends on the text. Here the budget is given, and the best entries of the whole cache are kept:
-exactly what a threshold would keep if it let the same number of entries pass.
+Jégou, Jeblick: KVzap: Fast, Adaptive, and Faithful KV Cache Pruning, arXiv 2601.07891, section 3. The paper keeps the
+entries above one threshold for all layers and heads, so the number kept depends on the text. Here the budget is fixed
+and the best entries of the whole cache are kept, which equals a threshold that passes the same number of entries.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ from kvbench_policies.ranges import check_count
 class PredictedReconstruction(Learned):
     """Predicted log of the KVzip+ score, `log max_q A[q, i] ||v_i W_O||_2 / ||h_q||_2`.
 
-    The maximum is over the queries of a replay of the text and the query heads of a KV head (see
-    `kvzip:plus=true`). A linear layer or an MLP of one hidden layer per decoder layer computes it
-    once, from the hidden state that enters the attention block, and it is stored with the entry.
-    There is no replay when the policy is used. A hidden state does not say how old a token is, so
-    the newest tokens are protected.
+    The maximum is over the queries of a replay of the text and the query heads of a KV head (see `kvzip:plus=true`). A
+    linear layer or an MLP with one hidden layer per decoder layer predicts it once, from the input of the attention
+    block, and it is stored with the entry. The policy itself needs no replay. A hidden state does not encode a token's
+    age, so the newest tokens are protected.
 
     Attributes:
-        window: Number of newest tokens that are always kept. The paper's 128 are most of a budget
-            of one or two hundred entries per head.
+        window: Number of newest tokens that are always kept. The paper's 128 use up most of a budget of one or two
+            hundred entries per head.
     """
 
     name: ClassVar[str] = "predicted_reconstruction"
@@ -39,7 +37,6 @@ class PredictedReconstruction(Learned):
     window: int = 128
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("window", self.window, 0)
 
     def reserved(self, length: int) -> int:
@@ -56,8 +53,8 @@ KVZAP = Policy(
     score=PredictedReconstruction(),
     allocate=Global(),
     select=TopK(),
-    summary="a small network predicts what KVzip would measure; one top-N over all heads",
+    summary="a small network predicts KVzip's scores; one top-N over all heads",
     paper="arXiv 2601.07891, section 3",
     moments=("context", "question", "decode"),
-    cost="time O(T d_model 512) once for the network and O(H T) a cut, memory O(L H T)",
+    cost="time O(T d_model 512) once for the network and O(H T) per eviction step, memory O(L H T)",
 )

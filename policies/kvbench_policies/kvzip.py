@@ -1,9 +1,8 @@
-"""KVzip: keeps what the model attends to while it reads its own context once more.
+"""KVzip: keeps what the model attends to while it reads the context a second time.
 
-Kim, Kim, Kwon, Lee, Yun, Song: KVzip: Query-Agnostic KV Cache Compression with Context
-Reconstruction, arXiv 2505.23416, section 3, and the authors' code; chunks and sinks as in kvpress.
-The authors ask the model in words to repeat the context. Here the context itself is fed again,
-without such a prompt, so that no tokenizer is needed.
+Kim, Kim, Kwon, Lee, Yun, Song: KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv
+2505.23416, section 3, and the authors' code; chunks and sinks as in kvpress. The authors prompt the model to repeat the
+context. Here the context is fed again without a prompt, so no tokenizer is needed.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from kvbench_policies.ranges import check_count
 
 @dataclass(frozen=True)
 class Reconstruction(Score):
-    """Largest attention that an entry receives while its chunk of the context is fed again.
+    """Maximum attention that an entry receives while its chunk of the context is fed again.
 
         s_i = max_{g in group} max_q A_g[q, i]
 
-    with the queries `q` of the chunk that holds `i` and of the 8 tokens before it, fed behind the
-    whole context. The softmax is over the sinks, the chunk and the tokens fed so far. Tokens that
-    come after the first cut have not been fed again; at later cuts they are protected.
+    with the queries `q` of the chunk that holds `i` and of the 8 tokens before it, fed after the whole context. The
+    softmax is over the sinks, the chunk and the tokens fed so far. Tokens added after the first eviction step have no
+    such score and are protected.
 
     Attributes:
-        replay: Tokens of a chunk.
-        sinks: Number of first tokens that are protected.
-        plus: Whether attention is multiplied by `||v_i W_O||_2` and divided by the length of the
-            hidden state of `q` (KVzip+, as in kvpress).
-        level: `pair`: every entry has a score of its own; `head`: all entries of a head have the
-            largest, so that whole heads stay (the paper's context-independent eviction).
+        replay: Tokens per chunk.
+        sinks: Number of protected first tokens.
+        plus: Multiply attention by `||v_i W_O||_2` and divide it by the norm of the hidden state of `q` (KVzip+, as in
+            kvpress).
+        level: `pair`: every entry has its own score; `head`: all entries of a head get the head's maximum, so that
+            whole heads are kept (the paper's context-independent eviction).
     """
 
     name: ClassVar[str] = "reconstruction"
@@ -51,13 +50,12 @@ class Reconstruction(Score):
     level: Literal["pair", "head"] = "pair"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("replay", self.replay, 1)
         check_count("sinks", self.sinks, 0)
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The replay of the context."""
+        """Replay of the context."""
         return frozenset({self._need})
 
     @property
@@ -66,7 +64,7 @@ class Reconstruction(Score):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
-        if self._need in v.obs:  # the first cut
+        if self._need in v.obs:  # first eviction step
             v.extras["attention"], v.extras["replayed"] = v.obs[self._need], v.valid
         attention, replayed = v.extras["attention"], v.extras["replayed"]
         if self.level == "head":
@@ -81,7 +79,7 @@ KVZIP = Policy(
     score=Reconstruction(),
     allocate=Global(),
     select=TopK(),
-    summary="keeps what is attended to while the context is read once more; one top-N over all",
+    summary="keeps what is attended to while the context is read a second time; one top-N over all heads",
     paper="arXiv 2505.23416, section 3",
     cost="a second prefill in chunks; time O(H_q T c d) for chunks of c tokens, memory O(T + c^2)",
 )

@@ -1,8 +1,7 @@
-"""LagKV: keeps the entries that vary most, measured on the scale of the partition behind them.
+"""LagKV: keeps the entries that vary most relative to the range of the next partition.
 
-Liang, Zhang, Li, Li: LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are
-Important, arXiv 2504.04704. 16 sinks as in the authors' code; a lag of 128 as in its README and in
-kvpress (which keeps 4 sinks).
+Liang, Zhang, Li, Li: LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important, arXiv
+2504.04704. 16 sinks as in the authors' code; a lag of 128 as in its README and in kvpress (which keeps 4 sinks).
 """
 
 from __future__ import annotations
@@ -21,24 +20,22 @@ from kvbench_policies.ranges import check_count
 
 @dataclass(frozen=True)
 class LagRelative(Score):
-    """How unevenly an entry's channels lie in the range of the next partition.
+    """Spread of an entry's channels relative to their range in the next partition.
 
-    The entries after the sinks are cut into partitions of `lag`. With the smallest and largest
-    value of every channel in the next partition, `min` and `max`:
+    The entries after the sinks are split into partitions of `lag`. With the minimum and maximum of every channel in the
+    next partition, `min` and `max`:
 
         s_i = softmax_i( std_c( (k_ic - min_c) / (max_c - min_c) ) ) + the same of the values
 
-    with the sample standard deviation over channels and the softmax over the partition. Every
-    partition gives up the same share of its entries: the score is the entry's rank within its
-    partition, from 0 to `1 - 1/lag`. The last full partition and what follows it have no next
-    partition, and are protected like a window. A channel that is constant in the next partition
-    counts as 0.
+    with the sample standard deviation over channels and the softmax over the partition. The final score is the entry's
+    rank within its partition, from 0 to `1 - 1/lag`, so every partition loses the same fraction of its entries. The
+    last full partition and all later entries have no next partition and are protected like a window. A channel that is
+    constant in the next partition counts as 0.
 
     Attributes:
-        lag: Entries of a partition.
-        sinks: Number of first tokens that are protected.
-        cross: Compare the values themselves across partitions instead of the ranks within each
-            (for allocators that compare heads).
+        lag: Entries per partition.
+        sinks: Number of protected first tokens.
+        cross: Compare raw values across partitions instead of ranks within each (for allocators that compare heads).
     """
 
     name: ClassVar[str] = "lagkv"
@@ -48,12 +45,11 @@ class LagRelative(Score):
     cross: bool = False
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("lag", self.lag, 1, "entries")
         check_count("sinks", self.sinks, 0)
 
     def reserved(self, length: int) -> int:
-        """The sinks, the last full partition and what follows it."""
+        """Return the size of the sinks, the last full partition and all later entries."""
         partitions = max(0, length - self.sinks) // self.lag
         return length - max(0, partitions - 1) * self.lag
 
@@ -69,7 +65,7 @@ class LagRelative(Score):
         )
         scores = key_spread + value_spread
         if not self.cross:
-            # A stable sort: of equals the more recent ranks higher.
+            # A stable sort ranks the more recent of equal entries higher.
             ranks = scores.argsort(dim=-1, stable=True).argsort(dim=-1)
             scores = ranks.float() / self.lag
         scores = from_blocks(scores, column_order).masked_fill(~rated_mask, 0.0)
@@ -77,8 +73,8 @@ class LagRelative(Score):
         return Scores(scores, torch.maximum(window_class, protect_sinks(v, self.sinks)).to(torch.int8))
 
     def _spread(self, blocks: Tensor) -> Tensor:
-        """Value of every entry within its block, `[B, H, P, lag]`, from `[B, H, P, lag, d]`."""
-        following = blocks.roll(-1, 2)  # what the last block is compared with does not matter
+        """Score every entry within its block, `[B, H, P, lag, d]` to `[B, H, P, lag]`."""
+        following = blocks.roll(-1, 2)  # the last block is protected, so its wrap-around does not matter
         minimum, maximum = following.amin(3, keepdim=True), following.amax(3, keepdim=True)
         value_range = maximum - minimum
         scaled = ((blocks - minimum) / torch.where(value_range > 0, value_range, 1.0)).masked_fill(
@@ -92,7 +88,7 @@ LAGKV = Policy(
     score=LagRelative(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps what varies most on the scale of the next 128 entries; sinks and a window stay",
+    summary="keeps what varies most relative to the next 128 entries, plus sinks and a window",
     paper="arXiv 2504.04704",
     moments=("context", "question", "decode", "chunked"),
     cost="time and memory O(H T d)",

@@ -1,4 +1,4 @@
-"""What allocators that measure layers have in common: shares by weights, kept while decoding."""
+"""Helpers for allocators that measure layers: budgets in proportion to weights, constant while decoding."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from kvbench.plugin import Scored, View
 def measured(layers: Sequence[Scored], cache_key: Hashable, measure: Callable[[View], Tensor]) -> Tensor:
     """Measure every layer once for all budgets, on the device of its keys.
 
-    An allocator of the whole model is shown the views of all layers on one device, but for keys and
-    values.
+    A model-wide allocator gets the views of all layers on one device, except keys and values.
 
     Args:
         layers: All layers.
-        cache_key: Identifies what is measured, with its parameters.
-        measure: Gives a number for each sequence, `[B]`; as `View.once` takes it.
+        cache_key: Identifies the measurement and its parameters.
+        measure: Returns a number per sequence, `[B]`; passed to `View.once`.
 
     Returns:
         `[B, L]`.
@@ -32,7 +31,7 @@ def measured(layers: Sequence[Scored], cache_key: Hashable, measure: Callable[[V
 
 
 def _on_key_device(view: View) -> View:
-    """A view with all that it shows on the device of its keys."""
+    """Return the view with all its tensors on the device of its keys."""
     key_device = view.key.device
     if view.length.device == key_device:
         return view
@@ -45,17 +44,17 @@ def _on_key_device(view: View) -> View:
 
 
 def held_before(layers: Sequence[Scored], total_budget: Tensor) -> tuple[Tensor, Tensor]:
-    """What heads held before the text went on, at moment `decode`.
+    """Return the entries per head after the previous eviction step, at moment `decode`.
 
-    Measurements of layers belong to the prefill, so a cache that was cut before keeps the shares
-    that its heads have. Every head gained the same number of entries since.
+    Layers are measured during the prefill, so a cache that was compressed before keeps its per-head budgets. Every head
+    has gained the same number of entries since.
 
     Args:
         layers: All layers.
-        total_budget: Entries that they keep in all, int64 `[B]`.
+        total_budget: Total entries kept over all layers, int64 `[B]`.
 
     Returns:
-        float64 `[B, L, H]`, and which sequences were cut before, bool `[B]`; none at other moments.
+        float64 `[B, L, H]`, and the sequences that were compressed before, bool `[B]` (all False at other moments).
     """
     view = layers[0].view
     entry_counts = torch.stack([layer.view.valid.sum(-1) for layer in layers], 1)
@@ -71,17 +70,17 @@ def held_before(layers: Sequence[Scored], total_budget: Tensor) -> tuple[Tensor,
 def spread_by_weight(
     layers: Sequence[Scored], layer_weights: Tensor, base_shares: Tensor, total_budget: Tensor
 ) -> Tensor:
-    """Give every head a base, and the rest to the layers in proportion to their weights.
+    """Give every head a base budget and distribute the rest over layers in proportion to their weights.
 
-    All heads of a layer get the same. What a head cannot hold goes to the others in proportion.
-    Shares are even where the base takes everything, and keep their proportions where a cache was
-    cut before (see `held_before`). They are rounded by largest remainder.
+    All heads of a layer get the same budget; the excess of a full head goes to the others in proportion. Budgets are
+    even if the base uses up everything, and keep their proportions if the cache was compressed before (see
+    `held_before`). They are rounded by largest remainder.
 
     Args:
         layers: All layers.
         layer_weights: 0 or more, float64 `[B, L]`.
-        base_shares: Entries that every head gets first, float64 `[B]`; not more than it holds.
-        total_budget: Entries that the layers keep in all, int64 `[B]`.
+        base_shares: Base budget per head, float64 `[B]`, capped at the entries it holds.
+        total_budget: Total entries kept over all layers, int64 `[B]`.
 
     Returns:
         int64 `[B, L, H]` summing to `total_budget`.

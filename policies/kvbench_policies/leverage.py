@@ -1,8 +1,8 @@
-"""Approximate leverage scores of the keys, one of the two parts of Compactor.
+"""Approximate leverage scores of the keys, one of Compactor's two terms.
 
-Chari, Van Durme: Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate
-Leverage Scores, arXiv 2507.08143, as kvpress has it (`LeverageScorePress`, by the first author):
-with a ridge of 0.01 and a Cholesky factor instead of a singular value decomposition.
+Chari, Van Durme: Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores, arXiv
+2507.08143, as in kvpress (`LeverageScorePress`, by the first author): with a ridge of 0.01 and a Cholesky factor
+instead of a singular value decomposition.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from kvbench_policies.projections import gaussian
 from kvbench_policies.ranges import check_count
 
 _RIDGE = 1e-2
-"""Added to the diagonal of the Gram matrix, so that it can be inverted for any keys."""
+"""Added to the diagonal of the Gram matrix to keep it invertible."""
 
 _BLOCK = 1 << 22
-"""Number of key channels that are turned back at once for each sequence, in float32."""
+"""Key channels per block and sequence when RoPE is undone, in float32."""
 
 
 def leverage(view: View, rated_mask: Tensor, sketch: int) -> Tensor:
-    """How far the key of every entry stands out among the others.
+    """Return the approximate leverage of every entry's key.
 
         X = (K - mean K) Phi,    l_i = x_i (X^T X + 0.01 I)^-1 x_i^T
 
-    `K` are the keys before RoPE: the cached ones, turned back. `Phi` is `d x sketch` with entries
-    drawn from N(0, 1/sketch) for every context, layer and head.
+    `K` are the cached keys with RoPE undone. `Phi` is `d x sketch` with entries from N(0, 1/sketch), drawn per context,
+    layer and head.
 
     Args:
-        view: The layer.
-        rated_mask: The entries that are compared, bool `[B, H, n]`.
-        sketch: Dimensions that `Phi` projects to; 0 projects nothing.
+        view: View of the layer.
+        rated_mask: Entries to compare, bool `[B, H, n]`.
+        sketch: Dimensions that `Phi` projects to; 0 disables the projection.
 
     Returns:
-        float32 `[B, H, n]`, from 0 to 1; 0 for the other entries.
+        float32 `[B, H, n]`, from 0 to 1; 0 for entries outside `rated_mask`.
     """
     batch_size, head_count, entry_count = view.shape
     head_dim = view.key.shape[-1]
@@ -52,7 +52,7 @@ def leverage(view: View, rated_mask: Tensor, sketch: int) -> Tensor:
         keys = turn_back(view.key[:, :, block_slice].float(), cosines, sines)
         features[:, :, block_slice] = keys if projection is None else keys @ projection
     unrated_mask = ~rated_mask[..., None]
-    # In float64: the ridge is far smaller than the last bits of a long text's Gram matrix.
+    # In float32, the ridge is lost in the rounding error of a long text's Gram matrix.
     features = features.masked_fill_(unrated_mask, 0.0).double()
     feature_means = features.sum(2, keepdim=True) / rated_mask.sum(-1).clamp(min=1)[..., None, None]
     features = (features - feature_means).masked_fill(unrated_mask, 0.0)
@@ -69,7 +69,7 @@ def standardised(values: Tensor, rated_mask: Tensor) -> Tensor:
 
     Args:
         values: `[B, H, n]`.
-        rated_mask: The entries that count, bool `[B, H, n]`; the others become 0.
+        rated_mask: Entries to include, bool `[B, H, n]`; the others become 0.
     """
     rated_counts = rated_mask.sum((1, 2), keepdim=True)
     rated_values = values.double().masked_fill(~rated_mask, 0.0)
@@ -85,18 +85,17 @@ class Leverage(Score):
 
         X = (K - mean K) Phi,    l_i = x_i (X^T X + 0.01 I)^-1 x_i^T
 
-    `K` are the keys before RoPE, `Phi` is `d x sketch` with entries drawn from N(0, 1/sketch) for
-    every context, layer and head from the run's seed.
+    `K` are the keys before RoPE; `Phi` is `d x sketch` with entries from N(0, 1/sketch), drawn per context, layer and
+    head from the run's seed.
 
     Attributes:
-        sketch: Dimensions that the keys are projected to; 0 takes the keys as they are.
+        sketch: Dimensions that the keys are projected to; 0 disables the projection.
     """
 
     name: ClassVar[str] = "leverage"
     sketch: int = 48
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("sketch", self.sketch, 0, "dimensions")
 
     def score(self, v: View) -> Tensor:

@@ -1,4 +1,4 @@
-"""A local window: the most recent tokens, the "local window" baseline of D2O."""
+"""Local window: the most recent tokens, D2O's "local window" baseline."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ class Recency(Score):
     """`s_i = i - t <= 0`: the more recent a token, the higher its score.
 
     Attributes:
-        sinks: Number of first tokens that are protected (0 protects none). With sinks the newest
-            token is protected as well: a share that cannot hold all of them keeps the newest token
-            and then the first sinks.
+        sinks: Number of protected first tokens. With sinks, the newest token is protected, too: a head's budget that
+            cannot hold all of them keeps the newest token, then the first sinks.
     """
 
     name: ClassVar[str] = "recency"
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("sinks", self.sinks, 0)
 
     @property
     def version(self) -> int:
-        """2 with two or more sinks: of sinks that do not fit, the last now gives way first."""
+        """2 with two or more sinks: the last sink is now dropped first if the sinks do not fit."""
         return 2 if self.sinks > 1 else 1
 
     def score(self, v: View) -> Scores:

@@ -1,29 +1,25 @@
-"""LoCoCo: heavy hitters stay, and a trained convolution merges all other entries into the rest.
+"""LoCoCo: heavy hitters stay, and a trained convolution merges all other entries into slots.
 
-Cai, Tian, Wang, Chen: LoCoCo: Dropping In Convolutions for Long Context Compression, ICML 2024,
-arXiv 2406.05317.
+Cai, Tian, Wang, Chen: LoCoCo: Dropping In Convolutions for Long Context Compression, ICML 2024, arXiv 2406.05317.
 
-As in the authors' code (VITA-Group/LoCoCo): a head keeps `M` entries, and it keeps those that
-received most attention. The first half of them, the heavy hitters, stay as they are. The other half
-are slots that are merged into: a slot becomes `(1 - a)` times its own entry plus `a` times a
-weighted mean over all entries of the head that are no heavy hitters. A convolution along these
-entries, over keys and values side by side and with one channel per slot, gives the weights:
-`softmax(relu(conv([K, V])))`. Keys are merged as cached, after RoPE, and nothing is turned to
-another position. The heads of a layer share the convolution, and `a`, which is learned, is a number
-per layer. Heavy hitters and slots follow one order, so together they are the `M` entries of most
-attention.
+As in the authors' code (VITA-Group/LoCoCo), a head keeps the `M` entries with the most accumulated attention. The first
+half of them, the heavy hitters, do not change. The other half are slots: a slot becomes `(1 - a)` times its own entry
+plus `a` times a weighted mean over all entries of the head except the heavy hitters. The weights are
+`softmax(relu(conv([K, V])))`: a convolution along these entries, over concatenated keys and values, with one channel
+per slot. Keys are merged as cached, after RoPE, without re-rotation. The heads of a layer share the convolution and the
+learned number `a`.
 
-Ours:
+Differences from the authors' code:
 
-- The authors rank by the attention of the last chunk's queries. Here the sum goes on over all
-  chunks, as in H2O; when a context is compressed in one piece, both are the same.
-- The authors put merged entries behind the heavy hitters, and the next cut's convolution sees that
-  order. Here an entry stays at the position of its own token.
+- The authors rank by the attention of the last chunk's queries. Here attention accumulates over all
+  chunks, as in H2O; for a context that is compressed in one piece, both are the same.
+- The authors put merged entries after the heavy hitters, and the next convolution sees that order.
+  Here an entry stays at the position of its own token.
 - The authors' convolution merges into as many slots as it has channels. Here slot `j` of `m`, in
-  the order of positions, takes channel `floor(j S / m)` of `S`, so that every budget works; with
-  `m = S` these are the authors' channels. A head that evicts nothing does not change.
+  position order, uses channel `floor(j S / m)` of `S`, so that every budget works; with `m = S`
+  these are the authors' channels. A head that evicts nothing does not change.
 - Attention is averaged over the query heads of a KV head; the authors' models have one each.
-- The authors also train embeddings and norms of the model; here it does not change.
+- The authors also train the model's embeddings and norms; here the model does not change.
 """
 
 from __future__ import annotations
@@ -46,21 +42,21 @@ from kvbench_policies.merging import pack, put, take
 
 @dataclass(frozen=True)
 class Convolution(Merger):
-    """A trained convolution merges what is evicted into the kept entries of least attention.
+    """A trained convolution merges evicted entries into the least attended kept entries.
 
-    Of the `n` entries that a head keeps, `m = floor((1 - r) n)` are slots: those that received the
-    least attention. `r` comes with the convolutions, usually 0.5. Let `R` be the entries of the
-    head without its other `n - m` kept ones. With the layer's convolution `c` of `S` channels and
-    its share `a`, slot `j` of `m` (in the order of positions), whose own entry is `i`, becomes
+    Of the `n` entries that a head keeps, the `m = floor((1 - r) n)` with the least accumulated attention are slots. `r`
+    is stored with the convolutions, usually 0.5. Let `R` be all entries of the head except the other `n - m` kept ones.
+    With the layer's convolution `c` of `S` channels and its weight `a`, slot `j` of `m` (in position order), whose own
+    entry is `i`, becomes
 
         w = softmax over R of relu(c([K, V]_R)) in channel floor(j S / m)
         k_i <- (1 - a) k_i + a sum_R w k,    v_i <- (1 - a) v_i + a sum_R w v
 
-    The convolutions are those that `gates` names, otherwise those that ship with kvbench for the
-    model, otherwise the user's own, where `kvbench train gates` writes them.
+    The convolutions are those named by `gates`, else those that ship with kvbench for the model, else the user's own,
+    as written by `kvbench train gates`.
 
     Attributes:
-        gates: Folder, shipped name or hub id of convolutions, which are used as they are, or none.
+        gates: Folder, shipped name or hub id of the convolutions; None finds the model's own.
     """
 
     name: ClassVar[str] = "convolution"
@@ -68,14 +64,14 @@ class Convolution(Merger):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The attention that every entry received."""
+        """Accumulated attention per entry."""
         return frozenset({AttentionMass()})
 
     def merge(self, v: View, keep: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Give the keys and values to store, `[B, H, n, d]` each.
+        """Return the keys and values to store, `[B, H, n, d]` each.
 
         Raises:
-            UserError: The model has no convolutions, or they do not fit it.
+            UserError: No convolutions were found, or they do not fit the model.
         """
         device = v.key.device
         convolutions = loaded("lococo", self.gates, v.model, device, anew=v.layer == 0)
@@ -84,15 +80,15 @@ class Convolution(Merger):
         return blend(convolutions, v.layer, v.key, v.value, accumulated, v.position, v.valid, keep)
 
     def fingerprint(self, model: str) -> str:
-        """Digest of the convolutions' files; it joins the hash of a cell.
+        """Return the digest of the convolutions' files, part of a cell's hash.
 
         Raises:
-            UserError: There are none.
+            UserError: No convolutions were found.
         """
         return fingerprint(model, "lococo", self.gates)
 
     def stand_in(self, model: ModelInfo, folder: Path) -> Self:
-        """Give a copy that reads random convolutions that fit a model."""
+        """Return a copy that uses random convolutions for the model."""
         return self.replace(gates=str(random_gates("lococo", model, folder)))
 
 
@@ -106,20 +102,20 @@ def blend(
     valid_mask: Tensor,
     keep_mask: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Merge the entries of a layer that are no heavy hitters into slots.
+    """Merge the entries of a layer that are not heavy hitters into slots.
 
     Args:
-        convolutions: Those of the model; gradients reach them.
+        convolutions: Those of the model; differentiable.
         layer: Index among the full-attention layers.
         keys: `[B, H, n, d]`.
         values: `[B, H, n, d]`.
-        accumulated: Attention that every entry received, float32 `[B, H, n]`.
-        positions: Position of every entry, int64 `[B, H, n]`; ties go to the more recent one.
-        valid_mask: Which entries exist, bool `[B, H, n]`.
-        keep_mask: Which of these stay, bool `[B, H, n]`.
+        accumulated: Accumulated attention per entry, float32 `[B, H, n]`.
+        positions: int64 `[B, H, n]`; ties go to the more recent entry.
+        valid_mask: Entries that exist, bool `[B, H, n]`.
+        keep_mask: Entries that are kept, bool `[B, H, n]`.
 
     Returns:
-        Keys and values; rows that are not slots are those given.
+        Keys and values, changed only in slots.
     """
     evicting = (valid_mask & ~keep_mask).any(-1)
     kept_counts = keep_mask.sum(-1)
@@ -159,19 +155,19 @@ def compress(
     valid: Tensor,
     budget: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cut a layer to `budget` entries per head as the policy does; for training.
+    """Compress a layer to `budget` entries per head as the policy does; for training.
 
     Args:
-        convolutions: Those of the model; gradients reach them.
+        convolutions: Those of the model; differentiable.
         layer: Index among the full-attention layers.
         key: `[B, H, n, d]`, the newest entry last.
         value: `[B, H, n, d]`.
-        mass: Attention that every entry received, float32 `[B, H, n]`.
-        valid: Which entries exist, bool `[B, H, n]`.
-        budget: Entries that a head keeps; one with fewer keeps them all.
+        mass: Accumulated attention per entry, float32 `[B, H, n]`.
+        valid: Entries that exist, bool `[B, H, n]`.
+        budget: Maximum entries kept per head.
 
     Returns:
-        Keys, values, `mass` and `valid` of what is kept, in the same order.
+        Keys, values, `mass` and `valid` of the kept entries, in the same order.
     """
     positions = torch.arange(key.shape[2], device=key.device).expand_as(mass)
     kept_counts = valid.sum(-1).clamp(max=budget)
@@ -183,12 +179,12 @@ def compress(
 
 
 def merged_into(budget: int, keep_rate: float) -> int:
-    """How many of `budget` entries are slots."""
+    """Return how many of `budget` entries are slots."""
     return int(portion(torch.tensor(budget), 1 - keep_rate))
 
 
 def _attention_keys(accumulated: Tensor, positions: Tensor, valid_mask: Tensor) -> Tensor:
-    """Keys that order entries by attention, as `topk` orders what `accumulated` scores."""
+    """Return rank keys by attention, in the order of `topk` on `score=accumulated`."""
     return entry_key(accumulated, torch.zeros_like(accumulated, dtype=torch.int8), positions, valid_mask)
 
 
@@ -198,7 +194,7 @@ LOCOCO = Policy(
     allocate=Uniform(),
     select=TopK(),
     merge=Convolution(),
-    summary="half of what stays are heavy hitters; a learned convolution merges into the others",
+    summary="half of the kept entries are heavy hitters; a learned convolution merges the rest into the other half",
     paper="arXiv 2406.05317",
     moments=("decode", "chunked"),
     cost="time O(H T S k d) for S channels of k taps, memory O(H T (S + d))",

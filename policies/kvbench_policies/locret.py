@@ -1,8 +1,7 @@
-"""LocRet: retaining heads predict the largest logit that the answer will give a token.
+"""LocRet: retaining heads predict the largest attention logit of each token during the answer.
 
-Huang, Yuan, Han, Xiao, Liu: Locret: Enhancing Eviction in Long-Context LLM Inference with Trained
-Retaining Heads on Consumer-Grade Devices, arXiv 2410.01805. The paper uses chunks of 3072 tokens
-and a budget of 6000.
+Huang, Yuan, Han, Xiao, Liu: Locret: Enhancing Eviction in Long-Context LLM Inference with Trained Retaining Heads on
+Consumer-Grade Devices, arXiv 2410.01805. The paper uses chunks of 3072 tokens and a budget of 6000.
 """
 
 from __future__ import annotations
@@ -19,16 +18,15 @@ from kvbench_policies.ranges import check_count
 
 @dataclass(frozen=True)
 class PredictedLogit(Learned):
-    """Predicted largest logit that the queries of the answer give to a token.
+    """Predicted maximum logit of a token over the queries of the answer.
 
-    It is computed once from the token's own queries, keys and values before RoPE, and stored with
-    the entry. At moment `chunked` the prompt's last `local` tokens are prefilled after the last
-    cut, so they do not see what was evicted; every earlier cut protects the last `stabilizers`
-    entries of every head. At the other moments the whole text is present at a cut, and the last
-    `local` tokens are protected. In both cases they count in the budget.
+    It is predicted once from the token's own queries, keys and values before RoPE and stored with the entry. At moment
+    `chunked`, the prompt's last `local` tokens are prefilled after the last eviction step, so they do not see evicted
+    entries; every earlier step protects the last `stabilizers` entries of every head. At the other moments, the last
+    `local` tokens are protected. In both cases they count towards the budget.
 
     Attributes:
-        stabilizers: Number of newest entries that a cut between chunks protects.
+        stabilizers: Number of newest entries protected between chunks.
         local: Number of newest tokens that are always kept.
     """
 
@@ -38,24 +36,23 @@ class PredictedLogit(Learned):
     local: int = 100
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("stabilizers", self.stabilizers, 0, "entries")
         check_count("local", self.local, 0)
 
     @property
     def tail(self) -> int:
-        """The local tokens, which are prefilled after the last cut."""
+        """Number of local tokens, which are prefilled after the last eviction step."""
         return self.local
 
     def reserved(self, length: int) -> int:
-        """The local tokens."""
+        """Return the number of local tokens."""
         return self.local
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
         protection = protect_window(v, max(0, self.local - v.coming))
         if not v.final:
-            # Entries behind this one
+            # Number of newer entries
             newer_counts = v.valid.sum(-1, keepdim=True) - v.valid.cumsum(-1)
             protection = (v.valid & (newer_counts < self.stabilizers)).to(protection.dtype) * Scores.WINDOW
         return Scores(self.learned(v), protection)
@@ -66,7 +63,7 @@ LOCRET = Policy(
     score=PredictedLogit(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps what a learned head expects the answer to attend to, and the newest tokens",
+    summary="keeps the newest tokens and those that a learned head predicts the answer will attend to",
     paper="arXiv 2410.01805",
     moments=("chunked",),
     cost="time O(T (H_q + 2 H) d 1024) once for the head, memory O(H T)",

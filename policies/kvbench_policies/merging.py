@@ -1,7 +1,7 @@
-"""What mergers share: packing entries of ragged heads side by side, and sums over entries.
+"""Helpers for mergers: packing the entries of ragged heads, and sums over entries.
 
-The entries that a head keeps lie anywhere among the columns that a view shows. A merger packs the
-kept entries, or the evicted ones, into a rectangle and works on that.
+The kept entries of a head may be at any columns of a view. A merger packs the kept or the evicted entries into a
+rectangular tensor and works on that.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ import torch
 from torch import Tensor
 
 BLOCK = 1 << 22
-"""Number of values that a merger holds at once beside its results: 16 MiB in float32."""
+"""Maximum number of temporary values in memory: 16 MiB in float32."""
 
 
 def pack(entry_mask: Tensor, newest_first: bool = False) -> tuple[Tensor, Tensor]:
-    """Pack the chosen entries of every head side by side.
+    """Pack the selected entries of every head side by side.
 
     Args:
-        entry_mask: Which entries are chosen, bool `[B, H, n]`.
-        newest_first: Pack in falling instead of rising order.
+        entry_mask: Selected entries, bool `[B, H, n]`.
+        newest_first: Pack in descending instead of ascending order.
 
     Returns:
-        Indices of the chosen entries, int64 `[B, H, m]`, and which of these slots are in use, bool
-        `[B, H, m]`; `m` is the largest count of a head. The index in an unused slot is that of
-        another entry.
+        Indices of the selected entries, int64 `[B, H, m]`, and the slots in use, bool `[B, H, m]`; `m` is the largest
+        count of a head. Unused slots hold the index of an unselected entry.
     """
     entry_count = entry_mask.shape[-1]
     ordered_mask = entry_mask.flip(-1) if newest_first else entry_mask
@@ -43,19 +42,19 @@ def take(tensor: Tensor, indices: Tensor) -> Tensor:
 
 def add_rows(totals: Tensor, targets: Tensor, rows: Tensor) -> None:
     """Add `rows` `[m, d]` to the rows `targets` (int64 `[m]`) of `totals`, in a fixed order."""
-    if totals.is_cuda:  # index_add_ adds in whatever order its threads come; this sorts first
+    if totals.is_cuda:  # index_add_ is not deterministic on CUDA; this sorts first
         totals.index_put_((targets,), rows, accumulate=True)
     else:
         totals.index_add_(0, targets, rows)
 
 
 def sum_into(values: Tensor, targets: Tensor, slot_count: int) -> Tensor:
-    """Sum numbers into slots of their heads.
+    """Sum values into slots per head.
 
     Args:
         values: float32 `[B, H, m]`.
-        targets: Slot of every number, int64 `[B, H, m]`.
-        slot_count: Number of slots of a head.
+        targets: Slot of every value, int64 `[B, H, m]`.
+        slot_count: Slots per head.
 
     Returns:
         float32 `[B, H, slot_count]`.
@@ -75,14 +74,14 @@ def sum_rows_into(
     slot_count: int,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Sum rows of entries into slots of their heads, block by block.
+    """Sum rows of entries into slots per head, one block at a time.
 
     Args:
         tensor: Keys or values, `[B, H, n, d]`.
         indices: Indices of entries, int64 `[B, H, m]`.
-        merge_mask: Which of these entries are summed, bool `[B, H, m]`.
+        merge_mask: Entries to sum, bool `[B, H, m]`.
         targets: Slot of each, int64 `[B, H, m]`.
-        slot_count: Number of slots of a head.
+        slot_count: Slots per head.
         weights: Factor of each, float32 `[B, H, m]`; None means 1.
 
     Returns:
@@ -110,12 +109,12 @@ def sum_rows_into(
 
 
 def put(tensor: Tensor, indices: Tensor, in_use: Tensor, new_rows: Tensor) -> Tensor:
-    """Give a copy of `tensor` `[B, H, n, d]` with other rows at the slots of `indices`.
+    """Return a copy of `tensor` `[B, H, n, d]` with new rows at the slots of `indices`.
 
     Args:
         tensor: Keys or values.
         indices: Entry of every slot, int64 `[B, H, m]`.
-        in_use: Which slots are written, bool `[B, H, m]`.
+        in_use: Slots to write, bool `[B, H, m]`.
         new_rows: New rows, float32 `[B, H, m, d]`, cast to the type of `tensor`.
     """
     updated = tensor.clone()
@@ -127,10 +126,10 @@ def put(tensor: Tensor, indices: Tensor, in_use: Tensor, new_rows: Tensor) -> Te
 
 
 def sum_before(values: Tensor, width: int) -> Tensor:
-    """Sum the `width` places of axis 2 before every place, itself excluded.
+    """Sum the `width` elements of axis 2 before every element, excluding itself.
 
-    By doubling instead of by a running sum, whose rounding errors would grow with the length. The
-    sum at a place depends on nothing but the places it adds up, to the last bit.
+    Uses doubling instead of a running sum, whose rounding errors would grow with the length. Each sum depends bitwise
+    only on the elements it adds.
 
     Args:
         values: `[B, H, m, ...]`.
@@ -150,7 +149,7 @@ def sum_before(values: Tensor, width: int) -> Tensor:
 
 
 def _shift_back(values: Tensor, shift: int) -> Tensor:
-    """Shift axis 2 back by some places, with zeros in front."""
+    """Shift axis 2 back by `shift`, filling with zeros."""
     if shift == 0:
         return values
     shifted = torch.zeros_like(values)

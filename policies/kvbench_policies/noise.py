@@ -1,4 +1,4 @@
-"""Random eviction: the control that a method must beat."""
+"""Random eviction: the baseline that every method must beat."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANDOM = Policy(
     score=Noise(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps entries at random, seeded",
+    summary="keeps random entries (seeded)",
     paper="a control; no paper",
     moments=("context", "question", "decode"),
     cost="time and memory O(H T)",

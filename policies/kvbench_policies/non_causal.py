@@ -1,8 +1,8 @@
-"""Attention without the causal mask within chunks, one of the two parts of Compactor.
+"""Attention without the causal mask within chunks, one of Compactor's two terms.
 
-Chari, Van Durme: Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate
-Leverage Scores, arXiv 2507.08143. Logits are not scaled, as in both of the authors' programs
-(compactor-vllm, and `NonCausalAttnPress` in kvpress).
+Chari, Van Durme: Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores, arXiv
+2507.08143. Logits are not scaled, as in both implementations by the authors (compactor-vllm, and `NonCausalAttnPress`
+in kvpress).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvbench_policies.ranges import check_count
 
 @dataclass(frozen=True)
 class ChunkAttention(Need):
-    """Attention that every token receives in its chunk of the text, times the length of its value.
+    """Attention that every token receives within its chunk, times the norm of its value.
 
-    float32 `[B, H, S]` by position, for all tokens of the text, evicted or not; 0 for those that
-    are left out. Its chunks go on after a cut.
+    float32 `[B, H, S]` by position, for all tokens of the text, evicted or not; 0 for skipped tokens. An open chunk
+    continues after an eviction step.
 
     Attributes:
-        chunk: Tokens of a chunk.
-        first: Number of first tokens that are left out.
-        last: Number of last tokens that are left out.
-        padded: Whether zero queries and keys fill the last chunk.
+        chunk: Tokens per chunk.
+        first: Number of first tokens to skip.
+        last: Number of last tokens to skip.
+        padded: Pad the last chunk with zero queries and keys.
     """
 
     chunk: int
@@ -40,20 +40,20 @@ class ChunkAttention(Need):
     padded: bool
 
     def observer(self, model: ModelInfo) -> Observer:
-        """Make the observer."""
+        """Return a new observer."""
         return _Chunks(self)
 
 
 class _OpenChunk(NamedTuple):
-    """What is known of a layer.
+    """State of one layer.
 
     Attributes:
-        closed: What tokens received in complete chunks, by position, `[B, H, S]`.
+        closed: Attention received in complete chunks, by position, `[B, H, S]`.
         chunks: Number of complete chunks, int64 `[B]`.
-        query: Queries behind the complete chunks, `[B, H_q, w, d]`, the oldest first.
+        query: Queries after the complete chunks, `[B, H_q, w, d]`, oldest first.
         key: Their keys, `[B, H, w, d]`.
-        size: Lengths of their values, float32 `[B, H, w]`.
-        live: Which of them exist, bool `[B, w]`; these are in front.
+        size: Norms of their values, float32 `[B, H, w]`.
+        live: Those that exist, bool `[B, w]`; they come first.
     """
 
     closed: Tensor
@@ -65,10 +65,10 @@ class _OpenChunk(NamedTuple):
 
 
 class _Chunks:
-    """Sums the attention of complete chunks; holds the queries and keys of the chunk that is open.
+    """Sums of the attention in complete chunks, with the queries and keys of the open chunk.
 
     Args:
-        need: Size of the chunks, and the tokens that are left out.
+        need: Chunk size and skipped tokens.
     """
 
     def __init__(self, need: ChunkAttention) -> None:
@@ -86,7 +86,7 @@ class _Chunks:
         valid: Tensor,
         scale: float,
     ) -> None:
-        """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
+        """Observe one forward pass of one layer; see `kvbench.plugin.Observer`."""
         token_count, chunk_size = q.shape[2], self.need.chunk
         positions = (valid.long().cumsum(-1) - 1)[:, -token_count:]
         live_mask = valid[:, -token_count:] & (positions >= self.need.first)
@@ -119,7 +119,7 @@ class _Chunks:
                 start_positions,
                 full_counts.masked_fill(chunk_index >= complete_counts, 0),
             )
-        # What is left fits in one chunk and the last tokens.
+        # The rest fits in one chunk plus the last tokens.
         open_width = min(live_mask.shape[1], chunk_size + self.need.last)
         ordinals = (complete_counts * chunk_size)[:, None] + torch.arange(open_width, device=q.device)
         columns = live_order.gather(1, ordinals.clamp(max=live_mask.shape[1] - 1))
@@ -134,7 +134,7 @@ class _Chunks:
         )
 
     def read(self, layer: int) -> Tensor:
-        """Return what every token received, by position, float32 `[B, H, S]`."""
+        """Return the attention received by every token, by position, float32 `[B, H, S]`."""
         open_state, chunk_size = self._held[layer], self.need.chunk
         key_counts = (open_state.live.sum(-1) - self.need.last).clamp(min=0)
         padding = max(0, chunk_size - open_state.live.shape[1]) if self.need.padded else 0
@@ -151,23 +151,23 @@ class _Chunks:
         )
 
     def fork(self) -> Self:
-        """Return an observer that can continue without changing this one."""
+        """Return an independent copy."""
         duplicate = type(self)(self.need)
         duplicate._held = dict(self._held)
         return duplicate
 
     def sequence(self, row: int, tokens: int) -> Self:
-        """The observer of one sequence; see `kvbench.plugin.Separable`."""
+        """Return the observer of one sequence; see `kvbench.plugin.Separable`."""
         duplicate = self.fork()
         for layer, open_state in self._held.items():
             sequence_state = _OpenChunk(*(tensor[row : row + 1] for tensor in open_state))
-            # By position
+            # `closed` is indexed by position.
             duplicate._held[layer] = sequence_state._replace(closed=sequence_state.closed[..., :tokens])
         return duplicate
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
-        """Join the sequences of several observers in one batch."""
+        """Join the sequences of several observers into one batch."""
         joined = cls(parts[0].need)
         for layer in parts[0]._held:
             layer_states = [observer._held[layer] for observer in parts]
@@ -187,7 +187,7 @@ class _Chunks:
 
 
 def _gather_columns(tensor: Tensor, columns: Tensor) -> Tensor:
-    """Columns (int64 `[B, m]`) of `tensor`, `[B, K, n]` or `[B, K, n, d]`."""
+    """Gather columns (int64 `[B, m]`) of `tensor`, `[B, K, n]` or `[B, K, n, d]`."""
     indices = columns[:, None].expand(-1, tensor.shape[1], -1)
     if tensor.dim() == 4:
         indices = indices[..., None].expand(-1, -1, -1, tensor.shape[-1])
@@ -195,7 +195,7 @@ def _gather_columns(tensor: Tensor, columns: Tensor) -> Tensor:
 
 
 def _write_span(target: Tensor, values: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
-    """Copy `target` `[B, H, S]` with the first `counts` `values` `[B, H, c]` from `starts` on."""
+    """Return a copy of `target` `[B, H, S]` with the first `counts` of `values` `[B, H, c]` written at `starts`."""
     offsets = torch.arange(values.shape[-1], device=values.device)
     dump_column = target.shape[-1]
     positions = torch.where(offsets < counts[:, None], starts[:, None] + offsets, dump_column)
@@ -204,13 +204,13 @@ def _write_span(target: Tensor, values: Tensor, starts: Tensor, counts: Tensor) 
 
 
 def received(queries: Tensor, keys: Tensor, key_counts: Tensor, padded: bool = False) -> Tensor:
-    """Attention that the keys of a chunk receive from all of its queries, without a causal mask.
+    """Return the attention that a chunk's keys receive from all of its queries, without a causal mask.
 
     Args:
         queries: `[B, H_q, c, d]`.
         keys: `[B, H, c, d]`.
-        key_counts: How many of the chunk's tokens exist, int64 `[B]`; these are in front.
-        padded: Whether the others take part as zero queries and keys.
+        key_counts: Number of tokens in the chunk, int64 `[B]`; they come first.
+        padded: Include the missing tokens as zero queries and keys.
 
     Returns:
         Sum over queries, mean over the query heads of a KV head, float32 `[B, H, c]`.
@@ -229,26 +229,23 @@ def received(queries: Tensor, keys: Tensor, key_counts: Tensor, padded: bool = F
 
 
 def pooled_attention(view: View, need: ChunkAttention) -> Tensor:
-    """Mean over each token and its two neighbours in the text, float32 `[B, H, n]`.
-
-    Zeros lie beyond the ends and where tokens are left out.
-    """
+    """Average each token with its two neighbours in the text, float32 `[B, H, n]`, zero-padded."""
     pooled = avg_pool1d(view.obs[need], 3, stride=1, padding=1)
     return pooled.gather(-1, view.position.clamp(0, pooled.shape[-1] - 1))
 
 
 @dataclass(frozen=True)
 class NonCausalAttention(Score):
-    """Attention that an entry receives from its chunk, times the length of its value.
+    """Attention that an entry receives from its chunk, times the norm of its value.
 
         a_i = || v_i || mean_{g in group} sum_{q in chunk} softmax_{j in chunk}( q_g . k_j )_i
 
-    averaged over each token and its two neighbours, and standardised over the entries of the layer.
-    Later tokens of a chunk count as well as earlier ones, and logits are not scaled.
+    averaged over each token and its two neighbours, and standardised over the entries of the layer. Queries of a chunk
+    also attend to its later tokens, and logits are not scaled.
 
     Attributes:
-        chunk: Tokens of a chunk; the last one can be shorter.
-        variant: `paper`, or `release` (kvpress): zero queries and keys fill the last chunk.
+        chunk: Tokens per chunk; the last one can be shorter.
+        variant: `paper`, or `release` (kvpress): the last chunk is padded with zero queries and keys.
     """
 
     name: ClassVar[str] = "non_causal"
@@ -256,12 +253,11 @@ class NonCausalAttention(Score):
     variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("chunk", self.chunk, 1)
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The attention within chunks."""
+        """Attention within chunks."""
         return frozenset({self._need})
 
     @property

@@ -1,9 +1,8 @@
-"""OBCache: how much the attention output changes without an entry, to second order.
+"""OBCache: scores entries by the second-order change of the attention output without them.
 
-Gu, Liang, Zhao, Diao: OBCache: Optimal Brain KV Cache Pruning for Efficient Long-Context LLM
-Inference, arXiv 2510.07651. The three scores are derived here from the description in the abstract:
-the squared change of a query's output, expanded to second order, when an entry's value, its logit
-or both are set to 0.
+Gu, Liang, Zhao, Diao: OBCache: Optimal Brain KV Cache Pruning for Efficient Long-Context LLM Inference, arXiv
+2510.07651. The three scores are derived here from the description in the abstract: the squared change of a query's
+output, expanded to second order, when an entry's value, its logit or both are set to 0.
 """
 
 from __future__ import annotations
@@ -19,28 +18,28 @@ from kvbench.plugin import Policy, Queries, Scores, View, protect_window
 from kvbench_policies.windows import WindowScore
 
 _BLOCK = 1 << 22
-"""Number of elements (query heads x queries x entries) scored at once for each sequence."""
+"""Elements (query heads x queries x entries) per block and sequence."""
 
 
 @dataclass(frozen=True)
 class OutputAware(WindowScore):
     """Squared change of the window queries' outputs without an entry, to second order.
 
-    With scaled logit `z`, attention `A` over all that a query sees, and output `o_q = sum_i A v_i`:
+    With scaled logit `z`, attention `A` over all visible entries, and output `o_q = sum_i A v_i`:
 
         joint   s_i = sum_q A[q, i]^2 || v_i + z[q, i] (v_i - o_q) ||^2
         value   s_i = sum_q A[q, i]^2 || v_i ||^2
         key     s_i = sum_q (A[q, i] z[q, i])^2 || v_i - o_q ||^2
 
-    summed over the queries of the last `window` tokens, which are protected, and over the group.
-    The norms are expanded, so no vector per (query, entry) is ever formed.
+    summed over the queries of the last `window` tokens, which are protected, and over the group. The norms are
+    expanded, so no vector per (query, entry) is materialised.
 
     Attributes:
-        variant: What is set to 0: the value (`value`), the logit (`key`) or both (`joint`).
+        variant: Quantity set to 0: the value (`value`), the logit (`key`) or both (`joint`).
         window: Number of observing queries, in tokens.
-        kernel: Width of a pooling over the past in entries, odd; 1 turns pooling off.
-        pool: `max` or `avg`; zeros lie beyond the ends.
-        group: How the query heads of a KV head are reduced: `sum`, `mean` or `max`.
+        kernel: Odd width of the pooling over the past, in entries; 1 disables pooling.
+        pool: `max` or `avg`, zero-padded.
+        group: Reduction over the query heads of a KV head: `sum`, `mean` or `max`.
     """
 
     name: ClassVar[str] = "obcache"
@@ -58,12 +57,12 @@ class OutputAware(WindowScore):
         return Scores(scores.masked_fill(~before_window, 0.0), protect_window(v, self.window))
 
     def _lost(self, view: View) -> Tensor:
-        """Sum over the window's queries for each query head, float32 `[B, H_q, n]`."""
+        """Return the output change summed over the window's queries, float32 `[B, H_q, n]`."""
         batch_size, head_count, entry_count = view.shape
         row_shape = (head_count, view.model.group * self.window)
         attention = view.window_attention(self.window).reshape(batch_size, *row_shape, entry_count)
         queries = view.obs[Queries(self.window)].float().reshape(batch_size, *row_shape, -1) * view.scale
-        # Padding has weight 0 but may hold NaN or infinity, whose product with 0 is not 0.
+        # Padding has weight 0, but 0 times NaN or infinity is not 0.
         values = view.value.float().masked_fill(~view.valid[..., None], 0.0)
         outputs = attention @ values
         output_loss = torch.empty(batch_size, head_count, view.model.group, entry_count, device=values.device)
@@ -76,7 +75,7 @@ class OutputAware(WindowScore):
         return output_loss.flatten(1, 2)
 
     def _term(self, queries: Tensor, keys: Tensor, values: Tensor, outputs: Tensor) -> Tensor:
-        """The factor of `A^2`, `[B, H, G * window, m]`, from scaled queries and `m` entries."""
+        """Return the factor of `A^2`, `[B, H, G * window, m]`, for scaled queries and `m` entries."""
         value_square = values.square().sum(-1)[:, :, None]
         if self.variant == "value":
             return value_square
@@ -100,7 +99,7 @@ OBCACHE = Policy(
     score=OutputAware(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps the entries that change the last 32 queries' outputs most, to second order",
+    summary="keeps the entries whose removal would change the last 32 queries' outputs most (second order)",
     paper="arXiv 2510.07651",
     cost="time O(H_q w T d), memory O(H_q w T)",
 )

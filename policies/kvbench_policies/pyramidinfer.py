@@ -1,10 +1,9 @@
-"""PyramidInfer: what the recent tokens attend to, less of it in every further layer.
+"""PyramidInfer: keeps what the recent tokens attend to, less in each higher layer.
 
-Yang, Han, Gao, Hu, Zhang, Zhao: PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM
-Inference, arXiv 2405.12532; schedule and defaults from the authors' code. There a token that a
-layer drops is gone for all layers above, which saves prefill time, and the ratios alone decide how
-much is kept. Here the whole context is prefilled, every layer chooses from all of it, and the
-ratios spread the budget.
+Yang, Han, Gao, Hu, Zhang, Zhao: PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference, arXiv
+2405.12532; schedule and defaults from the authors' code. There, a token that a layer drops is also dropped in all
+layers above, which saves prefill time, and the ratios alone determine how much is kept. Here the whole context is
+prefilled, every layer selects from all of it, and the ratios distribute the budget.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ class RecentAttention(Score):
 
         s_i = mean_g mean_{q in window} c_q A_g[q, i],   c_q from 1 to `distance_weight`, linear
 
-    The newest query weighs most. A token has the same value in every KV head that holds it, so
-    heads of equal shares keep the same tokens. In the authors' code the window is 20% of the
-    sequence; here it is a number of tokens, because it counts in the budget.
+    The newest query has the largest weight. A token has the same score in every KV head that holds it, so heads with
+    equal budgets keep the same tokens. In the authors' code, the window is 20% of the sequence; here it is a number of
+    tokens, because it counts towards the budget.
 
     Attributes:
         window: Number of observing queries, in tokens; these tokens are protected.
-        sinks: Number of first tokens that are protected.
-        distance_weight: Weight of the newest query; the oldest of a full window weighs 1.
+        sinks: Number of protected first tokens.
+        distance_weight: Weight of the newest query; the oldest of a full window has weight 1.
     """
 
     name: ClassVar[str] = "recent_attention"
@@ -55,7 +54,6 @@ class RecentAttention(Score):
     distance_weight: float = 1.2
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("window", self.window, 1)
         check_count("sinks", self.sinks, 0)
         check_finite("distance_weight", self.distance_weight, 0)
@@ -76,17 +74,17 @@ class RecentAttention(Score):
 
 @dataclass(frozen=True)
 class CosinePyramid(Uniform):
-    """Every layer keeps a part of what the one before it keeps; heads of a layer get the same.
+    """Layer budgets that shrink from each layer to the next; even over the heads of a layer.
 
         b_0 : b_1 : ... = 1 : r_0 : r_0 r_1 : ...,   r_l = r + (1 - r) (1 + cos(pi l / L)) / 2
 
-    beyond the window, with `r = decay_ratio`: the lowest layers keep nearly as much as each other,
-    and every further one about `r` times as much. Rounded by largest remainder; a share above `T`
-    goes to the other layers. If the mean is not larger than the window, shares are even.
+    beyond the window, with `r = decay_ratio`: the lowest layers keep nearly equal amounts, and each top layer about `r`
+    times the layer below. Budgets are rounded by largest remainder; the excess above `T` goes to the other layers.
+    Budgets are even if the mean is not larger than the window.
 
     Attributes:
-        decay_ratio: What a layer at the top keeps of the layer before it, above 0.
-        window: Number of tokens that every layer keeps in any case; they count in the budget.
+        decay_ratio: Ratio of a top layer's budget to that of the layer below, above 0.
+        window: Number of tokens that every layer keeps; they count towards the budget.
     """
 
     name: ClassVar[str] = "cosine_pyramid"
@@ -94,13 +92,12 @@ class CosinePyramid(Uniform):
     window: int = 32
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_share("decay_ratio", self.decay_ratio)
         check_finite("decay_ratio", self.decay_ratio, 0.01)
         check_count("window", self.window, 1)
 
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
-        """Spread the total over layers, int64 `[B, L]` summing to `L * H * b`."""
+        """Return the entries per layer, int64 `[B, L]`, summing to `L * H * b`."""
         layer_share, layer_shares = 1.0, []
         for layer in range(model.layers):
             layer_shares.append(layer_share)
@@ -118,7 +115,7 @@ PYRAMIDINFER = Policy(
     score=RecentAttention(),
     allocate=CosinePyramid(),
     select=TopK(),
-    summary="keeps the last 32 tokens and what they attend to, less of it in every further layer",
+    summary="keeps the last 32 tokens and what they attend to, less in each higher layer",
     paper="arXiv 2405.12532, section 3; schedule of the authors' code",
     moments=("context", "question", "decode"),
     cost="time O(H_q w T d), memory O(H_q w T + H^2 T)",

@@ -1,8 +1,8 @@
-"""PyramidKV: lower layers keep more than upper ones, decreasing linearly.
+"""PyramidKV: layer budgets decrease linearly from lower to upper layers.
 
-Cai, Zhang, Gao, Y. Liu, T. Liu, Lu, Xiong, Dong, Chang, Hu, Xiao: PyramidKV: Dynamic KV Cache
-Compression based on Pyramidal Information Funneling, arXiv 2406.02069. The window counts in the
-budget. Unlike in kvpress, a small budget does not fall back to SnapKV.
+Cai, Zhang, Gao, Y. Liu, T. Liu, Lu, Xiong, Dong, Chang, Hu, Xiao: PyramidKV: Dynamic KV Cache Compression based on
+Pyramidal Information Funneling, arXiv 2406.02069. The window counts towards the budget. Unlike in kvpress, a small
+budget does not fall back to SnapKV.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from kvbench_policies.snapkv import WindowAttention
 
 
 def pyramid_shares(layer_count: int, length: Tensor, budget: Tensor, steepness: float, window: int) -> Tensor:
-    """Entries that every head of a layer keeps, decreasing linearly from the first layer on.
+    """Return the entries per head of each layer, decreasing linearly from the first layer.
 
         b' = b - w,   min = b' / steepness,   max = 2 b' - min
         if max > T - w:   max = T - w,   min = 2 b' - max
         b_l = max - l (max - min) / (L - 1) + w
 
-    Shares are even if `L = 1`, `b' <= 0` or `T < 2 b'`. They are rounded by largest remainder; ties
-    go to the lower layer.
+    Budgets are even if `L = 1`, `b' <= 0` or `T < 2 b'`. They are rounded by largest remainder; ties go to the lower
+    layer.
 
     Args:
         layer_count: Number of layers, `L`.
         length: Tokens of every sequence, `T`, int64 `[B]`.
         budget: Mean entries per (layer, head), `b`, at most `T`, int64 `[B]`.
-        steepness: 1 or more; 1 is even.
+        steepness: 1 or more; 1 gives even budgets.
         window: `w`, in tokens.
 
     Returns:
@@ -54,10 +54,10 @@ def pyramid_shares(layer_count: int, length: Tensor, budget: Tensor, steepness: 
 
 
 def check_pyramid(steepness: float, window: int) -> None:
-    """Check the ranges of a pyramid's parameters.
+    """Validate a pyramid's parameters.
 
     Raises:
-        UserError: One is out of range.
+        UserError: A parameter is out of range.
     """
     check_finite("steepness", steepness, 1)
     check_count("window", window, 1)
@@ -65,12 +65,12 @@ def check_pyramid(steepness: float, window: int) -> None:
 
 @dataclass(frozen=True)
 class Pyramid(Uniform):
-    """Upper layers get less than lower ones; the heads of a layer get the same.
+    """Layer budgets that decrease linearly from lower to upper layers; even over the heads of a layer.
 
     Attributes:
-        steepness: The paper's beta: beyond the window, the last layer keeps `1 / steepness` of the
-            mean, and the first layer twice the mean minus that.
-        window: Number of tokens that every layer keeps in any case; they count in the budget.
+        steepness: The paper's beta: beyond the window, the last layer keeps `1 / steepness` of the mean, and the first
+            layer twice the mean minus that.
+        window: Number of tokens that every layer keeps; they count towards the budget.
     """
 
     name: ClassVar[str] = "pyramid"
@@ -78,11 +78,10 @@ class Pyramid(Uniform):
     window: int = 32
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_pyramid(self.steepness, self.window)
 
     def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
-        """Spread the total over layers, int64 `[B, L]` summing to `L * H * b`."""
+        """Return the entries per layer, int64 `[B, L]`, summing to `L * H * b`."""
         head_shares = pyramid_shares(model.layers, length, budget, self.steepness, self.window)
         return head_shares * model.kv_heads
 
@@ -92,7 +91,7 @@ PYRAMIDKV = Policy(
     score=WindowAttention(),
     allocate=Pyramid(),
     select=TopK(),
-    summary="SnapKV's scores; lower layers keep more than upper ones, decreasing linearly",
+    summary="SnapKV's scores; layer budgets decrease linearly from lower to upper layers",
     paper="arXiv 2406.02069",
     cost="time O(w T d), memory O(w T), as snapkv",
 )

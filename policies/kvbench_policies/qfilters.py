@@ -1,8 +1,8 @@
-"""Q-Filters: keeps the keys that lie along the direction that all queries of a head share.
+"""Q-Filters: keeps the keys aligned with the common direction of a head's queries.
 
-Godey, Devoto, Zhao, Scardapane, Minervini, de la Clergerie, Sagot: Q-Filters: Leveraging QK
-Geometry for Efficient KV Cache Compression, arXiv 2503.02812. `kvbench profile qfilters` estimates
-the filters of a model; those that the authors publish can be read as well.
+Godey, Devoto, Zhao, Scardapane, Minervini, de la Clergerie, Sagot: Q-Filters: Leveraging QK Geometry for Efficient KV
+Cache Compression, arXiv 2503.02812. `kvbench profile qfilters` estimates the filters of a model; the authors' published
+filters can be used, too.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from kvbench_policies.ranges import check_count
 class QueryDirection(Score):
     """`s_i = -k_i . f`, with the filter `f` of the KV head.
 
-    A filter is made once per model. The first right singular vector of a query head's queries,
-    after RoPE, gets the sign that makes its product with most of them negative; `f` is the mean
-    over the query heads of the KV head. So large scores are along most queries.
+    Filters are estimated once per model. The first right singular vector of a query head's queries, after RoPE, gets
+    the sign that makes its product with most of them negative; `f` is the mean over the query heads of the KV head.
+    Keys aligned with most queries thus get large scores.
 
-    The filters are those that `filters` names, otherwise those that ship with kvbench for the
-    model, otherwise the user's own, where `kvbench profile qfilters` writes them.
+    The filters are those named by `filters`, else those that ship with kvbench for the model, else the user's own, as
+    written by `kvbench profile qfilters`.
 
     Attributes:
-        filters: Folder, shipped name or hub id of filters, which are used as they are, or none.
-        recent: Number of newest tokens that are protected (the authors' cache keeps 64; kvpress
-            keeps none).
+        filters: Folder, shipped name or hub id of the filters; None finds the model's own.
+        recent: Number of protected newest tokens (the authors' cache keeps 64; kvpress keeps none).
     """
 
     name: ClassVar[str] = "qfilters"
@@ -41,7 +40,6 @@ class QueryDirection(Score):
     recent: int = 0
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("recent", self.recent, 0)
 
     def score(self, v: View) -> Scores:
@@ -52,15 +50,15 @@ class QueryDirection(Score):
         return Scores(scores, protect_window(v, self.recent))
 
     def fingerprint(self, model: str) -> str:
-        """Digest of the filters; it joins the hash of a cell.
+        """Return the digest of the filters, part of a cell's hash.
 
         Raises:
-            UserError: There are none.
+            UserError: No filters were found.
         """
         return FILTERS.fingerprint(model, self.filters)
 
     def stand_in(self, model: ModelInfo, folder: Path) -> Self:
-        """Give a copy that reads made-up filters (see `kvbench.plugin.Part`)."""
+        """Return a copy that uses random filters (see `kvbench.plugin.Part`)."""
         filter_shape = (model.layers, model.kv_heads, model.head_dim)
         filter_folder = folder / "-".join(map(str, ("qfilters", *filter_shape)))
         if not (filter_folder / WEIGHTS).is_file():
@@ -74,7 +72,7 @@ QFILTERS = Policy(
     score=QueryDirection(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps the keys along the direction that all queries of a head share, measured once",
+    summary="keeps the keys aligned with the common direction of a head's queries, measured once per model",
     paper="arXiv 2503.02812",
     moments=("context", "question", "decode"),
     cost="time O(H T d), memory O(H T)",

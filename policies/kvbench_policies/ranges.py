@@ -1,4 +1,4 @@
-"""Range checks of parameters: one line that names the parameter, its value and what it may be."""
+"""Range checks of parameters, with one-line errors that name the parameter, its value and the valid range."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvbench.errors import UserError
 
 
 def check_count(parameter: str, value: int, minimum: int, unit: str = "tokens") -> None:
-    """Refuse a count below `minimum`.
+    """Reject a count below `minimum`.
 
     Raises:
         UserError: The value is too small.
@@ -18,7 +18,7 @@ def check_count(parameter: str, value: int, minimum: int, unit: str = "tokens") 
 
 
 def check_odd(parameter: str, value: int) -> None:
-    """Refuse a width that is not odd and positive.
+    """Reject a width that is not odd and positive.
 
     Raises:
         UserError: The value is even or below 1.
@@ -28,7 +28,7 @@ def check_odd(parameter: str, value: int) -> None:
 
 
 def check_share(parameter: str, value: float) -> None:
-    """Refuse what is not a share from 0 to 1.
+    """Reject a number outside [0, 1].
 
     Raises:
         UserError: The value is out of range.
@@ -38,7 +38,7 @@ def check_share(parameter: str, value: float) -> None:
 
 
 def check_finite(parameter: str, value: float, minimum: float) -> None:
-    """Refuse a number that is infinite, not a number, or below `minimum`.
+    """Reject a number that is infinite, NaN or below `minimum`.
 
     Raises:
         UserError: The value is out of range.

@@ -1,8 +1,8 @@
-"""R-KV: attention of the last queries minus how much an entry's key repeats others.
+"""R-KV: attention of the last queries minus the redundancy of an entry's key.
 
-Cai, Xiao, Sun, Luo, Zhang, Wan, Li, Zhou, Chang, Gu, Dong, Anandkumar, Asi, Hu: R-KV:
-Redundancy-aware KV Cache Compression for Reasoning Models, arXiv 2505.24133. lambda = 0.1 as in
-the paper and the repository's README (the code's default is 0.07).
+Cai, Xiao, Sun, Luo, Zhang, Wan, Li, Zhou, Chang, Gu, Dong, Anandkumar, Asi, Hu: R-KV: Redundancy-aware KV Cache
+Compression for Reasoning Models, arXiv 2505.24133. lambda = 0.1 as in the paper and the repository's README (the code's
+default is 0.07).
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from kvbench_policies.ranges import check_share
 from kvbench_policies.windows import WindowScore
 
 _SIMILAR = 0.5
-"""Keys with a larger cosine count as similar."""
+"""Cosine above which keys count as similar."""
 
 _BLOCK = 1 << 22
-"""Number of cosines held at once for each sequence."""
+"""Cosines in memory per sequence."""
 
 
 @dataclass(frozen=True)
 class Redundancy(WindowScore):
     """`s_i = lambda * maxpool(a_i) - (1 - lambda) * R_i` over the tokens before the window.
 
-    The attention `a` is R-KV's own: the window's logits are reduced over the group, the softmax is
-    over the past alone, and its mean over the window's queries is max-pooled over the past.
+    R-KV has its own attention `a`: the window's logits are reduced over the group, the softmax is over the past alone,
+    and its mean over the window's queries is max-pooled over the past.
 
         R_j = softmax_j( mean_i c_ij ),    c_ij = cos(k_i, k_j)
 
-    with `i` and `j` in the past, `c_ii = 0`, and for each `i` the most recent similar `j`
-    (`c_ij > 0.5`) spared: that one `c_ij` is 0. Computed in blocks of rows `i`: the `T x T` matrix
-    is never held, though its `2 H T^2 d` flops are spent.
+    with `i` and `j` in the past, `c_ii = 0`, and for each `i`, `c_ij = 0` for the most recent similar `j`
+    (`c_ij > 0.5`), which is thus spared. Computed in blocks of rows `i`: the `T x T` matrix is never in memory, but
+    costs `2 H T^2 d` flops.
 
     Attributes:
         redundancy: Weight of `R`, the paper's `1 - lambda`.
         window: Number of observing queries, in tokens; these tokens are protected.
-        kernel: Width of the pooling in entries, odd; 1 turns pooling off.
-        group: How the logits of a KV head's query heads are reduced: `max` or `mean`.
-        variant: `paper`, or `release` (the authors' code): `R` is computed over the past and the
-            window together, and a row `i` without a similar `j` spares the oldest entry.
+        kernel: Odd width of the pooling, in entries; 1 disables pooling.
+        group: Reduction of the logits over the query heads of a KV head: `max` or `mean`.
+        variant: `paper`, or `release` (the authors' code): `R` is computed over the past and the window together, and a
+            row `i` without a similar `j` spares the oldest entry.
     """
 
     name: ClassVar[str] = "rkv"
@@ -55,7 +55,6 @@ class Redundancy(WindowScore):
     variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         check_share("redundancy", self.redundancy)
 
@@ -71,24 +70,24 @@ class Redundancy(WindowScore):
         return Scores(scores.masked_fill(~before_window, 0.0), protect_window(v, self.window))
 
     def _attention(self, view: View, before_window: Tensor) -> Tensor:
-        """Pooled attention of the window on the past, float32 `[B, H, n]`."""
+        """Return the pooled attention of the window on the past, float32 `[B, H, n]`."""
         batch_size, head_count, entry_count = view.shape
         queries = view.obs[Queries(self.window)].float() * view.scale
         queries = queries.reshape(batch_size, head_count, view.model.group * self.window, -1)
         logits = (queries @ view.key.float().transpose(-1, -2)).view(batch_size, -1, self.window, entry_count)
-        # If there is a past the window is full, and all of its queries see all of the past.
+        # If there is a past, the window is full, and all of its queries see all of the past.
         logits = view.grouped(logits, self.group).masked_fill(~before_window[:, :, None], float("-inf"))
         attention = torch.softmax(logits, -1).nan_to_num(0.0).mean(2)
         return self.pooled(attention, "max")
 
 
 def repetition(keys: Tensor, entry_mask: Tensor, spare_oldest: bool = False) -> Tensor:
-    """How much every key repeats the others: `R` of `Redundancy`.
+    """Return the redundancy of every key, `R` of `Redundancy`.
 
     Args:
         keys: Keys, `[B, H, n, d]`, in the order of their tokens.
-        entry_mask: Which entries are compared, bool `[B, H, n]`; the others are ignored.
-        spare_oldest: Whether a row without a similar key spares the oldest entry instead of none.
+        entry_mask: Entries to compare, bool `[B, H, n]`; the others are ignored.
+        spare_oldest: Rows without a similar key spare the oldest entry instead of none.
 
     Returns:
         float32 `[B, H, n]`, summing to 1 over the compared entries of a head; 0 elsewhere.
@@ -114,7 +113,7 @@ RKV = Policy(
     score=Redundancy(),
     allocate=Uniform(),
     select=TopK(),
-    summary="attention of the last 8 queries minus how much an entry's key repeats the others",
+    summary="attention of the last 8 queries minus the redundancy of an entry's key",
     paper="arXiv 2505.24133",
     buffer=128,
     moments=("decode",),

@@ -1,7 +1,7 @@
-"""RoCo: mean attention per query; entries whose attention varies most are protected.
+"""RoCo: mean attention per query; entries with the most variable attention are protected.
 
-Ren, Zhu: On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model
-Inference, arXiv 2402.06262.
+Ren, Zhu: On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference, arXiv
+2402.06262.
 """
 
 from __future__ import annotations
@@ -27,30 +27,28 @@ from kvbench.plugin import (
 from kvbench_policies.ranges import check_count, check_share
 
 _PREFILL, _DECODE = 0.1, 0.3
-"""Default share of `b` for the entries of largest standard deviation."""
+"""Default fraction of `b` for the entries with the largest standard deviation."""
 
 
 @dataclass(frozen=True)
 class MeanAttention(Score):
-    """Mean attention over the queries that could see an entry; uneven attention protects it.
+    """Mean attention over the queries that can see an entry; variable attention protects it.
 
         s_i = 1/c_i sum_q A[q, i],    std_i = sqrt( 1/c_i sum_q A[q, i]^2 - s_i^2 ),    c_i = T - i
 
-    `c_i` counts the queries from the token's own on, also at a later cut, since every held entry
-    was visible to all of them. The deviation is computed per query head and then reduced over the
-    group.
+    `c_i` counts the queries from the token's own onwards, at every eviction step, because each of them saw every held
+    entry. The deviation is computed per query head and then reduced over the group.
 
-    Three kinds of entries are protected: the `floor(b_std * b)` entries of largest deviation that
-    the head holds, the last `window` tokens and, except at decode, the first `sinks` tokens. A
-    share that cannot hold all of them first gives up entries of large deviation, in the order in
-    which RoCo evicts (least mean attention first), then the oldest tokens of the window, then the
-    last sinks. The newest token stays.
+    Protected are the `floor(b_std * b)` entries of a head with the largest deviation, the last `window` tokens and,
+    except at decode, the first `sinks` tokens. If a head's budget cannot hold all of them, entries with large deviation
+    are dropped first, in RoCo's eviction order (least mean attention first), then the oldest tokens of the window, then
+    the last sinks. The newest token stays.
 
     Attributes:
-        b_std: Share of `b` for the entries of largest deviation; none means 0.1, at decode 0.3.
-        window: Number of last tokens that are protected.
-        sinks: Number of first tokens that are protected, except at decode.
-        group: How the query heads of a KV head are reduced: `mean`, `max` or `sum`.
+        b_std: Fraction of `b` for the entries with the largest deviation; None means 0.1, or 0.3 at decode.
+        window: Number of protected last tokens.
+        sinks: Number of protected first tokens, except at decode.
+        group: Reduction over the query heads of a KV head: `mean`, `max` or `sum`.
     """
 
     name: ClassVar[str] = "roco"
@@ -61,7 +59,6 @@ class MeanAttention(Score):
     group: Literal["mean", "max", "sum"] = "mean"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if self.b_std is not None:
             check_share("b_std", self.b_std)
         check_count("window", self.window, 0)
@@ -69,12 +66,12 @@ class MeanAttention(Score):
 
     @property
     def version(self) -> int:
-        """2 with two or more sinks: of sinks that do not fit, the last now gives way first."""
+        """2 with two or more sinks: the last sink is now dropped first if the sinks do not fit."""
         return 2 if self.sinks > 1 else 1
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The attention that every entry received, and the sum of its squares."""
+        """Accumulated attention per entry, and the sum of its squares."""
         return frozenset({AttentionMass(), AttentionMass(power=2)})
 
     def score(self, v: View) -> Scores:
@@ -90,9 +87,9 @@ class MeanAttention(Score):
         return Scores(mean_attention, protection)
 
     def _moments(self, view: View) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the received attention, float32 `[B, H, n]` each."""
+        """Return mean and standard deviation of the received attention, float32 `[B, H, n]` each."""
         query_counts = (view.age + 1).clamp(min=1).repeat_interleave(view.model.group, 1)
-        # In float64, because the variance is the difference of two nearly equal numbers.
+        # float64, because the variance is the difference of two nearly equal numbers.
         mean_attention = view.obs[AttentionMass()].double() / query_counts
         variance = view.obs[AttentionMass(power=2)].double() / query_counts - mean_attention.square()
         deviation = variance.clamp(min=0.0).sqrt()
@@ -107,7 +104,7 @@ ROCO = Policy(
     score=MeanAttention(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps the largest mean attention per query; protects the most uneven attention",
+    summary="keeps the largest mean attention per query; protects the entries with the most variable attention",
     paper="arXiv 2402.06262",
     moments=("context", "question", "decode"),
     cost="time O(H_q T^2 d) for two passes of column sums, memory O(H_q T)",

@@ -1,8 +1,8 @@
-"""Scissorhands: evicts what most of the recent queries gave less than average attention.
+"""Scissorhands: evicts entries that got below-average attention from most recent queries.
 
-Liu, Desai, Liao, Wang, Xie, Xu, Kyrillidis, Shrivastava: Scissorhands: Exploiting the Persistence
-of Importance Hypothesis for LLM KV Cache Compression at Test Time, arXiv 2305.17118, Algorithm 2.
-The authors have released no code. The drop amount of the paper is this package's `buffer`.
+Liu, Desai, Liao, Wang, Xie, Xu, Kyrillidis, Shrivastava: Scissorhands: Exploiting the Persistence of Importance
+Hypothesis for LLM KV Cache Compression at Test Time, arXiv 2305.17118, Algorithm 2. The authors have released no code.
+The paper's drop amount is `buffer` here.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from kvbench_policies.ranges import check_count
 
 @dataclass(frozen=True)
 class Persistence(Score):
-    """How many of the last `history` queries gave an entry less attention than average, negated.
+    """Negated number of the last `history` queries that gave an entry below-average attention.
 
         s_i = -#{ q in history, q >= i : A[q, i] < 1 / (q + 1) }
 
-    `q` and `i` are positions: the query at `q` sees `q + 1` tokens, so `1 / (q + 1)` is its average
-    attention. Only queries that see an entry count against it. Counts of the query heads of a KV
-    head are reduced by `group`. Equal counts are frequent; the more recent token stays.
+    `q` and `i` are positions: the query at `q` sees `q + 1` tokens, so `1 / (q + 1)` is its average attention. Only
+    queries that can see an entry count. Ties are frequent; the more recent token stays.
 
     Attributes:
-        history: Number of last queries that are counted.
+        history: Number of last queries to count.
         window: Number of newest tokens that are protected.
-        group: How the query heads of a KV head are reduced: `mean`, `max` (the head that misses
-            the entry least often decides) or `sum`.
+        group: Reduction of the counts over the query heads of a KV head: `mean`, `max` (the head with the fewest misses
+            decides) or `sum`.
     """
 
     name: ClassVar[str] = "persistence"
@@ -41,7 +40,6 @@ class Persistence(Score):
     group: Literal["mean", "max", "sum"] = "mean"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("history", self.history, 1)
         check_count("window", self.window, 0)
 
@@ -52,10 +50,10 @@ class Persistence(Score):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
-        # At the first cut there are no more queries than columns.
+        # At the first eviction step, there are no more queries than columns.
         query_count = self.history if v.moment in LATER else min(self.history, v.shape[2])
         offsets = torch.arange(query_count - 1, -1, -1, device=v.col.device)
-        # Tokens that each query sees
+        # Number of tokens that each query can see
         visible_counts = (v.length[:, None] - offsets)[:, None, :, None]
         can_attend = (v.position[:, :, None, :] < visible_counts).repeat_interleave(v.model.group, 1)
         below_average = v.window_attention(self.history, query_count) < 1 / visible_counts.clamp(min=1)
@@ -68,7 +66,7 @@ SCISSORHANDS = Policy(
     score=Persistence(),
     allocate=Uniform(),
     select=TopK(),
-    summary="evicts what most of the last 400 queries gave less attention than the average token",
+    summary="evicts entries that got below-average attention from most of the last 400 queries",
     paper="arXiv 2305.17118, Algorithm 2",
     moments=("context", "question", "decode"),
     cost="time O(H_q w T d), memory O(H_q w T) for a history of w",

@@ -1,7 +1,7 @@
-"""SeerAttention-R: learned gates choose the blocks that every query reads.
+"""SeerAttention-R: learned gates select the blocks that each query reads.
 
-Gao, Guo, Cao and others: SeerAttention-R: Sparse Attention Adaptation for Long Reasoning, arXiv
-2506.08889, sections 2.2 and 3. The paper reads 4096 entries in blocks of 64.
+Gao, Guo, Cao and others: SeerAttention-R: Sparse Attention Adaptation for Long Reasoning, arXiv 2506.08889, sections
+2.2 and 3. The paper reads 4096 entries in blocks of 64.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from kvbench_policies.gates.loaded import loaded, random_gates
 
 @dataclass(frozen=True)
 class BlockGate(Reader):
-    """`q k / sqrt(d_gate)`: a linear map of the group's queries, and one of a block's pooled keys.
+    """`q k / sqrt(d_gate)`, where `q` and `k` are linear maps of the group's queries and a block's pooled keys.
 
-    Both see queries and keys before RoPE, and RoPE turns what they return: a query by its own
-    position, a block by that of its first entry. Keys are pooled by maximum, minimum and mean. The
-    gates learned how large the largest attention weight of every block is. Their block size is part
-    of them.
+    The maps are applied before RoPE, and RoPE to their outputs: at a query's own position, and at the position of a
+    block's first entry. Keys are pooled by maximum, minimum and mean. The gates are trained to predict the largest
+    attention weight of every block, for a fixed block size.
 
-    The gates are those that `gates` names, otherwise those that ship with kvbench for the model,
-    otherwise the user's own, where `kvbench train gates` writes them.
+    The gates are those named by `gates`, else those that ship with kvbench for the model, else the user's own, as
+    written by `kvbench train gates`.
 
     Attributes:
-        gates: Folder, shipped name or hub id of gates, which are used as they are, or none.
-        dense_layers: First layers in which a query reads all entries.
+        gates: Folder, shipped name or hub id of the gates; None finds the model's own.
+        dense_layers: Number of first layers in which a query reads all entries.
     """
 
     name: ClassVar[str] = "seerattn_r"
@@ -43,11 +42,11 @@ class BlockGate(Reader):
     gates: str | None = None
 
     def block(self, model: ModelInfo) -> int:
-        """Entries of a block."""
+        """Return the entries per block."""
         return self._held(model).block
 
     def summary(self, model: ModelInfo) -> int:
-        """What the linear map makes of the pooled keys."""
+        """Return the size of a block's summary."""
         return self._held(model).config.gate_dim
 
     def rate(self, v: Blocks) -> Tensor:
@@ -61,15 +60,15 @@ class BlockGate(Reader):
         return gates
 
     def fingerprint(self, model: str) -> str:
-        """Digest of the gates' files; it joins the hash of a cell.
+        """Return the digest of the gates' files, part of a cell's hash.
 
         Raises:
-            UserError: There are none.
+            UserError: No gates were found.
         """
         return fingerprint(model, self.kind, self.gates)
 
     def stand_in(self, model: ModelInfo, folder: Path) -> Self:
-        """Give a copy that reads random gates that fit a model (see `kvbench.plugin.Part`)."""
+        """Return a copy that uses random gates for the model (see `kvbench.plugin.Part`)."""
         return self.replace(gates=str(random_gates(self.kind, model, folder)))
 
 
@@ -79,9 +78,9 @@ SEERATTN_R = Policy(
     allocate=Uniform(),
     select=TopK(),
     read=BlockGate(),
-    summary="holds everything; a learned gate chooses the blocks that each query reads",
+    summary="holds everything; a learned gate selects the blocks that each query reads",
     paper="arXiv 2506.08889, sections 2.2 and 3",
     moments=("question",),
-    cost="no cut; for every query O(H_q d d_gate + H T d_gate / block), memory O(H T d_gate / "
-    "block); kvbench pools the keys anew for every query, in O(H T d)",
+    cost="no eviction; per query O(H_q d d_gate + H T d_gate / block), memory O(H T d_gate / "
+    "block); kvbench pools the keys again for every query, in O(H T d)",
 )

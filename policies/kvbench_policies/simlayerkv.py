@@ -1,9 +1,8 @@
-"""SimLayerKV: lazy layers, which attend to first and recent tokens alone, keep nothing else.
+"""SimLayerKV: lazy layers, which attend mostly to first and recent tokens, keep only those.
 
-Zhang, Du, Du, Pang, Gao, Lin: SimLayerKV: A Simple Framework for Layer-Level KV Cache Reduction,
-arXiv 2410.13846: 4 first and 1024 recent tokens, and the last 32 queries of the prefill. The paper
-calls a layer lazy where its share of attention is above a threshold per model; here the budget says
-how many layers are.
+Zhang, Du, Du, Pang, Gao, Lin: SimLayerKV: A Simple Framework for Layer-Level KV Cache Reduction, arXiv 2410.13846: 4
+first and 1024 recent tokens, and the last 32 queries of the prefill. In the paper, a layer is lazy if the attention to
+these tokens exceeds a threshold per model; here the budget determines the number of lazy layers.
 """
 
 from __future__ import annotations
@@ -25,21 +24,20 @@ from kvbench_policies.ranges import check_count
 
 @dataclass(frozen=True)
 class LazyLayers(Allocator):
-    """First and recent tokens for every layer; the rest goes, whole, to the least lazy layers.
+    """First and recent tokens for every layer; the least lazy layers keep the whole context.
 
-    A layer is the lazier, the more of the attention of its last `window` queries, mean over queries
-    and query heads, goes to the first `sinks` and the last `recent` tokens. Each head is first
-    given `s = min(sinks + recent, b, T)` entries. Then layers are filled up to the `T` tokens of
-    the context, the least lazy first (ties go to the lower layer), until `N` is spent; the last one
-    is filled in part, its heads alike. If `sinks + recent` exceeds `b`, all layers get the same
-    share and none keeps everything; a warning says so once.
+    Laziness is the attention of a layer's last `window` queries, averaged over queries and query heads, to the first
+    `sinks` and the last `recent` tokens. Each head first gets `s = min(sinks + recent, b, T)` entries. Layers are then
+    filled up to the `T` tokens of the context, the least lazy first (ties go to the lower layer), until `N` is used up;
+    the last layer is filled in part, evenly over its heads. If `sinks + recent` exceeds `b`, all layers get the same
+    budget and none keeps everything; a warning is shown once.
 
-    Laziness belongs to the prefill: at moment `decode` a cache that was cut before keeps the shares
-    that its heads have.
+    Laziness is measured during the prefill: at moment `decode`, a cache that was compressed before keeps its per-head
+    budgets.
 
     Attributes:
-        sinks: Number of first tokens that a lazy layer holds; also a parameter of the score.
-        recent: Number of recent tokens that a lazy layer holds.
+        sinks: Number of first tokens that a lazy layer keeps; also a parameter of the score.
+        recent: Number of recent tokens that a lazy layer keeps.
         window: Number of observing queries, in tokens.
     """
 
@@ -50,13 +48,12 @@ class LazyLayers(Allocator):
     window: int = 32
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("sinks", self.sinks, 0)
         check_count("recent", self.recent, 1)
         check_count("window", self.window, 1)
 
     def reserved(self, length: int) -> int:
-        """The sinks and the recent tokens."""
+        """Return the number of sinks and recent tokens."""
         return self.sinks + self.recent
 
     @property
@@ -65,7 +62,7 @@ class LazyLayers(Allocator):
         return frozenset({Queries(self.window)})
 
     def allocate(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
-        """Spread a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
+        """Distribute a total (int64 `[B]`) over the heads of all layers, int64 `[B, L, H]`."""
         view = layers[0].view
         floors = view.budget.clamp(max=self.sinks + self.recent)
         if bool(((floors == view.budget) & (view.budget < view.length)).any()):
@@ -83,7 +80,7 @@ class LazyLayers(Allocator):
         return torch.where(stay_mask[:, None, None], stable_shares, head_shares)
 
     def laziness(self, view: View) -> Tensor:
-        """Share of attention on first and recent tokens in one layer, float64 `[B]`."""
+        """Return the fraction of one layer's attention on first and recent tokens, float64 `[B]`."""
         near_mask = view.valid & ((view.position < self.sinks) | (view.age < self.recent))
         near_mask = near_mask.repeat_interleave(view.model.group, 1)
         attention = view.window_attention(self.window).sum(2).double().masked_fill(~near_mask, 0.0)
@@ -99,5 +96,5 @@ SIMLAYERKV = Policy(
     summary="lazy layers keep 4 sinks and 1024 recent tokens, the others everything",
     paper="arXiv 2410.13846",
     moments=("context", "question", "decode"),
-    cost="time O(H_q w T d), memory O(H_q w T + H T d); all layers are held to the end",
+    cost="time O(H_q w T d), memory O(H_q w T + H T d); all layers are held until the prefill ends",
 )

@@ -1,7 +1,7 @@
-"""SirLLM: the tokens that surprised the model, with attention sinks; older turns fade.
+"""SirLLM: keeps attention sinks and the tokens that surprised the model most; older turns decay.
 
-Yao, Li, Zhao: SirLLM: Streaming Infinite Retentive LLM, arXiv 2405.12528: token entropy with
-decay. The paper uses 4 sinks and, depending on the task, a decay of 1, 0.9 or 0.7.
+Yao, Li, Zhao: SirLLM: Streaming Infinite Retentive LLM, arXiv 2405.12528: token entropy with decay. The paper uses 4
+sinks and, depending on the task, a decay of 1, 0.9 or 0.7.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kvbench_policies.ranges import check_count, check_share
 class TokenSurprisal(Score):
     """`s_i = -log p(x_i | x_<i) * decay ** turns_ago`, the same in all heads and layers.
 
-    The first token of a sequence gets the largest surprisal of the sequence. If the budget is not
-    larger than the number of sinks, the newest token is protected before them.
+    The first token of a sequence gets the largest surprisal of the sequence. If the budget is not larger than the
+    number of sinks, the newest token is protected before them.
 
     Attributes:
-        sinks: Number of first tokens that are protected.
-        decay: Factor by which each later turn of the dialogue reduces a token's score.
-        variant: `paper`: the most surprising tokens besides the sinks; `release` (the authors'
-            code): of `b` entries, the `b - sinks` most surprising tokens, sinks included, and the
-            sinks; the room that sinks among the most surprising leave goes to the newest tokens.
+        sinks: Number of protected first tokens.
+        decay: Factor applied to a token's score for each later turn of the dialogue.
+        variant: `paper`: the sinks and the most surprising other tokens; `release` (the authors' code): the sinks and
+            the `b - sinks` most surprising tokens, which may include sinks; the newest tokens fill the gaps left by
+            this overlap.
     """
 
     name: ClassVar[str] = "surprisal"
@@ -38,18 +38,17 @@ class TokenSurprisal(Score):
     variant: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("sinks", self.sinks, 0)
         check_share("decay", self.decay)
 
     @property
     def version(self) -> int:
-        """2 with two or more sinks: of sinks that do not fit, the last now gives way first."""
+        """2 with two or more sinks: the last sink is now dropped first if the sinks do not fit."""
         return 2 if self.sinks > 1 else 1
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The surprisal of every token."""
+        """Surprisal per token."""
         return frozenset({Surprisal()})
 
     def score(self, v: View) -> Scores:
@@ -58,7 +57,7 @@ class TokenSurprisal(Score):
         newest_mask = (v.age == 0) & v.valid & (v.budget <= self.sinks)[:, None, None]
         protection = protect_sinks(v, self.sinks)
         if self.variant == "release":
-            # Of equals the older one: the first token is as surprising as the most surprising.
+            # Ties go to the older token: the first token shares the largest surprisal.
             score_order = scores.masked_fill(~v.valid, -1.0).argsort(dim=-1, descending=True, stable=True)
             chosen_mask = v.valid & (score_order.argsort(-1) < (v.budget - self.sinks)[:, None, None])
             protection = torch.where(chosen_mask & (protection <= 0), Scores.CHOSEN, protection)
@@ -72,7 +71,7 @@ SIRLLM = Policy(
     score=TokenSurprisal(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps 4 sinks and the most surprising tokens, the same everywhere; older turns fade",
+    summary="keeps 4 sinks and the most surprising tokens, the same in all heads; older turns decay",
     paper="arXiv 2405.12528, token entropy and its decay",
     moments=("turns",),
     cost="time O(T vocabulary d_model) once, memory O(T)",

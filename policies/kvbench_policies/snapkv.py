@@ -17,21 +17,19 @@ from kvbench_policies.windows import WindowScore
 
 @dataclass(frozen=True)
 class WindowAttention(WindowScore):
-    """Attention that the queries of the last `window` tokens give to the tokens before them.
+    """Attention from the queries of the last `window` tokens to the tokens before them.
 
         s_i = pool( reduce_{g in group}( mean_{q in window} A_g[q, i] ) )   for i < T - window
 
-    The softmax is in float32 over the whole context, causal within the window. The query heads of a
-    KV head are reduced BEFORE pooling. The window's own columns are cut off before pooling and are
-    protected. Pooling sees only the past: beyond its ends (the start of the sequence, with or
-    without padding, and the window) lie zeros, which max pooling ignores and `avg` counts in its
-    divisor.
+    The softmax is in float32 over the whole context, causal within the window. The query heads of a KV head are reduced
+    BEFORE pooling. The window's own columns are removed before pooling and are protected. Pooling covers only the past,
+    which is zero-padded at the start of the sequence and at the window; average pooling includes these zeros.
 
     Attributes:
         window: Number of observing queries, in tokens.
-        kernel: Width of the pooling in entries, odd; 1 turns pooling off.
+        kernel: Odd width of the pooling, in entries; 1 disables pooling.
         pool: `max` or `avg`.
-        group: How the query heads of a KV head are reduced: `mean`, `max` or `sum`.
+        group: Reduction over the query heads of a KV head: `mean`, `max` or `sum`.
     """
 
     name: ClassVar[str] = "window"
@@ -40,7 +38,7 @@ class WindowAttention(WindowScore):
     group: Literal["mean", "max", "sum"] = "mean"
 
     def reserved(self, length: int) -> int:
-        """The window."""
+        """Return the window size."""
         return self.window
 
     def score(self, v: View) -> Scores:

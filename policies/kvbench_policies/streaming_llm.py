@@ -1,9 +1,8 @@
 """StreamingLLM: attention sinks and a sliding window of recent tokens.
 
-Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention Sinks,
-arXiv 2309.17453, section 3.2 (rolling KV cache with attention sinks).
-Keys keep the rotation they were cached with: eviction never moves a key, so positions are those of
-the text and not those within the cache.
+Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453, section 3.2
+(rolling KV cache with attention sinks). Keys keep the rotation they were cached with: eviction never moves a key, so
+positions are those in the text, not those within the cache.
 """
 
 from __future__ import annotations

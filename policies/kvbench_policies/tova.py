@@ -1,4 +1,4 @@
-"""TOVA: keeps what the last query attends to, averaged over all heads of the layer.
+"""TOVA: keeps what the last query attends to, averaged over all heads of a layer.
 
 Oren, Hassid, Yarden, Adi, Schwartz: Transformers are Multi-State RNNs, arXiv 2401.06104.
 """
@@ -21,9 +21,9 @@ class LastAttention(Score):
 
         s_i = mean_g A_g[t, i]
 
-    A token has the same value in every KV head that holds it, so heads of equal shares keep the
-    same tokens. A head that no longer holds it contributes 0. Nothing is protected: the newest
-    token stays only if its attention is large enough.
+    A token has the same score in every KV head that holds it, so heads with equal budgets keep the same tokens. A head
+    that has evicted the token contributes 0. Nothing is protected: the newest token stays only if its attention is
+    large enough.
     """
 
     name: ClassVar[str] = "tova"
@@ -42,27 +42,27 @@ class LastAttention(Score):
 
 
 def sum_over_holders(values: Tensor, positions: Tensor, valid_mask: Tensor) -> Tensor:
-    """Sum a value over the KV heads that hold the same token, whatever else each of them holds.
+    """Sum a value over the KV heads that hold the same token.
 
-    Every token is summed once and in the order of the heads, so its sum is equal to the last bit in
-    all of them. Uses memory for `H * H * n` numbers per sequence.
+    Every token is summed once, in the order of the heads, so its sum is bit-identical in all of them. Uses `H * H * n`
+    numbers of memory per sequence.
 
     Args:
         values: `[B, H, n]`.
         positions: Logical position of every entry, int64 `[B, H, n]`; a head holds a token once.
-        valid_mask: Which entries exist, bool `[B, H, n]`; the others are ignored.
+        valid_mask: Entries that exist, bool `[B, H, n]`; the others are ignored.
 
     Returns:
-        The sums, `[B, H, n]`; 0 at places without an entry.
+        The sums, `[B, H, n]`; 0 where there is no entry.
     """
     batch_size, head_count, entry_count = values.shape
     ordered, sort_order = positions.masked_fill(~valid_mask, -1).flatten(1).sort(dim=-1, stable=True)
     run_starts = torch.nn.functional.pad(ordered.diff(dim=-1) != 0, (1, 0))
-    # Tokens are numbered from 0 in the order of their positions; missing entries share a number.
+    # Tokens are numbered from 0 by position; missing entries share a number.
     run_indices = torch.empty_like(sort_order).scatter_(-1, sort_order, run_starts.long().cumsum(-1))
     head_runs = run_indices.view(batch_size, head_count, entry_count)
     scattered = values.new_zeros(batch_size, head_count, head_count * entry_count)
-    scattered.scatter_(-1, head_runs, values)  # in a head's row each token has its own place
+    scattered.scatter_(-1, head_runs, values)  # each token has its own column
     return (
         scattered.sum(1).gather(-1, run_indices).view(batch_size, head_count, entry_count).masked_fill(~valid_mask, 0.0)
     )
@@ -73,7 +73,7 @@ TOVA = Policy(
     score=LastAttention(),
     allocate=Uniform(),
     select=TopK(),
-    summary="keeps what the last query attends to on average over all heads of the layer",
+    summary="keeps what the last query attends to, averaged over all heads of a layer",
     paper="arXiv 2401.06104",
     moments=("context", "question", "decode"),
     cost="time O(H_q T d), memory O(H^2 T)",

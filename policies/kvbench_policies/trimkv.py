@@ -1,7 +1,7 @@
-"""TRIM-KV: a learned gate gives every token a rate of decay; what has faded most is evicted.
+"""TRIM-KV: a learned gate gives every token a decay rate; the most decayed entries are evicted.
 
-Bui, Sharma, Lamba, Mishra, Ying: Cache What Lasts: Token Retention for Memory-Bounded KV Cache in
-LLMs, arXiv 2512.03324, section 4.3 and Algorithm 1. All computations are in the log domain.
+Bui, Sharma, Lamba, Mishra, Ying: Cache What Lasts: Token Retention for Memory-Bounded KV Cache in LLMs, arXiv
+2512.03324, section 4.3 and Algorithm 1. All computations are in the log domain.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvbench_policies.gates.learned import Learned
 class Retention(Learned):
     """`s_i = (t - i) log beta_i`, the log retention of entry `i` at the newest token, `t`.
 
-    A gate of the layer computes `log beta_i <= 0` once, when the token enters the cache, and it is
-    stored with the entry. `t` and `i` are positions, whatever was evicted between them. Nothing is
-    protected, but the newest entry has the largest possible score, 0.
+    The layer's gate computes `log beta_i <= 0` once, when the token enters the cache, and it is stored with the entry.
+    `t` and `i` are positions in the text, regardless of evictions. Nothing is protected, but the newest entry has the
+    largest possible score, 0.
 
     Attributes:
-        variant: `paper`, or `release` (the authors' code): the age is `t + 2 - i`, because queries
-            are counted from one beyond the number of tokens seen and positions from 0.
+        variant: `paper`, or `release` (the authors' code): the age is `t + 2 - i`, because its query index starts one
+            beyond the number of tokens seen, while positions start at 0.
     """
 
     name: ClassVar[str] = "retention"
@@ -36,7 +36,7 @@ class Retention(Learned):
 
     @property
     def version(self) -> int:
-        """2 for `variant=release`, whose age was one less."""
+        """2 for `variant=release`: version 1 had an age of one less."""
         return 2 if self.variant == "release" else 1
 
     def score(self, v: View) -> Tensor:
@@ -45,7 +45,7 @@ class Retention(Learned):
         return (entry_age.double() * self.learned(v).double()).float()
 
     def log_retention(self, v: View) -> Tensor:
-        """The gates' `log beta`, float32 `[B, H, n]`."""
+        """Return the gates' `log beta`, float32 `[B, H, n]`."""
         return self.learned(v)
 
 
@@ -54,8 +54,8 @@ TRIMKV = Policy(
     score=Retention(),
     allocate=Uniform(),
     select=TopK(),
-    summary="a learned gate gives every token a rate of decay; what has faded most is evicted",
+    summary="a learned gate gives every token a decay rate; the most decayed entries are evicted",
     paper="arXiv 2512.03324, section 4.3 and Algorithm 1",
     moments=("decode", "chunked", "turns"),
-    cost="time O(T d_model 512) once for the gate and O(H T) a cut, memory O(H T)",
+    cost="time O(T d_model 512) once for the gate and O(H T) per eviction step, memory O(H T)",
 )

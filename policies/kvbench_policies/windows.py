@@ -1,4 +1,4 @@
-"""What scores by the queries of the last tokens have in common."""
+"""Base of scores that use the queries of the last tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from kvbench_policies.ranges import check_count, check_odd
 
 @dataclass(frozen=True)
 class WindowScore(Score):
-    """Base of scores that look at the past with the queries of the last `window` tokens.
+    """Base of scores that rate the past with the queries of the last `window` tokens.
 
     Attributes:
         window: Number of observing queries, in tokens; these tokens are protected.
-        kernel: Width of a pooling over the past in entries, odd; 1 turns pooling off.
+        kernel: Odd width of the pooling over the past, in entries; 1 disables pooling.
     """
 
     window: int = 32
     kernel: int = 7
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("window", self.window, 1)
         check_odd("kernel", self.kernel)
 
@@ -35,10 +34,10 @@ class WindowScore(Score):
         return frozenset({Queries(self.window)})
 
     def past(self, view: View) -> Tensor:
-        """The entries before the window, bool `[B, H, n]`."""
+        """Return a mask of the entries before the window, bool `[B, H, n]`."""
         return (view.age >= self.window) & view.valid
 
     def pooled(self, values: Tensor, pool: Literal["max", "avg"]) -> Tensor:
-        """Pool `[B, K, n]` over neighbours; zeros lie beyond the ends."""
+        """Pool `[B, K, n]` over neighbours, zero-padded."""
         pool_function = max_pool1d if pool == "max" else avg_pool1d
         return pool_function(values, self.kernel, stride=1, padding=self.kernel // 2)

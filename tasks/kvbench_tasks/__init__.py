@@ -1,1 +1,1 @@
-"""Benchmarks, a folder each, registered as entry points."""
+"""Benchmarks, one folder each, registered as entry points."""

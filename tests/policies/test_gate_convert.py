@@ -120,7 +120,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="pickle"):
             read_checkpoint(source)
     save_file({"other": torch.ones(2)}, tmp_path / "a.safetensors")
-    with pytest.raises(UserError, match="has no tensor of a retention_gate"):
+    with pytest.raises(UserError, match="has no tensors of a retention_gate"):
         read_checkpoint(tmp_path)
 
 

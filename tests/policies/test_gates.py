@@ -134,7 +134,7 @@ def test_gradients_reach_every_parameter() -> None:
         ({"gating": "x"}, "unknown gating=x; use additive or multiplicative"),
         ({"hidden_dim": 0}, "hidden_dim=0 is invalid; use a whole number, 1 or more"),
         ({"gate_dim": True}, "gate_dim=True is invalid; use a whole number"),
-        ({"kv_heads": 3}, "4 query heads do not divide among 3 KV heads"),
+        ({"kv_heads": 3}, "4 query heads is not a multiple of 3 KV heads"),
         ({"bias": float("inf")}, "bias=inf is invalid; use a finite number"),
         ({"activation": "sile"}, "activation=sile"),
         ({"kind": "locret", "tied": True}, "tied=true"),
@@ -304,7 +304,7 @@ def test_a_score_refuses_gates_of_another_policy(kind: str, tmp_path: Path) -> N
     found = policy(kind).stand_in(model_info(model), tmp_path)
     assert found.score is not None
     wrong = policy("trimkv", gates=found.score.parameters()["gates"])
-    with pytest.raises(UserError, match=f"are for {kind}; name gates for trimkv"):
+    with pytest.raises(UserError, match=f"are for {kind}; use gates trained for trimkv"):
         kvbench.kept(model, torch.arange(9)[None], wrong, "4")
-    with pytest.raises(UserError, match=f"are for {kind}; name gates for trimkv"):
+    with pytest.raises(UserError, match=f"are for {kind}; use gates trained for trimkv"):
         wrong.fingerprint("any/model")  # when a run is planned

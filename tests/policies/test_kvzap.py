@@ -115,5 +115,5 @@ def test_gates_of_other_kinds_are_refused(tmp_path: Path) -> None:
     found = policy("locret").stand_in(model_info(model), tmp_path)
     assert found.score is not None
     wrong = policy("kvzap", gates=found.score.parameters()["gates"])
-    with pytest.raises(UserError, match="are for locret; name gates for kvzap"):
+    with pytest.raises(UserError, match="are for locret; use gates trained for kvzap"):
         kvbench.kept(model, torch.arange(9)[None], wrong, "4")

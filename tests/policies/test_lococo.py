@@ -278,5 +278,5 @@ def test_gates_do_not_serve_as_convolutions(tmp_path: Path) -> None:
     gates = policy("trimkv").stand_in(model_info(model), tmp_path)
     assert gates.score is not None
     wrong = policy("lococo", gates=gates.score.parameters()["gates"])
-    with pytest.raises(UserError, match="are for trimkv; name gates for lococo"):
+    with pytest.raises(UserError, match="are for trimkv; use gates trained for lococo"):
         kvbench.kept(model, torch.arange(9)[None], wrong, "4")

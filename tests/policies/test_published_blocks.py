@@ -138,7 +138,7 @@ def test_a_tensor_that_does_not_fit_is_named(change: dict[str, Tensor | None], m
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"seerattn_k_seq_pooling_type": "Kmaxmin"}, "keys are pooled by Kmaxmin"),
+        ({"seerattn_k_seq_pooling_type": "Kmaxmin"}, "key pooling Kmaxmin is not supported"),
         ({"seerattn_use_rope": False}, "without RoPE"),
         ({"seerattn_gate_block_size": 0}, "block=0 is invalid"),
     ],
@@ -194,4 +194,4 @@ def test_the_program_converts_a_folder(tmp_path: Path, capsys: pytest.CaptureFix
     (theirs / "config.json").unlink()
     save_file(published(info, info.head_dim), theirs / "model.safetensors")
     assert main(arguments) == 2
-    assert "it says how many tokens a block has" in capsys.readouterr().err
+    assert "it defines the block size" in capsys.readouterr().err

@@ -164,7 +164,7 @@ def test_channels_that_rope_leaves_alone_need_a_fitting_width() -> None:
     v = shown(1, 4, 21)
     partial = ModelInfo("made/up", 2, 2, 2, 8, 24, v.model.output_weight, rotary=lambda _, p: rotary(p, 6))
     narrow = BlockGates(GateConfig.of("seerattn_r", partial, gate_dim=4, block=4))
-    with pytest.raises(UserError, match="RoPE turns 6 channels of 8; use 8"):
+    with pytest.raises(UserError, match="RoPE rotates 6 of 8 channels; use 8"):
         narrow.rate(Blocks(v.layer, v.query, v.query_position, v.key, v.position, partial))
 
 
@@ -174,7 +174,7 @@ def test_gates_of_another_kind_are_refused(tmp_path: Path) -> None:
     stand_in = kvbench.policy("trimkv").stand_in(model_info(model), tmp_path)
     assert stand_in.score is not None
     wrong = BlockGate(gates=stand_in.score.parameters()["gates"])
-    with pytest.raises(UserError, match="are for trimkv; name gates for seerattn_r"):
+    with pytest.raises(UserError, match="are for trimkv; use gates trained for seerattn_r"):
         wrong.block(model_info(model))
 
 

@@ -1,1 +1,1 @@
-"""How policies spread a budget over layers and KV heads."""
+"""How policies distribute a budget over layers and KV heads."""

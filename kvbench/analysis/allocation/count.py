@@ -1,4 +1,4 @@
-"""Entries that a policy's allocator gives to each layer and KV head, as means over contexts."""
+"""Entries per layer and KV head for each policy's allocator, averaged over contexts."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _LABELS = ("model", "task", "length", "moment", "policy", "budget")
 
 @dataclass(frozen=True)
 class Allocation:
-    """Result: a row per cell, layer and KV head (columns: docs/analysis.md)."""
+    """Allocation result: a row per cell, layer and KV head (columns: docs/analysis.md)."""
 
     table: pd.DataFrame
     failed: dict[str, str]
 
 
 def analyze(grid: Grid, reporter: Reporter) -> Allocation:
-    """Count what every cell of a grid keeps in each layer and KV head.
+    """Count the entries that every cell of a grid keeps per layer and KV head.
 
     Args:
         grid: Policies, budgets, models, tasks, moments, lengths and samples.
-        reporter: Told of the progress.
+        reporter: Progress reporter.
 
     Raises:
-        UserError: Something in the grid is unknown or out of range.
+        UserError: A value in the grid is unknown or out of range.
     """
     table_rows: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
@@ -65,7 +65,7 @@ def _count(
     entry_counts: dict[str, list[Tensor]],
     context_lengths: dict[str, list[int]],
 ) -> None:
-    """Compress one context for all cells, once per question for those of moment `question`."""
+    """Compress one context for all cells; for moment `question`, once per question."""
     needs = frozenset(need for cell in cells for need in cell.policy.needs)
     first_prompt = prompts[0]
     prefix, _ = runner.prefill(first_prompt.context_ids, needs, first_prompt.media)
@@ -87,7 +87,7 @@ def _count(
 
 
 def _rows(cell: Cell, layers: list[int], entry_counts: Tensor, context_lengths: list[int]) -> list[dict[str, Any]]:
-    """Rows of one cell from its counts `[compressions, L, H]`."""
+    """Return the rows of one cell from its counts `[compressions, L, H]`."""
     even_share = entry_counts.mean((1, 2), keepdim=True)
     relative_share = (entry_counts / even_share).mean(0).tolist()
     deviations = entry_counts.std(0, correction=1) if len(entry_counts) > 1 else torch.zeros_like(entry_counts[0])

@@ -1,4 +1,4 @@
-"""The figures of an allocation analysis: entries per layer and KV head."""
+"""Figures of an allocation analysis: entries per layer and KV head."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvbench.tables.text import counted, short, slug
 
 
 def draw_allocation(allocation_frame: pd.DataFrame, folder: Path) -> list[Path]:
-    """Draw a map of entries per layer and KV head for every policy, a panel per budget.
+    """Draw a map of entries per layer and KV head for every policy, one panel per budget.
 
     Args:
-        allocation_frame: The table of an allocation analysis.
-        folder: Where to; it exists.
+        allocation_frame: Table of an allocation analysis.
+        folder: Existing output folder.
 
     Returns:
         The files written.
@@ -43,7 +43,7 @@ def _map(policy_rows: pd.DataFrame, title: str, stem: Path) -> list[Path]:
     limit = max(0.05, *(float(np.abs(share_map - 1).max()) for _, share_map in panels))
     panel_rows = [panels[start : start + MOST_ACROSS] for start in range(0, len(panels), MOST_ACROSS)]
     colours = [Colours("RdBu_r", 1 - limit, 1 + limit, "entries over\nan even share")]
-    # Every cell of a task compresses the same contexts, or at `question` the same questions.
+    # Every cell of a task compresses the same contexts (at `question`, the same questions).
     noun = "question" if (policy_rows["moment"] == "question").all() else "context"
     title += f", n = {counted(int(policy_rows['compressions'].iloc[0]), noun)} per KV head"
     return head_maps(panel_rows, colours, title, "KV head", sorted(set(policy_rows["layer"])), stem)

@@ -1,4 +1,4 @@
-"""The tables of an allocation analysis."""
+"""Tables of an allocation analysis."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvbench.tables.numbers import NumberFormat
 from kvbench.tables.table import Cell, Column, Name, Table, TableRow
 
 _MOST_LAYERS = 12
-"""A model with more layers is shown by those that get least and most."""
+"""For models with more layers, only those with the fewest and most entries are shown."""
 
 
 def allocation_tables(allocation_frame: pd.DataFrame) -> Iterator[Table]:
-    """The table of an allocation analysis for each model, task, length and moment."""
+    """Yield one table per model, task, length and moment."""
     for scope, scope_rows in scopes(allocation_frame):
         layers = list(dict.fromkeys(scope_rows["layer"]))
         shows_all = len(layers) <= _MOST_LAYERS

@@ -1,4 +1,4 @@
-"""From a grid to files: counts what allocators give and writes tables and figures."""
+"""Allocation analysis from a grid to tables and figures."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def write_allocation(
     *,
     command: str = "kvbench analyze allocation",
 ) -> AnalysisOutput:
-    """Count what allocators give and write `allocation.parquet`.
+    """Run the allocation analysis and write `allocation.parquet`.
 
     Args:
-        grid_options: The grid, as `Grid.from_dict` takes it.
-        reporter: Told of the progress.
-        command: What the summary says that made it.
+        grid_options: Grid options, in the format of `Grid.from_dict`.
+        reporter: Progress reporter.
+        command: Command shown in the summary.
 
     Raises:
-        UserError: Something in the grid is unknown, out of range, or cannot be written to.
+        UserError: A value in the grid is unknown or out of range, or the output is not writable.
     """
     grid = make_grid(grid_options)
     folder = make_output_folder(grid, "allocation")

@@ -1,9 +1,8 @@
-"""Which policy perturbs less, by how much, and how tight the bounds are, with intervals.
+"""Paired comparison of policies' perturbations, and tightness of the bounds, with intervals.
 
-Comparisons are paired (the same query of the same head with each policy's kept entries) and
-bootstrapped over contexts, as everywhere in kvbench (see `kvbench.stats`). With fewer than
-`stats.FEW` contexts a percentile bootstrap is overconfident. Shares then get Wilson's interval on
-the number of contexts, and other numbers get none.
+Comparisons are paired (the same query of the same head with each policy's kept entries) and bootstrapped over contexts
+(see `kvbench.stats`). With fewer than `stats.FEW` contexts, a percentile bootstrap is overconfident: fractions then get
+Wilson's interval on the number of contexts, and other values get none.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ TOLERANCE = 1e-5
 
 
 def matrix(cell_rows: pd.DataFrame, column: str = "l1") -> tuple[Floats, list[str]]:
-    """A column of one cell by question and head.
+    """Return a column of one cell by question and head.
 
     Args:
-        cell_rows: The rows of one cell in the table of heads.
-        column: Which numbers.
+        cell_rows: The cell's rows in the table of heads.
+        column: Column name.
 
     Returns:
         `[questions, layers * heads]`, questions sorted by id, and the context of each question.
@@ -42,17 +41,16 @@ def matrix(cell_rows: pd.DataFrame, column: str = "l1") -> tuple[Floats, list[st
 
 
 def pairs(heads: pd.DataFrame) -> pd.DataFrame:
-    """Compare all policies two by two at every budget.
+    """Compare all pairs of policies at every budget.
 
     Args:
         heads: The table of heads.
 
     Returns:
-        A row per model, task, length, moment, budget and pair, in which `against` is the policy
-        that the run names first. `heads_won` is the share of heads whose l1, averaged over
-        questions, is smaller with `policy`, `queries_won` the share of (question, head) pairs;
-        ties count half. `change` is the relative change of the mean l1 from `against` to `policy`.
-        Each has `_lo` and `_hi`.
+        A row per model, task, length, moment, budget and pair, in which `against` is the policy named first in the run.
+        `heads_won` is the fraction of heads whose l1, averaged over questions, is smaller with `policy`, `queries_won`
+        the fraction of (question, head) pairs; ties count half. `change` is the relative change of the mean l1 from
+        `against` to `policy`. Each has `_lo` and `_hi`.
     """
     pair_rows: list[Row] = []
     for scope, scope_rows in scopes(heads):
@@ -86,7 +84,7 @@ def compare_policies(policy_l1: Floats, against_l1: Floats, contexts: list[str])
             lambda weights: np.array([_wins(*(draw @ context_sums)).mean() for draw in weights]),
             len(context_ids),
         )
-        # The share over heads is not a mean over contexts: near ties its draws lie to one side.
+        # The fraction of heads is not a mean over contexts: near ties, its bootstrap draws are one-sided.
         wins_low, wins_high = np.quantile(resampled_wins, [0.025, 0.975])
         wins_low, wins_high = min(float(wins_low), head_wins), max(float(wins_high), head_wins)
         resampled_totals = resampled(lambda weights: weights @ context_sums.sum(2).T, len(context_ids))
@@ -107,26 +105,25 @@ def _wins(a: Floats, b: Floats) -> Floats:
 
 
 def _ratio(a: float, b: float) -> float:
-    """Relative change from b to a; from 0 to 0 it is 0."""
+    """Return the relative change from b to a; 0 from 0 to 0."""
     if b == 0:
         return 0.0 if a == 0 else math.inf
     return float(a / b) - 1.0
 
 
 def cells(heads: pd.DataFrame) -> pd.DataFrame:
-    """Perturbation, assumption and bounds of every policy and budget.
+    """Summarise perturbation, assumption and bounds of every policy and budget.
 
     Args:
         heads: The table of heads.
 
     Returns:
-        A row per model, task, length, moment, policy and budget: `l1` (mean over heads, layers and
-        questions, with `l1_lo`, `l1_hi`), `relative` (mean l1 over mean L1 norm of the output),
-        `assumption` (share of (question, head) pairs with `stage1_mass > 0.5`, with its interval),
-        `assumption_top` (the same for `top_mass`), `mass`, and for each bound `tightness` (mean
-        bound over mean l1 in the rows where the assumption holds; for bound 1 in all rows if stage
-        1 is unknown) and `violations` (rows with l1 above it: of all rows for bound 1, of those
-        where the assumption holds for bounds 2 and 3). Unknown numbers are NaN.
+        A row per model, task, length, moment, policy and budget: `l1` (mean over heads, layers and questions, with
+            `l1_lo`, `l1_hi`), `relative` (mean l1 over mean L1 norm of the output), `assumption` (share of (question,
+            head) pairs with `stage1_mass > 0.5`, with its interval), `assumption_top` (the same for `top_mass`),
+            `mass`, and for each bound `tightness` (mean bound over mean l1 in the rows where the assumption holds; for
+            bound 1 in all rows if stage 1 is unknown) and `violations` (rows with l1 above it: of all rows for bound 1,
+            of those where the assumption holds for bounds 2 and 3). Unknown numbers are NaN.
     """
     table_rows: list[Row] = []
     for scope, scope_rows in scopes(heads):
@@ -158,7 +155,7 @@ def _cell(cell_rows: pd.DataFrame) -> Row:
         }
         measures["assumption_top"] = float((cell_rows["top_mass"] > 0.5).mean())
     for bound_index in (1, 2, 3):
-        # Bound 1 needs no assumption, but bounds can only be compared on the same rows.
+        # Bound 1 needs no assumption, but bounds are comparable only on the same rows.
         bound_rows = cell_rows[assumption_holds] if stage1_known.all() or bound_index > 1 else cell_rows
         bound_values, true_l1 = bound_rows[f"bound{bound_index}"], bound_rows["l1"]
         measures[f"tightness{bound_index}"] = (
@@ -175,13 +172,13 @@ def _cell(cell_rows: pd.DataFrame) -> Row:
 
 
 def violated(l1: npt.ArrayLike, bound: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """Where l1 exceeds a bound by more than rounding; a NaN bound is never violated."""
+    """Return where l1 exceeds a bound by more than rounding; a NaN bound is never violated."""
     true_l1, limits = np.asarray(l1, dtype=np.float64), np.asarray(bound, dtype=np.float64)
     return np.asarray(true_l1 > limits + TOLERANCE * np.abs(limits) + 1e-12)
 
 
 def curve(layers: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Mean of a column of the table of layers for each layer, with its interval.
+    """Return the mean of a column per layer, with its interval.
 
     Returns:
         A row per model, task, length, moment, policy, budget and layer with `mean`, `lo`, `hi`.
@@ -199,9 +196,9 @@ def curve(layers: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def _estimate(values: Floats, contexts: list[str]) -> tuple[float, float, float]:
-    """Mean and interval of numbers that are not shares; infinite below `FEW` contexts."""
+    """Return mean and interval of values that are not fractions; infinite below `FEW` contexts."""
     if len(set(contexts)) < FEW:
         return float(values.mean()), -math.inf, math.inf
-    # Shifted above 1, where kvbench.stats does not take numbers for shares, and back.
+    # Shifted above 1 and back, because kvbench.stats treats values in [0, 1] as fractions.
     estimate = summary(values + 2.0, contexts)
     return estimate.mean - 2.0, estimate.lo - 2.0, estimate.hi - 2.0

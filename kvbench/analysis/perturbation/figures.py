@@ -1,4 +1,4 @@
-"""The figures of a perturbation analysis: maps of heads, curves over layers and over budgets."""
+"""Figures of a perturbation analysis: maps of heads, curves over layers and over budgets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_PAIRS = 10
 
 
 def shown_pairs(pairs: pd.DataFrame) -> list[tuple[str, str]]:
-    """The pairs that tables and figures show: all, or of many those against the first policy."""
+    """Return the pairs to show: all, or if there are many, those against the first policy."""
     if not len(pairs):
         return []
     all_pairs = list(dict.fromkeys(zip(pairs["policy"], pairs["against"], strict=True)))
@@ -53,7 +53,7 @@ def draw_perturbation(
     Args:
         heads, layers: The tables of an analysis.
         pairs, cells: What `compare` makes of the table of heads.
-        folder: Where to; it exists.
+        folder: Existing output folder.
 
     Returns:
         The files written.
@@ -84,7 +84,7 @@ def draw_perturbation(
 
 
 def _maps(pair_rows: pd.DataFrame, pair: tuple[str, str], subtitle: str, stem: Path) -> list[Path]:
-    """Above: share of questions where the policy perturbs less; below: its change of mean l1."""
+    """Draw the fraction of questions where the policy perturbs less (above) and its change of mean l1 (below)."""
     budget_maps: list[tuple[str, Floats, Floats]] = []
     questions = 0
     for budget in ordered_budgets(pair_rows):
@@ -124,7 +124,7 @@ def _maps(pair_rows: pd.DataFrame, pair: tuple[str, str], subtitle: str, stem: P
 
 
 class _Curves:
-    """Curves with 95% intervals, a colour and marker for each policy.
+    """Curves with 95% intervals, one colour and marker per policy.
 
     Args:
         policies: All policies of the analysis, in order.
@@ -134,7 +134,7 @@ class _Curves:
         self.styles = marker_styles(policies)
 
     def over_layers(self, curve_frame: pd.DataFrame, title: str, stem: Path) -> list[Path]:
-        """Draw the mean of every layer, a panel per budget."""
+        """Draw the mean of every layer, one panel per budget."""
         budget_names = ordered_budgets(curve_frame)
         across = min(len(budget_names), 3)
         layout = self._page(curve_frame, title, math.ceil(len(budget_names) / across), across, "layer")
@@ -143,11 +143,11 @@ class _Curves:
             axes.set_title(f"budget {budget}", loc="left", y=1.0, pad=3)
             self._lines(axes, budget_rows, lambda policy_rows: policy_rows["layer"].to_numpy(np.float64))
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        layout.axes[0, 0].set_ylim(bottom=0)  # after all panels: they share the axis
+        layout.axes[0, 0].set_ylim(bottom=0)  # after all panels, which share the axis
         return save(layout.figure, stem)
 
     def over_budgets(self, cell_rows: pd.DataFrame, title: str, stem: Path) -> list[Path]:
-        """Draw the mean over heads and layers by budget, a panel for shares and one for tokens."""
+        """Draw the mean over heads and layers by budget, one panel for fractions and one for tokens."""
         curve_frame = cell_rows.rename(columns={"l1": "mean", "l1_lo": "lo", "l1_hi": "hi"})
         scale_kinds = [
             digits_only for digits_only in (False, True) if (curve_frame["budget"].str.isdigit() == digits_only).any()
@@ -194,7 +194,7 @@ class _Curves:
             lower_bounds, upper_bounds = (policy_rows[band_edge].to_numpy(np.float64) for band_edge in ("lo", "hi"))
             if np.isfinite([lower_bounds, upper_bounds]).all():
                 axes.fill_between(x_values, lower_bounds, upper_bounds, color=style[0], alpha=0.12, lw=0)
-                # Edges tell apart bands that cover each other.
+                # Edges distinguish overlapping bands.
                 for band_edge in (lower_bounds, upper_bounds):
                     axes.plot(x_values, band_edge, color=style[0], lw=0.4, alpha=0.7)
             axes.plot(x_values, policy_rows["mean"], **marker_options(style))

@@ -1,10 +1,10 @@
-"""How much evicting entries changes a layer's attention output for one query, and bounds on that.
+"""Change of a layer's attention output for one query when entries are evicted, and its bounds.
 
-Feng, Lv, Guo, Cao, Zhou, Xie: CriticalKV: Optimizing KV Cache Eviction from an Output Perturbation
-Perspective, arXiv 2502.03805: Definition 3.1 (the L1 distance), Theorem 3.2 (attention over what is
-kept), Theorem 3.3 (bound theta), Assumption 3.4, Theorem 3.5 (bound theta-hat) and Theorem C.1
-(theta-hat-relax). With `A` the attention of one query head over all entries, `N` in {0, 1} what is
-kept, `N' <= N` what stage 1 keeps, `N'' = N - N'` and `nu_i = ||V_i W_O||_1`:
+Feng, Lv, Guo, Cao, Zhou, Xie: CriticalKV: Optimizing KV Cache Eviction from an Output Perturbation Perspective, arXiv
+2502.03805: Definition 3.1 (the L1 distance), Theorem 3.2 (attention over the kept entries), Theorem 3.3 (bound theta),
+Assumption 3.4, Theorem 3.5 (bound theta-hat) and Theorem C.1 (theta-hat-relax). With `A` the attention of one query
+head over all entries, `N` in {0, 1} the kept entries, `N' <= N` those kept by stage 1, `N'' = N - N'` and
+`nu_i = ||V_i W_O||_1`:
 
     A'      = N A / sum(N A)
     l1      = || (A - A') V W_O ||_1
@@ -12,8 +12,8 @@ kept, `N' <= N` what stage 1 keeps, `N'' = N - N'` and `nu_i = ||V_i W_O||_1`:
     theta^  = C' - (2 - 1/s) sum(N'' A nu),        C' = C - (2 - 1/s) sum(N' A nu), s = sum(N' A)
     theta~  = C' - min(nu) (2 - 1/s) sum(N'' A)
 
-`W_O` is the query head's own slice of the output projection. Under Assumption 3.4 (`s > 0.5`)
-l1 <= theta <= theta^ <= theta~; the first two hold without it.
+`W_O` is the query head's slice of the output projection. Under Assumption 3.4 (`s > 0.5`) l1 <= theta <= theta^ <=
+theta~; the first two hold without it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 _BLOCK = 1 << 22
-"""Elements of `V W_O` that are held at once, in float32."""
+"""Maximum elements of `V W_O` in memory, in float32."""
 
 
 def value_norms(value: Tensor, weight: Tensor) -> Tensor:
-    """L1 norms of the projected values, computed in blocks of tokens.
+    """Return the L1 norms of the projected values, computed in blocks of tokens.
 
     Args:
         value: `[H, n, d]`.
-        weight: The output projection, a slice per query head, `[H_q, d, d_model]`.
+        weight: Output projection per query head, `[H_q, d, d_model]`.
 
     Returns:
         float64 `[H_q, n]`; products in float32, `2 H_q n d d_model` flops.
@@ -53,12 +53,12 @@ def value_norms(value: Tensor, weight: Tensor) -> Tensor:
 
 
 class Perturbed(NamedTuple):
-    """What one eviction does to one query in one layer.
+    """Effect of one eviction on one query in one layer.
 
     Attributes:
-        heads: Numbers per query head by name, float64 `[H_q]` each (see docs/analysis.md).
-        change: Output with the full cache minus output with the kept entries, summed over the
-            layer's heads, float64 `[d_model]`.
+        heads: Values per query head by name, float64 `[H_q]` each (see docs/analysis.md).
+        change: Output with the full cache minus output with the kept entries, summed over the layer's heads, float64
+            `[d_model]`.
     """
 
     heads: dict[str, Tensor]
@@ -67,7 +67,7 @@ class Perturbed(NamedTuple):
 
 @dataclass
 class FullCacheQuery:
-    """Everything that one query of one sequence sees in one layer with the full cache.
+    """One query of one sequence in one layer, with the full cache.
 
     Args:
         query: After RoPE, `[H_q, d]`.
@@ -95,9 +95,9 @@ class FullCacheQuery:
         head_outputs = self._mix(self.attention, self._values)
         projected = self._project(head_outputs)
         self.head_output = projected.abs().sum(-1)
-        """L1 norm of every head's own output, float64 `[H_q]`."""
+        """L1 norm of every head's output, float64 `[H_q]`."""
         self.output = projected.sum(0)
-        """The attention block's output without any bias, float64 `[d_model]`."""
+        """Output of the attention block without bias, float64 `[d_model]`."""
 
     @property
     def group(self) -> int:
@@ -108,20 +108,20 @@ class FullCacheQuery:
         """Measure an eviction.
 
         Args:
-            kept_mask: What is kept, `N`, bool `[H, n]`.
-            stage1_mask: What stage 1 keeps, `N'`, bool `[H, n]`, part of `kept_mask`. If it is
-                None, whatever depends on it is NaN.
+            kept_mask: Kept entries, `N`, bool `[H, n]`.
+            stage1_mask: Entries kept by stage 1, `N'`, bool `[H, n]`, a subset of `kept_mask`; if None, dependent
+                values are NaN.
 
         Returns:
-            `l1`, `mass`, `stage1_mass`, `top_mass`, `stage1`, `entries`, `bound1`, `bound2`,
-            `bound3`. A head that keeps nothing has output 0.
+            `l1`, `mass`, `stage1_mass`, `top_mass`, `stage1`, `entries`, `bound1`, `bound2`, `bound3`. A head that
+            keeps nothing has output 0.
         """
         query_mask = kept_mask.repeat_interleave(self.group, 0)
         kept_attention = self._softmax(self._logits, query_mask)
         attention_change = self.attention - kept_attention
         change = self._project(self._mix(attention_change, self._values))
         heads = {"l1": change.abs().sum(-1), **self._masses(query_mask, stage1_mask)}
-        # Equation 14: theta without a division by a mass that may be tiny.
+        # Equation 14: theta without division by a possibly tiny attention sum.
         bound_terms = ((kept_attention - 2 * self.attention * query_mask) * self.norm).sum(-1)
         heads["bound1"] = self._total + bound_terms
         heads |= self._stage_bounds(query_mask, stage1_mask, heads["stage1_mass"])
@@ -131,12 +131,11 @@ class FullCacheQuery:
         """Measure an eviction that also changes keys and values in the cache, by merging.
 
         Args:
-            kept_mask: What is kept, bool `[H, n]`.
-            key, value: The changed keys and values, `[H, n, d]`; only rows in `kept_mask` are read.
+            kept_mask: Kept entries, bool `[H, n]`.
+            key, value: Changed keys and values, `[H, n, d]`; only rows in `kept_mask` are read.
 
         Returns:
-            As `evict`, but bounds and stage 1 are NaN, because they assume that entries are only
-            dropped.
+            As for `evict`, but bounds and stage 1 are NaN, because they assume that entries are only dropped.
         """
         query_mask = kept_mask.repeat_interleave(self.group, 0)
         kept_values = torch.where(kept_mask[..., None], value.double(), 0.0)

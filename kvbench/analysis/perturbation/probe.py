@@ -1,9 +1,9 @@
 """Output perturbation of every policy and budget on the contexts of a task (arXiv 2502.03805, 4.5).
 
-One prefill per context serves all cells. As in the paper, the query is that of the first decoded
-token: the token that the full cache predicts is fed in, and its queries on the full cache are used
-to measure every cell. A layer's number is therefore about that layer alone. `l1_forward` is
-measured in a forward on the compressed cache itself, in which the losses of earlier layers add up.
+All cells share one prefill per context. As in the paper, the query is that of the first decoded token: the token that
+the full cache predicts is fed in, and its queries on the full cache are used to measure every cell, so a layer's value
+concerns that layer alone. `l1_forward` is measured in a forward pass on the compressed cache, in which the losses of
+earlier layers accumulate.
 """
 
 from __future__ import annotations
@@ -43,15 +43,14 @@ _LAST = Queries(1)
 
 @dataclass
 class RetainedEntries:
-    """What one cell keeps for one question.
+    """Entries that one cell keeps for one question.
 
     Attributes:
         cell: The cell.
         kept_masks: By layer bool `[H, columns at the compression]`.
-        stage1: The part that stage 1 keeps, by layer; a layer that lost nothing is missing.
-        merged: K and V by layer, `[H, columns, d]`, if a merger has changed them.
-        block_outputs: Attention blocks' outputs in a forward on the compressed cache,
-            `[L, d_model]`.
+        stage1: Entries kept by stage 1, by layer; layers without evictions are missing.
+        merged: K and V by layer, `[H, columns, d]`, if a merger changed them.
+        block_outputs: Attention block outputs in a forward pass on the compressed cache, `[L, d_model]`.
     """
 
     cell: Cell
@@ -67,12 +66,12 @@ class ProbedQuestion:
 
     Attributes:
         prompt: The question.
-        tokens: Columns that the measured query sees.
+        tokens: Columns visible to the measured query.
         query: By layer `[H_q, d]`.
         question_entries: K and V of the columns after the context, by layer, `[H, m, d]` each.
         block_outputs: Attention blocks' outputs with the full cache, `[L, d_model]`.
         token: The answer's first token.
-        cells: What the cells keep for this question.
+        cells: Entries that the cells keep for this question.
     """
 
     prompt: Prompt
@@ -86,7 +85,7 @@ class ProbedQuestion:
 
 @dataclass(frozen=True)
 class Perturbation:
-    """Result: a row per query head, and a row per layer (columns: docs/analysis.md)."""
+    """Perturbation result: a row per query head, and a row per layer (columns: docs/analysis.md)."""
 
     heads: pd.DataFrame
     layers: pd.DataFrame
@@ -104,12 +103,12 @@ def analyze(
 
     Args:
         grid: Policies, budgets, models, tasks, moments, lengths and samples.
-        reporter: Told of the progress.
+        reporter: Progress reporter.
         query: `answer` for the first decoded token, `question` for the question's last token.
-        first_stage: Share of stage 1 for policies that have no parameter of that name.
+        first_stage: Fraction for stage 1, for policies without a parameter of that name.
 
     Raises:
-        UserError: Something in the grid is unknown or out of range.
+        UserError: A value in the grid is unknown or out of range.
     """
     check(query, first_stage)
     row_arrays = Rows()
@@ -123,16 +122,16 @@ def analyze(
                     row_arrays.add(query, probe.layer_ids, probe.context(prompts, job.cells))
                     reporter.advance(len(prompts) * len(job.cells))
     heads, layers = pd.DataFrame(row_arrays.heads()), pd.DataFrame(row_arrays.layers())
-    # A cell that failed on a later context would be compared over other contexts than the rest.
+    # Drop failed cells, which would be compared over fewer contexts than the rest.
     heads, layers = (frame[~frame["cell"].isin(failures)] if len(frame) else frame for frame in (heads, layers))
     return Perturbation(heads.reset_index(drop=True), layers.reset_index(drop=True), failures)
 
 
 def check(query: str, first_stage: float) -> Query:
-    """Check the two parameters before any work is done.
+    """Validate the two parameters before any work is done.
 
     Raises:
-        UserError: One is out of range.
+        UserError: A parameter is out of range.
     """
     for supported in QUERIES:
         if query == supported and 0 <= first_stage <= 1:
@@ -144,13 +143,13 @@ def check(query: str, first_stage: float) -> Query:
 
 @dataclass
 class Probe:
-    """Measures the cells of one task, context by context.
+    """Measurement of the cells of one task, one context at a time.
 
     Attributes:
         runner: Runs the model.
         cells: The cells of the task.
-        query: Which query is measured.
-        first_stage: Share of stage 1 for a policy without a parameter of that name.
+        query: Query to measure.
+        first_stage: Fraction for stage 1, for a policy without a parameter of that name.
     """
 
     runner: ModelRunner
@@ -167,7 +166,7 @@ class Probe:
         """Measure all questions about one context.
 
         Yields:
-            The numbers of one question in one layer, layer by layer.
+            The values of one question in one layer, for every layer.
         """
         prefix, _ = self.runner.prefill(prompts[0].context_ids, self.needs, prompts[0].media)
         questions = [self._ask(prefix, prompt, cells) for prompt in prompts]
@@ -260,7 +259,7 @@ class Probe:
         )
 
     def _longer(self, prefix: Prefix, prompt: Prompt) -> tuple[Prefix, Tensor, int]:
-        """Extend the context by a question; also give the outputs at its end and the next token."""
+        """Extend the context by a question; also return the outputs at its end and the next token."""
         with self._outputs() as outputs:
             extended, logits = self.runner.ask(prefix, prompt.question_ids)
         (token,) = choose(logits, [None], [0])
@@ -287,7 +286,7 @@ class Probe:
 
     @contextmanager
     def _outputs(self) -> Iterator[dict[int, Tensor]]:
-        """Capture the attention blocks' outputs at the last column, `[d_model]` by layer."""
+        """Capture the attention block outputs at the last column, `[d_model]` by layer."""
         outputs: dict[int, Tensor] = {}
         handles = [
             module.register_forward_hook(
@@ -309,7 +308,7 @@ def _stacked(outputs: dict[int, Tensor]) -> Tensor:
 
 
 def _hold(cell: Cell, policy: Policy, cache: RaggedCache, stage1: dict[int, Tensor]) -> RetainedEntries:
-    """Read what a compressed cache keeps, before anything is appended to it."""
+    """Record the entries of a compressed cache, before anything is appended to it."""
     merged = None
     if policy.merge is not None:
         merged = [_spread(layer) for layer in cache.ragged]
@@ -322,7 +321,7 @@ def _hold(cell: Cell, policy: Policy, cache: RaggedCache, stage1: dict[int, Tens
 
 
 def _spread(layer: RaggedLayer) -> tuple[Tensor, Tensor]:
-    """K and V of a packed layer at their columns, `[H, columns, d]`, zero where nothing is held."""
+    """Scatter K and V of a packed layer to their columns, `[H, columns, d]`; 0 where nothing is held."""
     row_indices, live_mask = layer.padded_rows()
     column = layer.col[row_indices].long()[0].masked_fill(~live_mask[0], layer.seen)[..., None]
     dense_tensors = []
@@ -334,7 +333,7 @@ def _spread(layer: RaggedLayer) -> tuple[Tensor, Tensor]:
 
 
 def _measure(full_query: FullCacheQuery, retained: RetainedEntries, layer_index: int) -> Perturbed:
-    """Measure a cell in a layer; columns after the compressed part are kept, as part of stage 1."""
+    """Measure a cell in a layer; columns after the compressed part count as kept by stage 1."""
     later_columns = full_query.key.shape[1] - retained.kept_masks[layer_index].shape[1]
 
     def keep_later(mask: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The two measured tables of a perturbation analysis: a row per query head, a row per layer."""
+"""Tables measured by a perturbation analysis: a row per query head, a row per layer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class QuestionRow(NamedTuple):
 
     Attributes:
         question: The question.
-        tokens: Entries that its query sees with the full cache.
-        layer: The layer's index among the full-attention layers.
-        full_query: What the query sees there.
-        full_output: The attention block's output with the full cache, `[d_model]`.
-        cells: For every cell, what it perturbs and the block's output in a forward on its cache.
+        tokens: Entries visible to its query with the full cache.
+        layer: Index among the full-attention layers.
+        full_query: The query with the full cache.
+        full_output: Output of the attention block with the full cache, `[d_model]`.
+        cells: Per cell, the perturbation and the block's output in a forward pass on its cache.
     """
 
     question: Request
@@ -36,19 +36,19 @@ class QuestionRow(NamedTuple):
 
 
 class Rows:
-    """Collects rows as arrays, one set of arrays for each layer measured."""
+    """Collector of rows as arrays, one set per layer measured."""
 
     def __init__(self) -> None:
         self._heads: list[dict[str, Any]] = []
         self._layers: list[dict[str, Any]] = []
 
     def add(self, query: str, layer_ids: Sequence[int], measured: Iterable[QuestionRow]) -> None:
-        """Add what `kvbench.analysis.perturbation.probe.Probe.context` yields.
+        """Add the output of `kvbench.analysis.perturbation.probe.Probe.context`.
 
         Args:
-            query: Which query was measured.
-            layer_ids: The model's own index of each full-attention layer.
-            measured: The numbers.
+            query: Query that was measured.
+            layer_ids: The model's index of each full-attention layer.
+            measured: Measured values.
         """
         for question, tokens, layer_index, full_query, full_output, cells in measured:
             for cell, perturbed, cell_output in cells:
@@ -77,7 +77,7 @@ class Rows:
                 self._layers.append(labels | dict(zip(norm_names, torch.stack(norms).tolist(), strict=True)))
 
     def heads(self) -> dict[str, Any]:
-        """The columns of the table of heads."""
+        """Return the columns of the table of heads."""
         if not self._heads:
             return {}
         block_sizes = [len(block["l1"]) for block in self._heads]
@@ -99,7 +99,7 @@ class Rows:
         return columns
 
     def layers(self) -> dict[str, Any]:
-        """The columns of the table of layers."""
+        """Return the columns of the table of layers."""
         if not self._layers:
             return {}
         return {column: [record[column] for record in self._layers] for column in self._layers[0]}

@@ -1,8 +1,8 @@
-"""Which entries a policy's first stage keeps, recorded while the engine lets it select.
+"""Recording of the entries that a policy's first stage keeps.
 
-CriticalKV (arXiv 2502.03805, Algorithm 1) first keeps part of a head's share by attention alone. A
-policy without a second stage is the case in which both stages use the same score (appendix C.4). So
-every policy has a stage 1: the entries that its own score ranks first.
+CriticalKV (arXiv 2502.03805, Algorithm 1) first fills part of a head's budget by attention alone. In a policy without a
+second stage, both stages use the same score (appendix C.4), so every policy has a stage 1: the entries that its score
+ranks first.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvbench.plugin import Need, Policy, Scores, Selector, View
 
 @dataclass(frozen=True)
 class RecordingSelector(Selector):
-    """A selector that selects as another does and records what stage 1 keeps.
+    """Wrapper of a selector that records the entries kept by stage 1.
 
-    With `n` the head's share and `w` its protected entries, stage 1 is those of the best
-    `min(n, max(floor(alpha n), w))` entries of the score that are kept.
+    With `n` the head's budget and `w` its protected entries, stage 1 is the kept ones of the best
+    `min(n, max(floor(alpha n), w))` entries by score.
 
     Attributes:
-        inner: The policy's own selector.
-        alpha: Share of stage 1 for a selector without a `first_stage` of its own.
+        inner: The policy's selector.
+        alpha: Fraction for stage 1, for a selector without a `first_stage`.
         stage1: Bool `[B, H, n]` by layer, filled as layers are selected.
     """
 
@@ -36,7 +36,7 @@ class RecordingSelector(Selector):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The needs of the policy's own selector."""
+        """Required observations of the policy's selector."""
         return self.inner.needs
 
     def prepare(self, v: View, scores: Scores) -> Scores:
@@ -54,15 +54,14 @@ class RecordingSelector(Selector):
 
 
 def record_stage1(policy: Policy, alpha: float) -> tuple[Policy, dict[int, Tensor]]:
-    """Give a policy that selects the same entries and records its stage 1.
+    """Return a policy that selects the same entries and records its stage 1.
 
     Args:
         policy: The policy; not `full`.
-        alpha: Share of stage 1, in [0, 1].
+        alpha: Fraction for stage 1, in [0, 1].
 
     Returns:
-        The policy, and stage 1 by layer, filled at every compression. Nothing is selected from a
-        layer that loses no entries, so it is missing there.
+        The policy, and stage 1 by layer, filled at every compression; layers without evictions are missing.
     """
     selector = RecordingSelector(policy.select, alpha)
     return dataclasses.replace(policy, select=selector), selector.stage1

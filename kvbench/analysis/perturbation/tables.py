@@ -1,4 +1,4 @@
-"""The tables of a perturbation analysis."""
+"""Tables of a perturbation analysis."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _BOUNDS = (1, 2, 3)
 def perturbation_tables(
     cells: pd.DataFrame, pairs: pd.DataFrame, shown_pairs: Sequence[tuple[str, str]]
 ) -> Iterator[Table]:
-    """The tables of a perturbation analysis, three for each model, task, length and moment.
+    """Yield three tables per model, task, length and moment.
 
     Args:
-        cells, pairs: What `compare` makes.
+        cells, pairs: Output of `comparison.cells` and `comparison.pairs`.
         shown_pairs: The pairs to show.
     """
     for scope, scope_rows in scopes(cells):
@@ -89,7 +89,7 @@ def _names(records: Sequence[Row], *columns: str) -> list[tuple[Column, list[Cel
 def _of_bounds(
     records: Sequence[Row], measure: str, group: str, column_format: NumberFormat
 ) -> list[tuple[Column, list[Cell]]]:
-    """A column for each bound."""
+    """Return one column per bound."""
     return [
         (
             Column(f"bound {bound_index}", column_format, group),
@@ -100,7 +100,7 @@ def _of_bounds(
 
 
 def _intervals(records: Sequence[Row], measure: str) -> list[Cell]:
-    """Means with their intervals, where those say anything."""
+    """Return means with their intervals, if informative."""
     return [
         Interval(record[measure], *(record[f"{measure}{suffix}"] for suffix in ("_lo", "_hi")))
         if math.isfinite(record[f"{measure}_lo"])

@@ -1,4 +1,4 @@
-"""From a grid to files: measures output perturbation and writes its tables and figures."""
+"""Perturbation analysis from a grid to tables and figures."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def write_perturbation(
     """Measure output perturbation and write `heads`, `layers`, `pairs` and `cells.parquet`.
 
     Args:
-        grid_options: The grid, as `Grid.from_dict` takes it.
-        reporter: Told of the progress.
-        query: Which query is measured.
-        first_stage: Share of stage 1 for policies that have no parameter of that name.
-        command: What the summary says that made it.
+        grid_options: Grid options, in the format of `Grid.from_dict`.
+        reporter: Progress reporter.
+        query: Query to measure.
+        first_stage: Fraction for stage 1, for policies without a parameter of that name.
+        command: Command shown in the summary.
 
     Raises:
-        UserError: Something in the grid is unknown, out of range, or cannot be written to.
+        UserError: A value in the grid is unknown or out of range, or the output is not writable.
     """
     grid = make_grid(grid_options)
     query_kind = probe.check(query, first_stage)

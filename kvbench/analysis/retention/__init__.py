@@ -1,1 +1,1 @@
-"""What a policy retains of a text: matrices, eviction maps, survival, entries per head."""
+"""Retention of a text's tokens by policies: matrices, eviction maps, survival, entries per head."""

@@ -1,4 +1,4 @@
-"""The figures: matrices and eviction maps head by head, sparsity, survival, entries over steps."""
+"""Figures: matrices and eviction maps per head, sparsity, survival, entries over steps."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from kvbench.tables.plot_style import PAGE, lay_out_figure, marker_styles, plot_
 from kvbench.tables.text import counted, short, slug
 
 _PIXELS = 320
-"""Rows and columns of a panel; a longer text is drawn at so many steps, columns averaged."""
+"""Maximum rows and columns of a panel; longer texts are subsampled by step and averaged by column."""
 _SHARE = ("viridis", 0.0, 1.0)
-"""Colour map and limits of numbers from 0 to 1."""
+"""Colour map and limits of values from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class RetentionFigure:
-    """A figure.
+    """A figure of a retention analysis.
 
     Attributes:
         paths: Its files, PNG first.
-        title: What it shows, in a line.
-        task: The number of its task in `Found.tasks`.
+        title: One-line title.
+        task: Index of its task in `RetentionResult.tasks`.
     """
 
     paths: list[Path]
@@ -44,11 +44,11 @@ class RetentionFigure:
 
 
 def draw(result: RetentionResult, folder: Path) -> list[RetentionFigure]:
-    """Draw everything.
+    """Draw all figures.
 
     Args:
-        result: What was found.
-        folder: Where to; it exists.
+        result: Result of the analysis.
+        folder: Existing output folder.
     """
     with plot_style():
         return [
@@ -116,7 +116,7 @@ def _maps(
     title: str,
     stem: Path,
 ) -> list[Path]:
-    """Maps of shares, layers by heads."""
+    """Draw maps of fractions, layers by heads."""
     panel_rows = [panels[start : start + MOST_ACROSS] for start in range(0, len(panels), MOST_ACROSS)]
     return head_maps(panel_rows, [Colours(*_SHARE, label)], title, x_label, task.layers, stem)
 
@@ -129,7 +129,7 @@ def _matrices(
     label: str,
     stem: Path,
 ) -> list[Path]:
-    """Small multiples, layers down and KV heads across; above the diagonal there is nothing."""
+    """Draw small multiples, layers down and KV heads across; empty above the diagonal."""
     head_count, length = len(task.draw_heads), matrices[0][0].shape[1]
     figure_width = min(PAGE, 0.5 + 1.5 * head_count + 0.7)
     panel_size = (figure_width - 0.48 - 0.65 - 0.1 * (head_count - 1)) / head_count
@@ -162,7 +162,7 @@ def _matrices(
 
 
 def _survival(task: TaskRetention, title: str, stem: Path) -> list[Path]:
-    """Left: mean over layers and query heads for every criterion; then the layers, by criterion."""
+    """Draw the mean over layers and query heads per criterion (left), then the layers by criterion."""
     shares, horizons = task.survival.shares(), task.survival.horizons
     labels = [criterion(*in_use) for in_use in task.criteria]
     styles = marker_styles(labels)
@@ -208,7 +208,7 @@ def _curve(axes: Axes, horizons: Sequence[int], share: Floats, colour: Any, line
 
 
 def _entries(task: TaskRetention, sample: RetentionText, title: str, stem: Path) -> list[Path]:
-    """Entries of every KV head over the steps; a panel per policy and budget."""
+    """Draw the entries of every KV head over the steps, one panel per policy and budget."""
     panels = []
     for (policy, budget), trace in sample.traces.items():
         entry_map = binned(trace.entries.flatten(0, 1).double().numpy(), 2 * _PIXELS)
@@ -220,7 +220,7 @@ def _entries(task: TaskRetention, sample: RetentionText, title: str, stem: Path)
 
 
 def _image(axes: Axes, pixels: Floats, scale: tuple[str, float, float], length: int, row_count: int) -> AxesImage:
-    """A picture whose columns are tokens, however many of them share a column."""
+    """Draw an image with tokens on the x axis; several tokens may share a pixel column."""
     axes.tick_params(length=0, labelsize=6.5)
     colour_map, lowest, highest = scale
     return axes.imshow(

@@ -1,8 +1,8 @@
-"""Retention by the gates: matrices, sparsity per KV head, and which tokens are retained most.
+"""Retention by gates: matrices, sparsity per KV head, and the most retained tokens.
 
-Bui, Sharma, Lamba, Mishra, Ying: Cache What Lasts, arXiv 2512.03324: `beta_i^(t-i)` of section 4.1
-(figures 4 and 12), the mean retention of tokens (figure 5a and b) and the sparsity of section 5.1.2
-(figure 5c). Everything is computed in the log domain, in float64.
+Bui, Sharma, Lamba, Mishra, Ying: Cache What Lasts, arXiv 2512.03324: `beta_i^(t-i)` of section 4.1 (figures 4 and 12),
+the mean retention of tokens (figure 5a and b) and the sparsity of section 5.1.2 (figure 5c). Everything is computed in
+the log domain, in float64.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvbench.stats import Floats
 
 
 def retention(log_beta: Tensor, steps: Tensor) -> Tensor:
-    """Rows of retention matrices, `beta_i^(t-i)` for `i <= t` and 0 above the diagonal.
+    """Return rows of retention matrices, `beta_i^(t-i)` for `i <= t` and 0 above the diagonal.
 
     Args:
         log_beta: 0 or less, `[..., T]`.
-        steps: Which steps `t`, int64 `[R]`.
+        steps: Steps `t`, int64 `[R]`.
 
     Returns:
         float64 `[..., R, T]`.
@@ -35,11 +35,10 @@ def retention(log_beta: Tensor, steps: Tensor) -> Tensor:
 
 
 def sparsity(log_beta: Tensor) -> Tensor:
-    """How much of a head's causal matrix is forgotten, `1 - 2/(T(T+1)) sum_{i<=t} beta_i^(t-i)`.
+    """Return the forgotten fraction of a head's causal matrix, `1 - 2/(T(T+1)) sum_{i<=t} beta_i^(t-i)`.
 
-    A head that forgets nothing has 0. (Section 5.1.2 sums over `i < t`, which would give such a
-    head `2/(T+1)`.) The sum over `t` is geometric, `(1 - beta^n)/(1 - beta)` for `n` steps, so no
-    matrix is built.
+    A head that forgets nothing has sparsity 0. (Section 5.1.2 sums over `i < t`, which would give `2/(T+1)`.) The sum
+    over `t` is geometric, `(1 - beta^n)/(1 - beta)` for `n` steps, so no matrix is materialised.
 
     Args:
         log_beta: 0 or less, `[..., T]`.
@@ -62,7 +61,7 @@ def sparsity(log_beta: Tensor) -> Tensor:
 
 @dataclass
 class TokenSums:
-    """Sums the retention of each token of the vocabulary.
+    """Summed retention of each vocabulary token.
 
     Attributes:
         count: Occurrences by token id.
@@ -77,8 +76,8 @@ class TokenSums:
         """Add one text.
 
         Args:
-            token_ids: Its tokens.
-            log_beta: Their log retention, `[L, H, T]`.
+            token_ids: Tokens of the text.
+            log_beta: Log retention of the tokens, `[L, H, T]`.
         """
         head_row = log_beta.double().flatten(0, 1)
         token_means = head_row.exp().mean(0).tolist(), head_row.mean(0).tolist()
@@ -88,7 +87,7 @@ class TokenSums:
             self.log_beta[token] = self.log_beta.get(token, 0.0) + logarithm
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row per token, the most retained first, ties in the order of token ids."""
+        """Return a row per token, most retained first, ties by token id."""
         token_rows = []
         for token, count in self.count.items():
             rate = self.log_beta[token] / count
@@ -105,11 +104,11 @@ class TokenSums:
 
 
 def binned(values: Floats, max_columns: int) -> Floats:
-    """Average neighbouring columns until there are `max_columns` at most, ignoring NaN.
+    """Average neighbouring columns down to at most `max_columns`, ignoring NaN.
 
     Args:
         values: `[..., columns]`.
-        max_columns: The most columns that a figure shows.
+        max_columns: Maximum number of columns.
     """
     column_count = values.shape[-1]
     if column_count <= max_columns:
@@ -122,7 +121,7 @@ def binned(values: Floats, max_columns: int) -> Floats:
 
 
 def steps_shown(length: int, limit: int) -> Tensor:
-    """Steps that a figure shows: all, or `limit` of them, evenly spaced and including the last."""
+    """Return the steps that a figure shows: all, or `limit` evenly spaced ones including the last."""
     if length <= limit:
         return torch.arange(length)
     return torch.linspace(0, length - 1, limit, dtype=torch.float64).round().long()

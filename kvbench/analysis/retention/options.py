@@ -11,7 +11,7 @@ from kvbench.runs import values
 from kvbench.runs.options import ANALYSIS, CACHE, WHAT, Options, declare
 
 MOMENTS = ("decode", "context")
-"""When entries are evicted: token by token as the text passes, or once after the context."""
+"""Eviction token by token along the text, or once after the context."""
 
 TOP = (16, 64, 256)
 MASS = (0.9, 0.99)
@@ -41,7 +41,7 @@ def _shares(value: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class RetentionOptions(Options):
-    """What to look at; `kvbench analyze retention --help` says what each field means."""
+    """Options of the retention analysis; `kvbench analyze retention --help` explains each."""
 
     text: str | None = declare(
         None, values.optional(values.text("text")), str, WHAT, "FILE",
@@ -54,28 +54,27 @@ class RetentionOptions(Options):
     )  # fmt: skip
     traces: int = declare(
         1, values.at_least("traces", 1), int, ANALYSIS, "N",
-        "Texts that policies run over and that are shown. Default: 1.",
+        "Texts to run policies on and to show. Default: 1.",
     )  # fmt: skip
     new_tokens: int | None = declare(
         None, values.optional(values.at_least("new-tokens", 0)), int, ANALYSIS, "N",
-        "Maximum number of tokens that the model adds to a text. Default: the task's limit; 0 with "
-        "--text.",
+        "Maximum number of tokens to generate after a text. Default: the task's limit; 0 with --text.",
     )  # fmt: skip
     layers: tuple[int, ...] | None = declare(
         None, integers_or_all("layers"), str, ANALYSIS, "L",
-        "Layers to draw, with commas, or all. Default: a few.",
+        "Layers to draw, comma-separated, or all. Default: a few.",
     )  # fmt: skip
     heads: tuple[int, ...] | None = declare(
         None, integers_or_all("heads"), str, ANALYSIS, "H",
-        "KV heads to draw, with commas, or all. Default: a few.",
+        "KV heads to draw, comma-separated, or all. Default: a few.",
     )  # fmt: skip
     top: tuple[int, ...] = declare(
         TOP, _ranks, list, ANALYSIS, "K",
-        "Ranks for survival among the top K, with commas. Default: 16,64,256.",
+        "Ranks for survival among the top K, comma-separated. Default: 16,64,256.",
     )  # fmt: skip
     mass: tuple[float, ...] = declare(
         MASS, _shares, list, ANALYSIS, "P",
-        "Shares of attention for survival, with commas. Default: 0.9,0.99.",
+        "Fractions of attention for survival, comma-separated. Default: 0.9,0.99.",
     )  # fmt: skip
     horizon: int | None = declare(
         None, values.optional(values.at_least("horizon", 1)), int, ANALYSIS, "STEPS",
@@ -89,6 +88,6 @@ class RetentionOptions(Options):
 
     @property
     def criteria(self) -> list[tuple[str, float]]:
-        """The criteria of survival, name and value, in the order of its tables."""
+        """Survival criteria (name and value) in table order."""
         rank_criteria: list[tuple[str, float]] = [("top", float(rank)) for rank in self.top]
         return rank_criteria + [("mass", share) for share in self.mass]

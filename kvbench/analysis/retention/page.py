@@ -26,7 +26,7 @@ from kvbench.tables.text import plain
 
 LEVELS = 10
 _LIGHT = {"h": (0, 114, 178), "b": (213, 94, 0)}
-"""Colours of what heads hold and of mean retention."""
+"""Colours of held tokens and of mean retention."""
 
 _STYLE = """
 body { font: 14px/1.45 sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; color: #222 }
@@ -54,14 +54,14 @@ def page(
     notes: Sequence[str],
     figures: Sequence[RetentionFigure],
 ) -> str:
-    """Write the page.
+    """Render the page.
 
     Args:
-        result: The result of the analysis.
-        command: The command that made it.
-        tables: Shown first.
-        notes: Lines below them.
-        figures: Figures, whose files exist; they are embedded.
+        result: Result of the analysis.
+        command: Command shown on the page.
+        tables: Tables, shown first.
+        notes: Lines below the tables.
+        figures: Figures to embed; their files exist.
     """
     html_parts = [
         "<!DOCTYPE html>",
@@ -83,7 +83,7 @@ def page(
 
 
 def _highlighted(task: TaskRetention, sample: RetentionText) -> Iterator[str]:
-    """The text, once for each policy with gates and once for each policy and budget."""
+    """Yield the text once per policy with gates and once per policy and budget."""
     name = f"sample {_text(sample.sample_id)}"
     for policy, log_beta in sample.log_beta.items():
         mean_beta = _beta(log_beta)
@@ -111,13 +111,13 @@ def _highlighted(task: TaskRetention, sample: RetentionText) -> Iterator[str]:
 
 
 def _beta(log_beta: Tensor) -> Floats:
-    """Mean retention of each position over layers and KV heads, from `[L, H, T]`."""
+    """Return the mean retention of each position over layers and KV heads, from `[L, H, T]`."""
     mean_beta: Floats = log_beta.double().exp().mean((0, 1)).numpy()
     return mean_beta
 
 
 def _spans(sample: RetentionText, style: str, levels: Floats, tooltips: Sequence[str]) -> str:
-    """The text, with a background and a tooltip for each token."""
+    """Render the text with a background and a tooltip per token."""
     html_parts = []
     for position, piece in enumerate(sample.pieces):
         level = round(float(levels[position]) * LEVELS)
@@ -131,11 +131,11 @@ def _spans(sample: RetentionText, style: str, levels: Floats, tooltips: Sequence
 def _by_head(
     task: TaskRetention, sample: RetentionText, styler: Callable[[int, int], tuple[list[str], str]]
 ) -> Iterator[str]:
-    """The text, once for each KV head that is drawn, folded away.
+    """Yield the text once per drawn KV head, collapsed.
 
     Args:
         task, sample: The text.
-        styler: Gives the style of each token and a summary, for a layer (its position) and a head.
+        styler: Returns the style of each token and a summary, for a layer (its position) and a head.
     """
     for layer in task.draw_layers:
         for head in task.draw_heads:
@@ -146,7 +146,7 @@ def _by_head(
 
 
 def _runs(sample: RetentionText, styles: Sequence[str]) -> str:
-    """The text with a style for each token; neighbours with the same style share a span."""
+    """Render the text with a style per token; neighbours with the same style share a span."""
     spans: list[str] = []
     for position, piece in enumerate(sample.pieces):
         part_mark = _part(sample, position)
@@ -169,7 +169,7 @@ def _faded(log_beta: Tensor, layer: int, head: int) -> tuple[list[str], str]:
 
 
 def _part(sample: RetentionText, position: int) -> str:
-    """A mark at the beginning of each part of the text."""
+    """Return a mark at the beginning of each part of the text, else ""."""
     part_name = sample.part(position)
     if position and part_name == sample.part(position - 1):
         return ""
@@ -177,7 +177,7 @@ def _part(sample: RetentionText, position: int) -> str:
 
 
 def _piece(piece: str) -> str:
-    """A token's text, with unprintable characters spelled out; a line break also starts a line."""
+    """Render a token's text, with unprintable characters escaped; a line break also starts a line."""
     printable = "".join(plain(character) + "\n" * (character == "\n") for character in piece)
     return escape(printable)
 

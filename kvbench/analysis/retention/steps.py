@@ -1,7 +1,7 @@
-"""Which entries are held at every step: the cache of a policy followed through a text.
+"""Entries held at every step of a policy's cache along a text.
 
-An evicted entry never comes back, so one number describes each entry: the first step after which it
-is not held. (Bui and others, arXiv 2512.03324, equation 1: `alpha_ti >= alpha_(t+1)i`.)
+An evicted entry never returns, so one number describes each entry: the first step after which it is not held. (Bui and
+others, arXiv 2512.03324, equation 1: `alpha_ti >= alpha_(t+1)i`.)
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from kvbench.runs.worker import ModelRunner
 
 @dataclass(frozen=True)
 class Trace:
-    """What one policy held of one text.
+    """Entries of one text that one policy held over time.
 
     Attributes:
-        eviction_steps: Step after which an entry is no longer held, int32 `[L, H, T]`; `T` if it is
-            held to the end. Step `t` ends when token `t` has passed the model and the cache has
-            been cut.
-        budget: Entries per layer and KV head, on average, that a cut leaves.
-        eviction_count: How often the cache was cut.
+        eviction_steps: Step after which an entry is no longer held, int32 `[L, H, T]`; `T` if held to the end. Step `t`
+            ends when token `t` has passed the model and eviction is done.
+        budget: Mean entries per layer and KV head after an eviction step.
+        eviction_count: Number of eviction steps.
     """
 
     eviction_steps: Tensor
@@ -42,17 +41,17 @@ class Trace:
 
     @property
     def entries(self) -> Tensor:
-        """Entries of every KV head at the end of every step, int64 `[L, H, T]`."""
+        """Return the entries of every KV head at the end of every step, int64 `[L, H, T]`."""
         return entries(self.eviction_steps)
 
     @property
     def held(self) -> Tensor:
-        """What is held at the end, bool `[L, H, T]`."""
+        """Return the mask of entries held at the end, bool `[L, H, T]`."""
         return self.eviction_steps == self.eviction_steps.shape[-1]
 
 
 def entries(eviction_steps: Tensor, counted_mask: Tensor | None = None) -> Tensor:
-    """Entries held at the end of every step.
+    """Count the entries held at the end of every step.
 
     Args:
         eviction_steps: As in `Trace`, `[..., T]`.
@@ -71,11 +70,11 @@ def entries(eviction_steps: Tensor, counted_mask: Tensor | None = None) -> Tenso
 
 
 def held_at_steps(eviction_steps: Tensor, steps: Tensor) -> Tensor:
-    """Rows of eviction maps, `alpha_ti`.
+    """Return rows of eviction maps, `alpha_ti`.
 
     Args:
         eviction_steps: As in `Trace`, `[..., T]`.
-        steps: Which steps `t`, int64 `[R]`.
+        steps: Steps `t`, int64 `[R]`.
 
     Returns:
         Whether entry `i` is held at the end of step `t`, bool `[..., R, T]`.
@@ -94,17 +93,17 @@ def trace_decoding(
     media: Sequence[Medium] = (),
     initial: int = 1,
 ) -> Trace:
-    """Let a text pass token by token, as if the model were writing it (moment `decode`).
+    """Feed a text token by token, as if the model generated it (moment `decode`).
 
     Args:
         runner: Runs the model.
         token_ids: The text.
         policy: The policy, which evicts when the budget and its buffer are full, as in any run.
-        budget: The budget; a share is a share of this text's tokens.
+        budget: The budget; a fraction refers to this text's tokens.
         seed: Noise seed.
-        advance: Told how many tokens have passed.
+        advance: Called with the number of tokens fed.
         media: Images and videos of the text.
-        initial: Tokens that pass at once, in the beginning: an image cannot pass token by token.
+        initial: Tokens fed at once at the beginning, because an image cannot be fed token by token.
     """
     prefix, _ = runner.prefill(token_ids[:initial], policy.needs, media)
     entry_limit = budget.per_head(len(token_ids), prefix.cache.visual_tokens()[0])
@@ -120,12 +119,12 @@ def trace_decoding(
 
 
 def trace_compression(prefix: Prefix, policy: Policy, budget: Budget, seed: int, context: int, length: int) -> Trace:
-    """Compress a context once (moment `context`); all that comes later is kept.
+    """Compress a context once (moment `context`); all later tokens are kept.
 
     Args:
         prefix: The context, prefilled.
         policy: The policy that compresses it.
-        budget: The budget; a share is a share of the context's tokens.
+        budget: The budget; a fraction refers to the context's tokens.
         seed: Noise seed.
         context: Tokens of the context.
         length: Tokens of the whole text.
@@ -136,19 +135,19 @@ def trace_compression(prefix: Prefix, policy: Policy, budget: Budget, seed: int,
 
 
 def evicts_nothing(policy: Policy, entry_limit: int, length: int) -> bool:
-    """Whether a text is too short for anything to be evicted while it passes."""
+    """Return whether a text is too short for any eviction."""
     return length < entry_limit + spare_entries(policy, "decode")
 
 
 class Watch:
-    """Observes a cache of one sequence after every step.
+    """Observer of a single-sequence cache after every step.
 
     Args:
         cache: The cache, just compressed.
-        tokens: The most tokens that it will see.
+        max_tokens: Maximum tokens that it will see.
 
     Attributes:
-        eviction_count: How often it was cut.
+        eviction_count: Number of eviction steps.
     """
 
     def __init__(self, cache: RaggedCache, max_tokens: int) -> None:
@@ -164,9 +163,9 @@ class Watch:
         self.step()
 
     def step(self) -> None:
-        """Record what the newest step has evicted."""
+        """Record the evictions of the newest step."""
         seen_tokens, live_entries = self.cache.get_seq_length(), self.cache.live_entries()
-        # Where every head grew by the new tokens nothing went, and the kept sets need no look.
+        # If every head grew by the new tokens, nothing was evicted and the kept sets need no comparison.
         if live_entries == self._live_entries + self.heads * (seen_tokens - self._seen_tokens):
             self._live_entries, self._seen_tokens = live_entries, seen_tokens
             return
@@ -180,12 +179,11 @@ class Watch:
         self._live_entries, self._seen_tokens = live_entries, seen_tokens
 
     def trace(self, budget: int, length: int | None = None) -> Trace:
-        """What was held of the tokens up to now.
+        """Return the trace of the tokens so far.
 
         Args:
             budget: As in `Trace`.
-            length: Count as many tokens as seen; later ones are kept. None: those that the cache
-                has seen.
+            length: Number of tokens to include; unseen ones count as kept. None: those seen by the cache.
         """
         traced_tokens = self._seen_tokens if length is None else length
         return Trace(

@@ -1,7 +1,7 @@
-"""Runs the analysis: one pass with the full cache per text, and the policies over the first texts.
+"""Retention analysis: one pass with the full cache per text, and the policies over the first texts.
 
-Every policy sees the same text: context, question, and what the model writes with the full cache.
-So all comparisons are about the same tokens.
+Every policy sees the same text (context, question, and the model's answer with the full cache), so all comparisons are
+over the same tokens.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Case = tuple[str, str]
 
 @dataclass
 class RetentionText:
-    """A text that the policies ran over.
+    """A text that the policies ran on.
 
     Attributes:
-        sample_id: Its name.
-        token_ids: Its tokens.
-        pieces: The text of each token.
+        sample_id: Name of the sample.
+        token_ids: Token ids.
+        pieces: Text of each token.
         special: Positions of special tokens.
         context, question: Lengths of the first two parts; the rest is the model's answer.
-        log_beta: Log retention by policy with gates, float32 `[L, H, T]`.
-        traces: What was held, by case.
+        log_beta: Log retention per policy with gates, float32 `[L, H, T]`.
+        traces: Entries held over time, by case.
     """
 
     sample_id: str
@@ -60,26 +60,26 @@ class RetentionText:
     traces: dict[Case, steps.Trace] = field(default_factory=dict)
 
     def part(self, position: int) -> str:
-        """Which part of the text a position is in."""
+        """Return the part of the text at a position."""
         after_context = position >= self.context
         return texts.PARTS[after_context + (position >= self.context + self.question)]
 
 
 @dataclass
 class TaskRetention:
-    """What was found on one task with one model.
+    """Retention results of one task and model.
 
     Attributes:
         where: Model, task, length and moment.
-        layers: The model's own index of the full-attention layers.
-        draw_layers, draw_heads: What to draw: positions in `layers`, and KV heads.
+        layers: The model's index of the full-attention layers.
+        draw_layers, draw_heads: Positions in `layers` and KV heads to draw.
         survival: Survival over all texts.
-        criteria: Names and values of the criteria of survival.
+        criteria: Names and values of the survival criteria.
         count: Number of texts.
         sparsity: Sums over texts by policy, float64 `[L, H]`.
         tokens: Retention of tokens by policy.
-        token_labels: Tokens of the vocabulary that occurred, as they are shown.
-        samples: The texts that the policies ran over.
+        token_labels: Display labels of the vocabulary tokens that occurred.
+        samples: The texts that the policies ran on.
     """
 
     where: dict[str, Any]
@@ -97,11 +97,11 @@ class TaskRetention:
 
 @dataclass(frozen=True)
 class RetentionResult:
-    """The result of the analysis.
+    """Result of the retention analysis.
 
     Attributes:
-        tasks: One result for each task and model.
-        failed: Reasons by model, task and what failed.
+        tasks: One result per task and model.
+        failed: Reasons of failures, by model, task and action.
         ungated: Policies without retention gates, which have no matrices.
     """
 
@@ -111,21 +111,21 @@ class RetentionResult:
 
 
 def has_retention_gates(policy: Policy) -> bool:
-    """Whether a policy's score knows how fast each token fades."""
+    """Return whether a policy's score predicts how fast each token decays."""
     score = policy.score
     return score is not None and type(score).log_retention is not Score.log_retention
 
 
 def analyze(grid: Grid, options: RetentionOptions, reporter: Reporter) -> RetentionResult:
-    """Look at what policies retain.
+    """Analyse the retention of policies.
 
     Args:
-        grid: Policies, budgets, models, tasks, lengths and samples; its moments are not used.
-        options: Everything else.
-        reporter: Told of the progress.
+        grid: Policies, budgets, models, tasks, lengths and samples; its moments are ignored.
+        options: All other options.
+        reporter: Progress reporter.
 
     Raises:
-        UserError: Something is unknown or out of range.
+        UserError: A value is unknown or out of range.
     """
     sources = texts.sources(grid, options.text, options.new_tokens, reporter)
     runnable_policies = {model: texts.runnable(grid, model) for model in grid.models}
@@ -153,7 +153,7 @@ def analyze(grid: Grid, options: RetentionOptions, reporter: Reporter) -> Retent
 
 
 def _horizon(source: texts.TextSource, options: RetentionOptions) -> int:
-    """Steps that survival is followed for."""
+    """Return the number of steps to follow survival for."""
     shortest = min(text.tokens for text in source.texts)
     if options.horizon is None:
         return max(1, shortest // 2)
@@ -167,14 +167,13 @@ def _horizon(source: texts.TextSource, options: RetentionOptions) -> int:
 
 @dataclass
 class _Probe:
-    """Looks at the texts of one model.
+    """Analysis of the texts of one model.
 
     Attributes:
         runner: Runs the model.
-        policies: By spelling.
-        budgets: By spelling.
-        cases: What runs over the texts that are shown.
-        options: What to look at.
+        policies: Policies by spelling.
+        budgets: Budgets by spelling.
+        cases: Policies and budgets to run on the texts shown.
         seed: Noise seed.
         tokenizer: The model's tokenizer.
     """
@@ -200,12 +199,12 @@ class _Probe:
         self.draw_heads = select_numbers(self.options.heads, head_range, "heads", MOST_HEADS)
 
     def work(self, source: texts.TextSource) -> int:
-        """Units of work of a source: tokens that pass the model."""
+        """Return the work units of a source: tokens fed to the model."""
         token_counts = [text.tokens for text in source.texts]
         return sum(token_counts) + len(self.cases) * sum(token_counts[: self.options.traces])
 
     def task(self, source: texts.TextSource, horizon: int) -> TaskRetention:
-        """Look at the texts of one source."""
+        """Analyse the texts of one source."""
         task = TaskRetention(
             where={
                 "model": source.stage.model,
@@ -227,7 +226,7 @@ class _Probe:
         return task
 
     def _run_full_cache(self, source_text: texts.Text, task: TaskRetention) -> tuple[list[int], dict[str, Tensor]]:
-        """Pass one text with the full cache; give its tokens, with the answer, and the gates."""
+        """Run one text with the full cache; return its tokens, with the answer, and the gates' log retention."""
         needs: set[Need] = {
             self.use,
             *(need for gated_policy in self.gated.values() for need in gated_policy.needs),
@@ -265,7 +264,7 @@ class _Probe:
         log_beta: dict[str, Tensor],
         task: TaskRetention,
     ) -> RetentionText:
-        """Run the policies over one text."""
+        """Run the policies on one text."""
         special_positions = set(getattr(self.tokenizer, "all_special_ids", ()))
         sample = RetentionText(
             source_text.sample_id,
@@ -333,7 +332,7 @@ class _Probe:
         )
 
     def _try_policy(self, task: TaskRetention, action: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call what runs a policy; if it raises, record the failure and give None."""
+        """Call a function that runs a policy; on errors, record the failure and return None."""
         failure_key = f"{task.where['model']}, {task.where['task']}: {action}"
         if failure_key in self.runner.failed:
             return None
@@ -347,7 +346,7 @@ class _Probe:
 
 
 def _read_log_retention(prefix: Prefix, policy: Policy) -> Tensor:
-    """Log retention of every token by a policy's gates, float32 `[L, H, T]` on the CPU."""
+    """Return the log retention of every token from a policy's gates, float32 `[L, H, T]` on the CPU."""
     cache = prefix.cache
     lengths = cache.lengths().tolist()
     seeds = row_seeds(cache, 0)

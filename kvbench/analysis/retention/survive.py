@@ -1,13 +1,11 @@
-"""How long tokens stay in use with the full cache.
+"""Survival: how long tokens stay in use with the full cache.
 
-Nguyen, Cohan, Ying and others: Make Each Token Count, arXiv 2605.09649, section 3.2 (figure 2) and
-appendix A.2 (figure 9). The query of a query head at position `p` selects past tokens: either the
-`K` tokens with the largest logits, or the smallest set whose softmax mass reaches a threshold.
-Token `i` is alive at horizon `L` if some query at `p >= i + L` selects it. Here a query's own token
-counts as past.
+Nguyen, Cohan, Ying and others: Make Each Token Count, arXiv 2605.09649, section 3.2 (figure 2) and appendix A.2 (figure
+9). The query of a query head at position `p` selects past tokens: either the `K` tokens with the largest logits, or the
+smallest set whose attention reaches a threshold. Token `i` is alive at horizon `L` if some query at `p >= i + L`
+selects it. A query's own token counts as past.
 
-Queries are processed in blocks while the text is prefilled. For each token only the newest query
-that selected it is recorded.
+Queries are processed in blocks during the prefill. Only the newest query that selected each token is recorded.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from kvbench.engine.observers import LayerObserver
 from kvbench.plugin import ModelInfo, Need, Observer
 
 _BLOCK = 1 << 21
-"""Attention weights that are sorted at once."""
+"""Attention weights sorted per block."""
 
 _POINTS = 32
 
@@ -33,20 +31,20 @@ class InUse(Need):
     """The newest query that has selected each token: int64 `[criteria, B, H_q, n]`, -1 if none.
 
     Attributes:
-        top: Criteria by rank: how many tokens with the largest logits; ties go to the more recent.
-        mass: Criteria by mass, after those by rank.
+        top: Criteria by rank: numbers of tokens with the largest logits; ties go to the more recent.
+        mass: Criteria by accumulated attention, after those by rank.
     """
 
     top: tuple[int, ...]
     mass: tuple[float, ...]
 
     def observer(self, model: ModelInfo) -> Observer:
-        """Make the observer that serves this need."""
+        """Return a new observer."""
         return InUseObserver(self.top, self.mass)
 
 
 class InUseObserver(LayerObserver):
-    """Records what `InUse` describes, for sequences without padding.
+    """Observer of `InUse`, for sequences without padding.
 
     Args:
         top, mass: As in `InUse`.
@@ -67,7 +65,7 @@ class InUseObserver(LayerObserver):
         valid: Tensor,
         scale: float,
     ) -> None:
-        """Process one forward of one layer (see `kvbench.plugin.Observer`)."""
+        """Observe one forward pass of one layer (see `kvbench.plugin.Observer`)."""
         batch_size, heads, query_count, _ = q.shape
         column_count = k.shape[2]
         first_position = column_count - query_count
@@ -98,9 +96,9 @@ class InUseObserver(LayerObserver):
         self._held[layer] = latest_query
 
     def _ranked(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Rank every token for every query `[B, H_q, m, S]`, and count what each criterion selects.
+        """Rank every token for every query `[B, H_q, m, S]`, and count the tokens that each criterion selects.
 
-        Both kinds of criteria select the first tokens in the order of the logits.
+        Both kinds of criteria select the first tokens in logit order.
         """
         sorted_logits = logits.flip(-1).sort(dim=-1, descending=True, stable=True)
         token_order = logits.shape[-1] - 1 - sorted_logits.indices
@@ -115,29 +113,28 @@ class InUseObserver(LayerObserver):
         return ranks, selected_counts
 
     def read(self, layer: int) -> Tensor:
-        """The newest query that has selected each token of a layer, as `InUse` describes it."""
+        """Return the newest query that has selected each token of a layer (see `InUse`)."""
         return self._held[layer]
 
     @classmethod
     def stack(cls, parts: Sequence[Any]) -> Self:
-        """Join the sequences of several observers into one batch; they must be equally long."""
+        """Join the sequences of several observers, of equal length, into one batch."""
         joined = cls(parts[0].top, parts[0].mass)
         joined._held = {layer: torch.cat([observer._held[layer] for observer in parts], 1) for layer in parts[0]._held}
         return joined
 
 
 def horizons(limit: int) -> list[int]:
-    """Horizons of the curves: 0, 1, `limit`, and about 30 between them, spaced logarithmically."""
+    """Return the horizons of the curves: 0, 1, `limit`, and about 30 in between, spaced logarithmically."""
     points = torch.logspace(0, torch.log10(torch.tensor(float(limit))).item(), _POINTS).round()
     return sorted({0, limit, *(int(point) for point in points if point <= limit)})
 
 
 @dataclass
 class Survival:
-    """Counts tokens that are alive, and tokens that could be, over texts.
+    """Counts of tokens alive, and tokens that could be, over texts.
 
-    A token can be alive at horizon `L` only if `L` further positions follow it; other tokens are
-    not counted at that horizon.
+    Only tokens followed by at least `L` positions are counted at horizon `L`.
 
     Attributes:
         horizons: Horizons.
@@ -168,13 +165,13 @@ class Survival:
         ]
 
     def shares(self) -> Tensor:
-        """Share of tokens alive, float64 `[criteria, L, H_q, horizons]`; NaN if there is none."""
+        """Return the fraction of tokens alive, float64 `[criteria, L, H_q, horizons]`; NaN without tokens."""
         assert self.alive is not None
         return self.alive.double() / torch.tensor(self.tokens, dtype=torch.float64)
 
 
 def alive_at(latest_query: Tensor, horizon_steps: Sequence[int]) -> Tensor:
-    """How many tokens are alive at each horizon.
+    """Count the tokens alive at each horizon.
 
     Args:
         latest_query: The newest query that selected each token, -1 if none, int64 `[..., T]`.

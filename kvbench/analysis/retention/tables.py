@@ -1,4 +1,4 @@
-"""The tables of a retention analysis: as data frames, and as a reader sees them."""
+"""Tables of a retention analysis, as data frames and for display."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvbench.tables.text import counted
 Title: TypeAlias = tuple[Phrase, ...]
 
 _MOST_LAYERS = 12
-"""A model with more layers is shown by the least and the most sparse of them."""
+"""For models with more layers, only the least and most sparse ones are shown."""
 
 EXTREMES = 10
-"""Tokens in the tables of the most and of the least retained, as in the paper's figure 5b."""
+"""Tokens in the tables of most and least retained tokens, as in the paper's figure 5b."""
 
 READING = {
     "evictions": "Every policy sees the same text: context, question and what the model writes with the full cache.",
@@ -36,11 +36,11 @@ READING = {
     "K: a query selects the K largest logits. Mass P: it selects the smallest set with that share "
     "of its attention.",
 }
-"""How to read each table, by its name."""
+"""Explanation of each table, by name."""
 
 
 def frames(result: RetentionResult) -> dict[str, pd.DataFrame]:
-    """All tables by name (columns: docs/analysis.md); one that would be empty is left out."""
+    """Return all non-empty tables by name (columns: docs/analysis.md)."""
     makers: dict[str, Callable[[TaskRetention], Iterator[pd.DataFrame]]] = {
         "sparsity": _sparsity,
         "tokens": _tokens,
@@ -165,17 +165,17 @@ def _heads(task: TaskRetention, heads: int) -> dict[str, Any]:
 
 
 def _by_entry(task: TaskRetention, entry_values: Tensor) -> dict[str, Any]:
-    """Layer, KV head and position of the numbers of a tensor `[L, H, T]`."""
+    """Return layer, KV head and position of the values of a tensor `[L, H, T]`."""
     layer_count, heads, length = entry_values.shape
     columns = {column: np.repeat(head_row, length) for column, head_row in _heads(task, heads).items()}
     return {**columns, "position": np.tile(np.arange(length, dtype=np.int32), layer_count * heads)}
 
 
-# --- what is shown --------------------------------------------------------------------------------
+# --- display --------------------------------------------------------------------------------------
 
 
 def retention_tables(result: RetentionResult) -> Iterator[Table]:
-    """Tables for a terminal, a summary and the page."""
+    """Yield the tables for the terminal, the summary and the page."""
     for task in result.tasks:
         title = scope_heading(task.where)
         if task.sparsity:
@@ -258,12 +258,12 @@ def _held_table(sample: RetentionText, title: Title) -> Table:
 
 
 def criterion(name: str, value: float) -> str:
-    """A criterion of survival as it is shown."""
+    """Format a survival criterion."""
     return f"{name} {value:g}"
 
 
 def _spread_horizons(horizons: list[int]) -> list[int]:
-    """Six horizons of many: 0, 1, the last, and three spread evenly between."""
+    """Select six horizons: 0, 1, the last, and three evenly spaced in between."""
     last_index = len(horizons) - 1
     return [
         horizons[index]

@@ -1,4 +1,4 @@
-"""The texts of the analysis: prompts of tasks with the model's answers, or a file."""
+"""Texts of the analysis: task prompts with the model's answers, or a file."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PARTS = ("context", "question", "answer")
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens of one text, before the model adds to it.
+    """Tokens of one text, before the model's answer.
 
     Attributes:
-        sample_id: Which sample, and which question about it.
+        sample_id: Sample and question number.
         context, question: Token ids.
-        limit: The most tokens that the model adds.
-        until: Strings that end its answer.
+        limit: Maximum tokens of the answer.
+        until: Strings that end the answer.
         media: Images and videos of the context.
     """
 
@@ -43,18 +43,18 @@ class Text:
 
     @property
     def tokens(self) -> int:
-        """Tokens of context and question."""
+        """Number of tokens of context and question."""
         return len(self.context) + len(self.question)
 
 
 @dataclass
 class TextSource:
-    """The texts of one task on one model.
+    """Texts of one task for one model.
 
     Attributes:
         stage: The model, with its device, dtype and tokenizer.
         task: Name of the task or the file.
-        length: Length of the task's prompts; 0 for data that kvbench does not resize.
+        length: Length of the task's prompts; 0 for data of natural length.
         texts: The texts.
     """
 
@@ -65,16 +65,16 @@ class TextSource:
 
 
 def sources(grid: Grid, text_file: str | None, new_tokens: int | None, reporter: Reporter) -> list[TextSource]:
-    """Tokenise what a grid names; the sources of one model are neighbours.
+    """Tokenise the texts of a grid; the sources of one model are adjacent.
 
     Args:
         grid: Policies, models and tasks.
         text_file: A file to use instead of the tasks.
-        new_tokens: Tokens that the model adds to each text; None for as many as an answer may have.
-        reporter: Told of tasks that are not available here.
+        new_tokens: Tokens that the model appends to each text; None for the task's limit.
+        reporter: Receives messages about unavailable tasks.
 
     Raises:
-        UserError: Something is unknown or out of range, or a policy has no files for a model.
+        UserError: A value is unknown or out of range, or a policy has no files for a model.
     """
     if text_file is not None:
         return [_file_source(grid, model, Path(text_file), new_tokens or 0) for model in grid.models]
@@ -100,12 +100,12 @@ def sources(grid: Grid, text_file: str | None, new_tokens: int | None, reporter:
 
 
 def runnable(grid: Grid, model: str) -> dict[str, Policy]:
-    """The policies of a grid that evict, by spelling.
+    """Return the evicting policies of a grid, by spelling.
 
-    A policy that only `all` includes is left out if the model has no files for it.
+    A policy included only by `all` is skipped if the model has no files for it.
 
     Raises:
-        UserError: A policy that is named has no files for the model.
+        UserError: A named policy has no files for the model.
     """
     policies = {}
     for policy in grid.built_policies:
@@ -148,10 +148,9 @@ def _file_source(grid: Grid, model: str, path: Path, new_tokens: int) -> TextSou
 
 
 def pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """The text of every token, including spaces before words.
+    """Return the text of every token, including spaces before words.
 
-    A token that is not text by itself, such as part of a character, is shown as the vocabulary
-    spells it.
+    A token that is not text by itself, such as part of a character, is given in the vocabulary's spelling.
     """
     decoded_texts: dict[tuple[int, ...], str] = {}
 
@@ -178,5 +177,5 @@ def pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
 
 
 def token_label(tokenizer: Any, token: int) -> str:
-    """One token of the vocabulary in quotes, with escapes for what is not printable."""
+    """Return a vocabulary token in quotes, with unprintable characters escaped."""
     return repr(pieces(tokenizer, [token])[0])

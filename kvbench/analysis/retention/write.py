@@ -1,4 +1,4 @@
-"""From flags to files: carries the analysis out, writes its tables, figures, summary and page."""
+"""Retention analysis from flags to tables, figures, summary and page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvbench.progress import Reporter
 from kvbench.tables.text import listed
 
 SAMPLES = 4
-"""Texts of a task, where nobody says how many."""
+"""Default number of texts per task."""
 
 _AS_CSV = ("sparsity", "tokens")
 
@@ -32,16 +32,16 @@ def write_retention(
     options: RetentionOptions,
     command: str = "kvbench analyze retention",
 ) -> AnalysisOutput:
-    """Look at what policies retain and write all tables, figures, `summary.md` and a page.
+    """Run the retention analysis and write all tables, figures, `summary.md` and a page.
 
     Args:
-        grid_options: The grid, as `Grid.from_dict` takes it, without moments.
-        reporter: Told of the progress.
-        options: What to look at.
-        command: What the summary says that made it.
+        grid_options: Grid options without moments, in the format of `Grid.from_dict`.
+        reporter: Progress reporter.
+        options: Options of the analysis.
+        command: Command shown in the summary.
 
     Raises:
-        UserError: Something is unknown, out of range, or cannot be written to.
+        UserError: A value is unknown or out of range, or the output is not writable.
     """
     if (options.text is None) == ("task" not in grid_options and "tasks" not in grid_options):
         raise UserError("give either --task or --text")

@@ -1,1 +1,1 @@
-"""`kvbench bench`: time and memory of policies beside the full cache."""
+"""`kvbench bench`: time and memory of policies against the full cache."""

@@ -1,4 +1,4 @@
-"""The figures of a benchmark: what changes with context, batch, answer and budget."""
+"""Figures of a benchmark by context, batch, answer length and budget."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _AXES = {
 
 
 def draw_bench(summary: pd.DataFrame, model: str, folder: Path) -> list[Path]:
-    """Draw a figure for every axis that has more than one value.
+    """Draw a figure for every axis with more than one value.
 
-    On the axes of sizes, a line is a policy at one budget; on that of budgets, a policy.
+    On the axes of sizes, a line is a policy at one budget; on the axis of budgets, a policy.
 
     Args:
-        summary: As `kvbench.analysis.speed.ratios.summarize` returns it.
+        summary: Output of `kvbench.analysis.speed.ratios.summarize`.
         model: The model as the user named it.
-        folder: Where to; it exists.
+        folder: Existing output folder.
 
     Returns:
         The files written.
@@ -53,7 +53,7 @@ def draw_bench(summary: pd.DataFrame, model: str, folder: Path) -> list[Path]:
         for axis in _AXES:
             other_axes = [candidate for candidate in ("context", "batch", "generate") if candidate != axis]
             selected = frame
-            for other_axis in other_axes:  # one value of the others: the largest
+            for other_axis in other_axes:  # the other axes are fixed at their largest value
                 selected = selected[selected[other_axis] == selected[other_axis].max()]
             if selected[axis].nunique() > 1:
                 paths += _figure(selected, axis, other_axes, model, folder / f"bench-{axis}")

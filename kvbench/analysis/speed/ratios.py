@@ -9,21 +9,21 @@ import pandas as pd
 SIZE = ["context", "batch", "generate"]
 CELL = ["policy", "budget", *SIZE]
 RATIOS = ("ttft_s", "step_s", "tokens_per_s", "peak_bytes", "kv_bytes_live")
-"""What is divided by the same of the full cache."""
+"""Measurements with ratios to the full cache."""
 
 
 def summarize(frame: pd.DataFrame) -> pd.DataFrame:
-    """Medians over repeats, with ratios to the full cache.
+    """Return medians over repeats, with ratios to the full cache.
 
-    A ratio is the median over repeats of what a setting took, divided by what the full cache took
-    in the same repeat. A machine that is busy for a while slows both.
+    A ratio is the median over repeats of a setting's value divided by the full cache's value in the same repeat, so
+    that a temporarily busy machine affects both.
 
     Args:
-        frame: As `kvbench.analysis.speed.timing.run_bench` returns it.
+        frame: Output of `kvbench.analysis.speed.timing.run_bench`.
 
     Returns:
-        A row per setting: medians of the measurements; for each of `RATIOS` a column `NAME_ratio`
-        with the smallest and largest ratio in `NAME_ratio_lo` and `NAME_ratio_hi`; and `error`.
+        A row per setting: medians of the measurements; for each of `RATIOS` a column `NAME_ratio` with the smallest and
+            largest ratio in `NAME_ratio_lo` and `NAME_ratio_hi`; and `error`.
     """
     full_rows = frame[frame["policy"] == "full"].set_index([*SIZE, "repeat"])
     summary_rows = []

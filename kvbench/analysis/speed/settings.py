@@ -1,4 +1,4 @@
-"""What a benchmark measures: the product of policies, budgets and sizes."""
+"""Benchmark settings: the product of policies, budgets and sizes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvbench.spelling import policy as make_policy
 
 @dataclass(frozen=True)
 class Setting:
-    """One thing to measure.
+    """One benchmark setting.
 
     Attributes:
         policy: The policy.
-        budget: Its budget.
-        context: Tokens of every prompt.
-        batch: Sequences side by side.
+        budget: The budget.
+        context: Tokens per prompt.
+        batch: Batch size.
         generate: Decode steps after the prompt.
     """
 
@@ -32,23 +32,23 @@ class Setting:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """What makes two settings comparable: context, batch and decode steps."""
+        """Context, batch and decode steps, which comparable settings share."""
         return (self.context, self.batch, self.generate)
 
 
 @dataclass(frozen=True)
 class SpeedSettings:
-    """A benchmark of one model.
+    """Benchmark of one model.
 
     Attributes:
         model: The model as the user named it.
-        policies: Spellings; the full cache is always measured beside them.
+        policies: Spellings; the full cache is always measured, too.
         budgets: Spellings.
-        contexts: Tokens of a prompt.
-        batches: Sequences side by side.
+        contexts: Tokens per prompt.
+        batches: Batch sizes.
         generates: Decode steps.
-        repeats: How often everything is measured, in a new order each time.
-        seed: Of the prompts, of the order and of noise.
+        repeats: Number of repetitions, each in a new order.
+        seed: Seed of prompts, order and noise.
         device: As for a run.
         dtype: As for a run.
         revision: Revision of a hub model.
@@ -67,7 +67,7 @@ class SpeedSettings:
     revision: str | None = None
 
     def settings(self) -> list[Setting]:
-        """Everything to measure once, the full cache first for every size.
+        """Return the settings of one repetition, the full cache first for every size.
 
         Raises:
             UserError: A policy or budget is unknown, or a number is out of range.

@@ -1,4 +1,4 @@
-"""The table of a benchmark: medians, and ratios to the full cache."""
+"""Tables of a benchmark: medians, and ratios to the full cache."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _COLUMNS = (
 
 
 def bench_tables(summary: pd.DataFrame, model: str) -> Iterator[Table]:
-    """A table for every context, batch and number of decode steps.
+    """Yield a table per context, batch and number of decode steps.
 
     Args:
-        summary: As `kvbench.analysis.speed.ratios.summarize` returns it.
+        summary: Output of `kvbench.analysis.speed.ratios.summarize`.
         model: The model as the user named it.
     """
     for size_key, size_rows in summary.groupby(SIZE, sort=False):

@@ -1,4 +1,4 @@
-"""Measures one setting: a prefill, a compression and decode steps on a batch of random prompts."""
+"""Timing of one setting: prefill, compression and decode steps on a batch of random prompts."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class SettingTiming:
-    """What one setting took once.
+    """Measurements of one setting in one repetition.
 
     Attributes:
-        prefill_s: Seconds of the prefill, with what the policy observes.
+        prefill_s: Seconds of the prefill, including the policy's observations.
         compress_s: Seconds of the compression.
-        ttft_s: Seconds to the first token: prefill, compression and choosing the token.
-        step_s: Mean seconds of a decode step.
+        ttft_s: Seconds to the first token: prefill, compression and token selection.
+        step_s: Mean seconds per decode step.
         tokens_per_s: Tokens of all sequences per second while decoding.
-        peak_bytes: Most memory in use: of the GPU, or of the process. NaN if unknown.
+        peak_bytes: Peak memory of the GPU or the process; NaN if unknown.
         kv_bytes_live: Bytes of the held entries after the compression.
-        kv_bytes_allocated: Bytes that are allocated for them, with room for the answer.
-        kv_bytes_full: Bytes that the full cache holds at the same moment.
-        error: Why there are no numbers, or an empty string.
+        kv_bytes_allocated: Bytes allocated for them, with room for the answer.
+        kv_bytes_full: Bytes of the full cache at the same time.
+        error: Why there are no measurements, or "".
     """
 
     prefill_s: float = float("nan")
@@ -56,14 +56,13 @@ class SettingTiming:
 
 
 def run_bench(bench: SpeedSettings, reporter: Reporter) -> pd.DataFrame:
-    """Measure everything `repeats` times, in a new order each time.
+    """Measure all settings `repeats` times, in a new order each time.
 
-    What is compared is measured within minutes of each other, so that a machine that becomes slower
-    slows all of it.
+    Compared settings are measured within minutes of each other, so that a machine that slows down affects all of them.
 
     Returns:
-        A row per setting and repeat, in the order of the settings: the setting, `repeat` and the
-        fields of `Measured`.
+        A row per setting and repeat, in the order of the settings: the setting, `repeat` and the fields of
+            `SettingTiming`.
 
     Raises:
         UserError: The model cannot be loaded, or a prompt does not fit into it.
@@ -84,7 +83,7 @@ def run_bench(bench: SpeedSettings, reporter: Reporter) -> pd.DataFrame:
     measured_rows: list[dict[str, Any]] = []
     with torch.no_grad(), thread_budget(model, reporter.message), engine(model):
         reporter.start(len(settings) * bench.repeats, bench.model)
-        for setting in _warm_up_settings(settings):  # the first forward of a size is slower
+        for setting in _warm_up_settings(settings):  # the first forward pass of a size is slower
             _measure_or_error(model, setting, bench.seed)
         for repeat in range(bench.repeats):
             shuffled = list(enumerate(settings))
@@ -111,7 +110,7 @@ def run_bench(bench: SpeedSettings, reporter: Reporter) -> pd.DataFrame:
 
 
 def _warm_up_settings(settings: list[Setting]) -> Iterator[Setting]:
-    """The first setting of every size and every policy."""
+    """Yield the first setting of every size and every policy."""
     seen: set[object] = set()
     for setting in settings:
         if {setting.size, setting.policy} - seen:
@@ -130,7 +129,7 @@ def _setting_columns(setting: Setting) -> dict[str, Any]:
 
 
 def _measure_or_error(model: nn.Module, setting: Setting, seed: int) -> SettingTiming:
-    """Measure a setting; what fails, or does not fit into memory, is a row with the reason."""
+    """Measure a setting; return the reason if it fails or runs out of memory."""
     try:
         with plugin_call():
             return measure(model, setting, seed)
@@ -147,8 +146,8 @@ def measure(model: nn.Module, setting: Setting, seed: int) -> SettingTiming:
 
     Args:
         model: The model, inside `engine`.
-        setting: What to measure.
-        seed: Of the prompts and of noise.
+        setting: The setting to measure.
+        seed: Seed of prompts and noise.
     """
     device = next(model.parameters()).device
     token_ids = _prompts(model, setting, seed).to(device)
@@ -184,14 +183,14 @@ def measure(model: nn.Module, setting: Setting, seed: int) -> SettingTiming:
 
 
 def _prompts(model: nn.Module, setting: Setting, seed: int) -> Tensor:
-    """Random tokens `[batch, context]`: their time does not depend on what they say."""
+    """Return random tokens `[batch, context]`; timing does not depend on their content."""
     vocab_size = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab_size, (setting.batch, setting.context), generator=generator)
 
 
 def start_peak(device: torch.device) -> None:
-    """Begin to watch for the most memory in use."""
+    """Reset the peak memory counter."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -203,7 +202,7 @@ def start_peak(device: torch.device) -> None:
 
 
 def peak(device: torch.device) -> float:
-    """The most memory in use since `start_peak`, in bytes; NaN if the system does not say."""
+    """Return the peak memory since `start_peak` in bytes; NaN if unknown."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     if not _STATUS.exists():

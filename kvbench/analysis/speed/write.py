@@ -1,4 +1,4 @@
-"""From a benchmark to files: tables, figures and what was measured where."""
+"""Benchmark from settings to tables, figures and summary."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def write_bench(
     *,
     command: str = "kvbench bench",
 ) -> AnalysisOutput:
-    """Measure, and write `bench.parquet` (every repeat), `summary.parquet` and figures.
+    """Run the benchmark and write `bench.parquet` (every repeat), `summary.parquet` and figures.
 
     Args:
-        bench: What to measure.
-        output_folder: The folder; None: `results/bench-HASH`.
-        reporter: Told of the progress.
-        command: What the summary says that made it.
+        bench: Benchmark settings.
+        output_folder: Output folder; None: `results/bench-HASH`.
+        reporter: Progress reporter.
+        command: Command shown in the summary.
 
     Raises:
-        UserError: Something is unknown or out of range, or nothing could be measured.
+        UserError: A value is unknown or out of range, or nothing could be measured.
     """
     bench.settings()
     folder = prepare_folder(output_folder or Path("results") / f"bench-{digest_of(asdict(bench))}")

@@ -1,1 +1,1 @@
-"""What is kept of images: which visual tokens, and how they share the cache with text."""
+"""Retention of images: visual tokens kept, and cache use by images and text."""

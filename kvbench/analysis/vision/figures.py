@@ -1,4 +1,4 @@
-"""The figures: entries of every KV head by kind over the decode steps, and the pictures."""
+"""Figures: entries per KV head and kind over the decode steps, and kept tokens over the images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvbench.tables.plot_style import plot_style
 from kvbench.tables.text import short, slug
 
 _PIXELS = 640
-"""Columns of a panel; of a longer answer, neighbouring steps are averaged."""
+"""Maximum columns of a panel; in longer answers, neighbouring steps are averaged."""
 
 _KINDS = {
     "entries": "all tokens",
@@ -28,11 +28,11 @@ _KINDS = {
 
 
 def draw(result: VisionResult, folder: Path) -> list[Path]:
-    """Draw everything.
+    """Draw all figures.
 
     Args:
-        result: What was found.
-        folder: Where to; it exists.
+        result: Result of the analysis.
+        folder: Existing output folder.
 
     Returns:
         The files written.
@@ -47,7 +47,7 @@ def draw(result: VisionResult, folder: Path) -> list[Path]:
 
 
 def _naming(result: VisionResult, task: TaskVision, sample: ImagePrompt) -> tuple[str, str]:
-    """The end of a file's name and of a title."""
+    """Return file name suffix and title suffix."""
     suffix, subtitle = slug(task.task), f"{short(task.task)} · {short(task.model)}"
     for attribute in ("model", "length"):
         if len({getattr(other_task, attribute) for other_task in result.tasks}) > 1:
@@ -73,7 +73,7 @@ def _prompt(task: TaskVision, sample: ImagePrompt, suffix: str, subtitle: str, f
 
 
 def _usage(task: TaskVision, sample: ImagePrompt, traces: Sequence[CellRecord], title: str, stem: Path) -> list[Path]:
-    """Kinds of entries down, cells across, as in the paper's figure 6."""
+    """Draw kinds of entries (down) by cells (across), as in the paper's figure 6."""
     usage_counts = [usage(sample, record) for record in traces]
     panel_rows, colours = [], []
     for kind in usage_counts[0]:
@@ -88,7 +88,7 @@ def _usage(task: TaskVision, sample: ImagePrompt, traces: Sequence[CellRecord], 
 
 
 def _panel(record: CellRecord, entries: Tensor, name_width: int) -> Steps:
-    """A panel of counts `[L, H, steps]`, its policy named in at most `name_width` characters."""
+    """Return a panel of counts `[L, H, steps]`, with the policy's name cut to `name_width` characters."""
     cell_labels = record.cell.labels
     panel_title = f"{short(cell_labels['policy'], name_width)} at {cell_labels['budget']}"
     return panel_title, binned(entries.flatten(0, 1).double().numpy(), _PIXELS), record.steps

@@ -1,9 +1,8 @@
-"""Where the tokens of an image lie: the picture that the model sees, cut into one cell per token.
+"""Location of visual tokens: the image as the model sees it, with one cell per token.
 
-Qwen2-VL, Qwen2.5-VL and Qwen3-VL stretch an image to a grid of patches and merge patches into
-tokens, row by row (`image_grid_thw`). LLaVA-1.5 sees a square, one token per patch. LLaVA-NeXT and
-LLaVA-OneVision see such a square of the whole image first, and then its tiles, which are not
-drawn.
+Qwen2-VL, Qwen2.5-VL and Qwen3-VL stretch an image to a grid of patches and merge patches into tokens, row by row
+(`image_grid_thw`). LLaVA-1.5 sees a square, one token per patch. LLaVA-NeXT and LLaVA-OneVision see such a square of
+the whole image first, then its tiles, which are not drawn.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ Picture = npt.NDArray[np.uint8]
 
 MERGED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SQUARE = ("llava", "llava_next", "llava_onevision")
-"""Types of models whose token grids are known."""
+"""Model types with a square token grid."""
 
 
 @dataclass(frozen=True)
 class ImageView:
-    """An image as a model sees it.
+    """An image as the model sees it.
 
     Attributes:
-        picture: What its tokens cover.
-        rows, columns: Its tokens, down and across.
-        first: Position of the first of them in the prompt; they follow each other row by row.
+        picture: Image area covered by its tokens.
+        rows, columns: Number of tokens down and across.
+        first: Position of the first token in the prompt; tokens follow row by row.
     """
 
     picture: Picture
@@ -46,17 +45,17 @@ class ImageView:
 
     @property
     def positions(self) -> slice:
-        """Where its tokens are in the prompt."""
+        """Return the positions of its tokens in the prompt."""
         return slice(self.first, self.first + self.rows * self.columns)
 
     def cells(self, token_values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Numbers of all positions of a prompt `[..., T]` as cells, `[..., rows, columns]`."""
+        """Select the image's cells `[..., rows, columns]` from values of all prompt positions `[..., T]`."""
         image_values = token_values[..., self.positions]
         return image_values.reshape(*token_values.shape[:-1], self.rows, self.columns)
 
 
 def drawable(model: nn.Module) -> bool:
-    """Whether it is known where the tokens of this model's images lie."""
+    """Return whether the token locations of this model's images are known."""
     config: Any = model.config
     return config.model_type in (*MERGED, *SQUARE)
 
@@ -68,17 +67,17 @@ def views(
     media: Sequence[Medium],
     pixels: Pixels,
 ) -> list[ImageView]:
-    """The images of a prompt; videos have tokens but are not drawn.
+    """Return the images of a prompt; videos have tokens but are not drawn.
 
     Args:
         model: A model that is `drawable`.
-        vision: What made the prompt and its pixels.
+        vision: Processor of the prompt and its pixels.
         token_ids: Tokens of the prompt.
-        media: Its images and videos.
-        pixels: What the model takes for them.
+        media: Images and videos of the prompt.
+        pixels: The model's inputs for them.
 
     Raises:
-        UserError: An image does not have the tokens of its grid.
+        UserError: An image's token count does not match its grid.
     """
     config: Any = model.config
     visual_tokens = set(visual_ids(model))
@@ -103,14 +102,14 @@ def views(
 
 
 def _merged(config: Any, patch_grid: Tensor, medium: Medium, first_position: int) -> ImageView:
-    """An image whose patches are merged; its tokens divide it evenly."""
+    """Return the view of an image with merged patches, divided evenly by its tokens."""
     merge_size = int(config.vision_config.spatial_merge_size)
     _, rows, columns = (int(side) for side in patch_grid.tolist())
     return ImageView(np.asarray(medium.load()), rows // merge_size, columns // merge_size, first_position)
 
 
 def _square(config: Any, pixel_values: Tensor, vision: Vision, first_position: int) -> ImageView:
-    """The view of a whole image, which the processor may have cropped, with a token per patch.
+    """Return the view of a whole, possibly cropped image with one token per patch.
 
     Args:
         config: The model's configuration.

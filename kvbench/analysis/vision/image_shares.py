@@ -1,8 +1,8 @@
-"""Runs the analysis: every cell of a grid answers, and its cache is observed at every decode step.
+"""Vision analysis: every cell of a grid answers while its cache is observed at every decode step.
 
-A cell writes its own answer, greedily, as in a run. Decode step 0 is the cache that the answer
-begins with, after the first compression and the question. Step `s` ends when `s` tokens of the
-answer have passed the model and the cache has been cut.
+Each cell generates its own answer greedily, as in a run. Decode step 0 is the cache at the beginning of the answer,
+after the first compression and the question. Step `s` ends when `s` tokens of the answer have passed the model and
+eviction is done.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from kvbench.runs.planning import Job, Stage
 from kvbench.runs.worker import ModelRunner
 
 BOUNDARIES = ("vision_start", "vision_end")
-"""Tokens around an image, which some families have; columns of the tables."""
+"""Tokens around an image in some model families; columns of the tables."""
 
 
 @dataclass(frozen=True)
 class CellRecord:
-    """What one cell held while it answered one prompt.
+    """Entries that one cell held while it answered one prompt.
 
     Attributes:
         cell: The cell.
-        trace: What it held of prompt and answer.
-        prompt: Tokens of the prompt.
-        answer: What it said.
+        trace: Entries held of prompt and answer.
+        prompt: Number of prompt tokens.
+        answer: Text of the answer.
     """
 
     cell: Cell
@@ -61,11 +61,10 @@ class CellRecord:
         return self.trace.eviction_steps.shape[-1] - self.prompt + 1
 
     def counts(self, counted_mask: Tensor | None = None) -> Tensor:
-        """Entries of every KV head at every decode step, int64 `[L, H, steps]`.
+        """Return the entries per KV head at every decode step, int64 `[L, H, steps]`.
 
         Args:
-            counted_mask: Positions of the prompt to count, bool `[prompt]`; None: all of prompt and
-                answer.
+            counted_mask: Positions of the prompt to count, bool `[prompt]`; None: all of prompt and answer.
         """
         length = self.trace.eviction_steps.shape[-1]
         if counted_mask is not None:
@@ -74,13 +73,13 @@ class CellRecord:
         return entries(self.trace.eviction_steps, counted_mask)[..., self.prompt - 1 :]
 
     def held(self, steps: Sequence[int]) -> Tensor:
-        """Which tokens of the prompt are held at some steps, bool `[L, H, len(steps), prompt]`."""
+        """Return which prompt tokens are held at the given steps, bool `[L, H, len(steps), prompt]`."""
         positions = torch.tensor([self.prompt - 1 + step for step in steps])
         return held_at_steps(self.trace.eviction_steps[..., : self.prompt], positions)
 
     @property
     def evicted(self) -> Tensor:
-        """First decode step at which a token of the prompt is not held, `[L, H, prompt]`.
+        """Return the first decode step at which each prompt token is not held, `[L, H, prompt]`.
 
         It is `steps` if the token is held to the end.
         """
@@ -95,9 +94,9 @@ class ImagePrompt:
         prompt: The prompt.
         question: Its question without special tokens, on one line.
         views: Its images.
-        visual: Which of its tokens are of images or videos, bool `[T]`.
-        boundaries: Which are the tokens of `BOUNDARIES` that the model has, bool `[T]` by name.
-        records: What every cell held.
+        visual: Tokens of images or videos, bool `[T]`.
+        boundaries: Tokens of `BOUNDARIES` that the model has, bool `[T]` by name.
+        records: Entries held by every cell.
     """
 
     prompt: Prompt
@@ -109,20 +108,20 @@ class ImagePrompt:
 
     @property
     def name(self) -> str:
-        """The sample, and which question it is if it is not the first."""
+        """Sample, with the question number after the first."""
         return prompt_name(self.prompt)
 
 
 @dataclass
 class TaskVision:
-    """What was found on one task with one model.
+    """Vision results of one task and model.
 
     Attributes:
-        model, task: Their names.
-        length: Length of the prompts; 0 for data that kvbench does not resize.
-        layers: The model's own index of the full-attention layers.
-        draw_layers, draw_heads: What to draw: positions in `layers`, and KV heads.
-        draw_steps: How many decode steps to draw.
+        model, task: Names.
+        length: Length of the prompts; 0 for data of natural length.
+        layers: The model's index of the full-attention layers.
+        draw_layers, draw_heads: Positions in `layers` and KV heads to draw.
+        draw_steps: Number of decode steps to draw.
         samples: The prompts.
     """
 
@@ -138,12 +137,12 @@ class TaskVision:
 
 @dataclass(frozen=True)
 class VisionResult:
-    """The result of the analysis.
+    """Result of the vision analysis.
 
     Attributes:
-        tasks: One result for each task and model.
-        failed: Why cells failed, by cell id; they are nowhere in `tasks`.
-        undrawn: Models for which it is unknown where the tokens of an image lie.
+        tasks: One result per task and model.
+        failed: Reasons of failures by cell id; failed cells are not in `tasks`.
+        undrawn: Models with unknown token locations.
     """
 
     tasks: list[TaskVision]
@@ -152,15 +151,15 @@ class VisionResult:
 
 
 def analyze(grid: Grid, options: VisionOptions, reporter: Reporter) -> VisionResult:
-    """Let every cell of a grid answer, and observe its cache.
+    """Let every cell of a grid answer and observe its cache.
 
     Args:
         grid: Policies, budgets, models, tasks, moments, lengths and samples.
-        options: What to look at.
-        reporter: Told of the progress.
+        options: Options of the analysis.
+        reporter: Progress reporter.
 
     Raises:
-        UserError: Something is unknown or out of range, or a task shows no images.
+        UserError: A value is unknown or out of range, or a task has no images.
     """
     result = VisionResult([], {}, [])
     for stage in stages(grid, reporter.message, pruning=True):
@@ -222,7 +221,7 @@ def _shown(runner: ModelRunner, prompt: Prompt, tokenizer: Any) -> ImagePrompt:
 
 @dataclass
 class _Follower:
-    """Answers prompts and observes the caches.
+    """Runner that answers prompts and observes the caches.
 
     Attributes:
         runner: Runs the model.
@@ -241,7 +240,7 @@ class _Follower:
     def follow(self, prompt: Prompt, cells: Sequence[Cell]) -> list[CellRecord]:
         """Answer one prompt with every cell that has not failed."""
         cell_groups = [[cell for cell in cells if not prunes(cell.policy)]]
-        cell_groups += [[cell] for cell in cells if prunes(cell.policy)]  # each has a prefill of its own
+        cell_groups += [[cell] for cell in cells if prunes(cell.policy)]  # each has a separate prefill
         by_cell = {
             record.cell.cell: record for cell_group in cell_groups for record in self._together(prompt, cell_group)
         }
@@ -273,7 +272,7 @@ class _Follower:
                     yield record
 
     def _prefill(self, prompt: Prompt, cells: Sequence[Cell], with_question: bool) -> tuple[Prefix, Tensor | None]:
-        """Prefill a context, and its question if it is `with_question`; then also give the logits.
+        """Prefill a context; if `with_question`, also its question, and return the logits.
 
         Raises:
             PluginError: The policy of the only cell fails to prune the images.
@@ -297,13 +296,13 @@ class _Follower:
         logits: Tensor | None,
         token_limit: int,
     ) -> CellRecord | None:
-        """Decode an answer; None if the policy fails on the way.
+        """Decode an answer; return None if the policy fails.
 
         Args:
             cell: The cell.
             cache: Its cache.
             prompt: The prompt.
-            logits: Logits after the prompt; None if the question is still to be asked.
+            logits: Logits after the prompt; None if the question is pending.
             token_limit: Maximum tokens of the answer.
         """
         model, prompt_length = self.runner.model, len(prompt.ids)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvbench.runs.answers import Prompt
 
 MOMENTS = ("context", "question", "decode")
-"""When the analysis can compress."""
+"""Supported moments."""
 
 QUESTIONS = ("last", "all")
 MOST_LAYERS = 4
@@ -23,15 +23,15 @@ MOST_HEADS = 2
 
 @dataclass(frozen=True)
 class VisionOptions(Options):
-    """What to look at; `kvbench analyze vision --help` says what each field means."""
+    """Options of the vision analysis; `kvbench analyze vision --help` explains each."""
 
     questions: str = declare(
         "last", values.choice("questions", QUESTIONS), str, ANALYSIS, "WHICH",
-        "Questions of a sample: last (the default) or all.",
+        "Questions per sample: last (the default) or all.",
     )  # fmt: skip
     new_tokens: int | None = declare(
         None, values.optional(values.at_least("new-tokens", 1)), int, ANALYSIS, "N",
-        "Maximum number of tokens of an answer. Default: the task's limit.",
+        "Maximum number of tokens per answer. Default: the task's limit.",
     )  # fmt: skip
     steps: int = declare(
         2, values.at_least("steps", 1), int, ANALYSIS, "N",
@@ -39,15 +39,15 @@ class VisionOptions(Options):
     )  # fmt: skip
     layers: tuple[int, ...] | None = declare(
         None, integers_or_all("layers"), str, ANALYSIS, "L",
-        "Layers to draw, with commas, or all. Default: a few.",
+        "Layers to draw, comma-separated, or all. Default: a few.",
     )  # fmt: skip
     heads: tuple[int, ...] | None = declare(
         None, integers_or_all("heads"), str, ANALYSIS, "H",
-        "KV heads to draw, with commas, or all. Default: a few.",
+        "KV heads to draw, comma-separated, or all. Default: a few.",
     )  # fmt: skip
 
     def select_prompts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts to look at, in their order."""
+        """Return the prompts to analyse, in order."""
         first_repeats = [prompt for prompt in prompts if not prompt.repeat]
         if self.questions == "all":
             return first_repeats

@@ -1,4 +1,4 @@
-"""Draws which visual tokens are held over the images themselves (DBTrimKV, figures 13 and 14)."""
+"""Drawings of held visual tokens over the images (DBTrimKV, figures 13 and 14)."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from kvbench.tables.plot_style import PAGE, lay_out_figure, save
 from kvbench.tables.text import short, slug
 
 _CANVAS = 480
-"""Pixels of a panel's longer side; larger images are shrunk."""
+"""Pixels of a panel's longer side; larger images are downscaled."""
 _GAP = 0.06
-"""Space between images, as a share of the largest image."""
+"""Space between images, as a fraction of the largest image."""
 _MOST_ACROSS = 4
 _DIM = 0.8
-"""How far an evicted cell is faded."""
+"""Fading of evicted cells."""
 _FADED = 225.0
 _EDGE = "#D55E00"
-"""The colour around what is held."""
+"""Outline colour of held cells."""
 
 Segment = tuple[tuple[float, float], tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class PlacedImage:
-    """An image on the canvas: its picture at that size, and where it is in pixels."""
+    """An image on the canvas: the scaled picture and its position in pixels."""
 
     view: ImageView
     picture: Picture
@@ -52,10 +52,10 @@ def draw_kept(
     subtitle: str,
     folder: Path,
 ) -> Iterator[Path]:
-    """Draw the images of a prompt with what one cell holds of them.
+    """Draw the images of a prompt with the visual tokens that one cell holds.
 
-    The first panels show how many KV heads hold a cell, the others one KV head each. A cell that is
-    held is clear and outlined, and one that is evicted is faded.
+    The first panels show how many KV heads hold a token, the others one KV head each. Held tokens are clear and
+    outlined, evicted ones are faded.
     """
     labels = record.cell.labels
     named_steps = drawn_steps(record, sample, task.draw_steps)
@@ -110,14 +110,14 @@ def _title(sample: ImagePrompt, record: CellRecord, subtitle: str) -> str:
 
 
 def drawn_steps(record: CellRecord, sample: ImagePrompt, max_steps: int) -> list[tuple[int, str]]:
-    """Decode steps to draw, with their names.
+    """Return the decode steps to draw, with their names.
 
-    Neighbouring steps between which no visual token was evicted share a panel.
+    Neighbouring steps without evictions of visual tokens share a panel.
 
     Args:
-        record: What a cell held.
+        record: Entries held by a cell.
         sample: The prompt.
-        max_steps: How many steps to choose, evenly spaced.
+        max_steps: Number of steps to select, evenly spaced.
     """
     steps = evenly_spaced(range(record.steps), max_steps)
     held_mask = record.held(steps)[..., sample.visual]
@@ -140,7 +140,7 @@ def drawn_steps(record: CellRecord, sample: ImagePrompt, max_steps: int) -> list
 
 
 def arrange_images(views: Sequence[ImageView]) -> tuple[list[PlacedImage], tuple[int, int]]:
-    """Lay images out row by row, each as large as its place allows.
+    """Arrange images in rows, each as large as its place allows.
 
     Returns:
         The images, and height and width of the canvas in pixels.
@@ -169,11 +169,11 @@ def arrange_images(views: Sequence[ImageView]) -> tuple[list[PlacedImage], tuple
 
 
 def paint(picture: Picture, held_share: Floats) -> Picture:
-    """A picture whose cells are as clear as they are held.
+    """Fade a picture's cells by how much they are held.
 
     Args:
-        picture: The picture, `[height, width, 3]`.
-        held_share: How far each cell is held, from 0 to 1, `[rows, columns]`.
+        picture: `[height, width, 3]`.
+        held_share: Fraction of heads that hold each cell, `[rows, columns]`.
     """
     height, width = picture.shape[:2]
     clarity = held_share[cell_of(height, held_share.shape[0])][:, cell_of(width, held_share.shape[1])][..., None]
@@ -184,12 +184,12 @@ def paint(picture: Picture, held_share: Floats) -> Picture:
 
 
 def cell_of(pixel_count: int, cell_count: int) -> npt.NDArray[np.int64]:
-    """The row or column of cells that each row or column of pixels is in."""
+    """Return the cell row or column of each pixel row or column."""
     return (np.arange(pixel_count) * cell_count) // pixel_count
 
 
 def outline(held_cells: npt.NDArray[np.bool_], height: float, width: float) -> list[Segment]:
-    """Edges between cells that are held and cells that are not, as `((x, y), (x, y))` in pixels."""
+    """Return the edges between held and evicted cells, as `((x, y), (x, y))` in pixels."""
     row_count, column_count = held_cells.shape
     padded = np.pad(held_cells, 1)
     cell_height, cell_width = height / row_count, width / column_count
@@ -218,7 +218,7 @@ def _panel(
     held_share: Floats,
     panel_title: str,
 ) -> None:
-    """All images of a prompt, painted by the share of each token `[T]`."""
+    """Draw all images of a prompt, faded by the held fraction of each token `[T]`."""
     canvas_pixels = np.full((*canvas, 3), 255, np.uint8)
     edges: list[Segment] = []
     for placed in images:

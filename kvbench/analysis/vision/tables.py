@@ -1,4 +1,4 @@
-"""The tables of a vision analysis: as data frames, and as a reader sees them."""
+"""Tables of a vision analysis, as data frames and for display."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LABELS = ("model", "task", "length", "moment", "policy", "budget")
 
 
 def frames(result: VisionResult) -> dict[str, pd.DataFrame]:
-    """All tables by name (columns: docs/analysis.md); one that would be empty is left out."""
+    """Return all non-empty tables by name (columns: docs/analysis.md)."""
     makers = {"answers": _answers, "steps": _steps, "usage": _usage, "tokens": _tokens}
     frames_by_name = {}
     for table_name, make_columns in makers.items():
@@ -97,7 +97,7 @@ def _tokens(task: TaskVision, sample: ImagePrompt, record: CellRecord) -> Iterat
 
 
 def usage(sample: ImagePrompt, record: CellRecord) -> dict[str, Tensor]:
-    """Entries by kind, int64 `[L, H, steps]`: all, visual ones, and the boundaries of images."""
+    """Return entries by kind, int64 `[L, H, steps]`: all, visual, and image boundaries."""
     kind_masks = {"visual": sample.visual, **sample.boundaries}
     return {
         "entries": record.counts(),
@@ -106,7 +106,7 @@ def usage(sample: ImagePrompt, record: CellRecord) -> dict[str, Tensor]:
 
 
 def _columns(counts: dict[str, Any], dtype: Any, row_count: int) -> dict[str, Any]:
-    """Counts as columns; those of boundaries that a model lacks are empty."""
+    """Return counts as columns; boundaries that the model lacks are empty."""
     columns = {kind: entries.astype(dtype) for kind, entries in counts.items()}
     for boundary in BOUNDARIES:
         columns.setdefault(boundary, pd.array([pd.NA] * row_count, dtype=pd.Int32Dtype()))
@@ -114,7 +114,7 @@ def _columns(counts: dict[str, Any], dtype: Any, row_count: int) -> dict[str, An
 
 
 def _index(task: TaskVision, heads: int, item_count: int, index_name: str) -> dict[str, Any]:
-    """Layer, KV head and a third index of numbers `[L, H, each]`."""
+    """Return layer, KV head and a third index of values `[L, H, each]`."""
     layers = np.array(task.layers, np.int32)
     return {
         "layer": np.repeat(layers, heads * item_count),
@@ -123,11 +123,11 @@ def _index(task: TaskVision, heads: int, item_count: int, index_name: str) -> di
     }
 
 
-# --- what is shown --------------------------------------------------------------------------------
+# --- display --------------------------------------------------------------------------------------
 
 
 def vision_tables(data_frames: dict[str, pd.DataFrame]) -> Iterator[Table]:
-    """A table for each model, task, length and moment."""
+    """Yield a table per model, task, length and moment."""
     key_columns = ["policy", "budget", "sample_id", "question_id"]
     for scope, step_rows in scopes(data_frames["steps"]):
         answer_groups = step_rows.groupby(key_columns, sort=False, observed=True)

@@ -1,4 +1,4 @@
-"""From flags to files: carries the analysis out and writes its tables, figures and summary."""
+"""Vision analysis from flags to tables, figures and summary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvbench.progress import Reporter
 from kvbench.tables.text import listed
 
 SAMPLES = 1
-"""Samples of a task, where nobody says how many: every one has pictures of its own."""
+"""Default number of samples per task; each has its own figures."""
 
 _AS_CSV = ("answers", "steps")
 
@@ -28,16 +28,16 @@ def write_vision(
     options: VisionOptions,
     command: str = "kvbench analyze vision",
 ) -> AnalysisOutput:
-    """Look at what is kept of images and write all tables, figures and `summary.md`.
+    """Run the vision analysis and write all tables, figures and `summary.md`.
 
     Args:
-        grid_options: The grid, as `Grid.from_dict` takes it.
-        reporter: Told of the progress.
-        options: What to look at.
-        command: What the summary says that made it.
+        grid_options: Grid options, in the format of `Grid.from_dict`.
+        reporter: Progress reporter.
+        options: Options of the analysis.
+        command: Command shown in the summary.
 
     Raises:
-        UserError: Something is unknown, out of range, or cannot be written to.
+        UserError: A value is unknown or out of range, or the output is not writable.
     """
     grid = make_grid({"samples": SAMPLES, **grid_options}, MOMENTS, pruning=True)
     folder = make_output_folder(grid, "vision", options.to_dict())

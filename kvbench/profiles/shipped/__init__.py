@@ -1,1 +1,1 @@
-"""Head profiles that ship with kvbench: `python -m kvbench.profiles.ship` makes them."""
+"""Shipped head profiles, built by `python -m kvbench.profiles.ship`."""

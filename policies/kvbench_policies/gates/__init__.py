@@ -1,10 +1,10 @@
-"""Learned gates: small networks that predict which tokens are worth keeping, or reading.
+"""Learned gates: small networks that predict which tokens to keep or to read.
 
-`config` describes a set of gates, `modules` computes those of tokens and `block_gates` those of
-blocks, `files` stores and finds them, `loaded` keeps them in memory, `learned` is the base of
-scores that read them, `methods` says how they are trained, and `convert` reads checkpoints of other
-projects. Gates only score: they do not change the model's attention. The convolutions of LoCoCo
-(`convolutions`), which merge instead, are stored, found and trained in the same way.
+`config` describes a set of gates, `modules` implements token gates and `block_gates` block gates, `files` stores and
+finds them, `loaded` caches them in memory, `learned` is the base of scores that use them, `methods` defines their
+training, and `convert` imports checkpoints of other projects. Gates only score; they do not change the model's
+attention. LoCoCo's convolutions (`convolutions`), which merge entries instead, are stored, found and trained in the
+same way.
 """
 
 from kvbench_policies.gates.config import GateConfig

@@ -1,8 +1,8 @@
-"""Gates that rate blocks of a cache for a query, in float32.
+"""Gates that rate the blocks of a cache for a query, in float32.
 
-Gao, Guo, Cao and others: SeerAttention-R: Sparse Attention Adaptation for Long Reasoning, arXiv
-2506.08889, section 2.2, Eq. 1. The authors' code can also put an RMS norm behind each of the two
-linear maps; Eq. 1 has none, and neither have gates that kvbench trains.
+Gao, Guo, Cao and others: SeerAttention-R: Sparse Attention Adaptation for Long Reasoning, arXiv 2506.08889, section
+2.2, Eq. 1. The authors' code can also apply an RMS norm after each of the two linear maps; Eq. 1 and the gates that
+kvbench trains have none.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvbench_policies.gates.config import GateConfig
 
 
 class _Layer(nn.Module):
-    """One layer's linear maps, one per KV head: queries of the group, and pooled keys.
+    """Linear maps of one layer, per KV head: for the group's queries and for pooled keys.
 
-    With `config.norm` an RMS norm follows each of them, the same for all KV heads.
+    With `config.norm`, an RMS norm follows each map, shared by all KV heads.
     """
 
     def __init__(self, config: GateConfig) -> None:
@@ -45,7 +45,7 @@ class _Layer(nn.Module):
 
 
 def _rms_norm(projected: Tensor, norm_weight: Tensor) -> Tensor:
-    """RMS norm over the last axis, with the authors' epsilon."""
+    """Apply an RMS norm over the last axis, with the authors' epsilon."""
     return projected * (projected.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm_weight
 
 
@@ -54,10 +54,10 @@ def _random_weight(head_count: int, input_dim: int, output_dim: int) -> Tensor:
 
 
 class BlockGates(nn.Module):
-    """The gates of all full-attention layers of a model.
+    """Block gates of all full-attention layers of a model.
 
     Args:
-        config: The configuration; parameters are drawn from torch's generator.
+        config: Architecture; parameters are initialised from torch's global generator.
     """
 
     def __init__(self, config: GateConfig) -> None:
@@ -67,21 +67,22 @@ class BlockGates(nn.Module):
 
     @property
     def block(self) -> int:
-        """Entries of a block."""
+        """Entries per block."""
         return self.config.block
 
     def rate(self, v: Blocks) -> Tensor:
-        """Logits of the softmax over blocks, `q k / sqrt(gate_dim)`, float32 `[H, n, K]`.
+        """Return the logits of the softmax over blocks, `q k / sqrt(gate_dim)`, float32 `[H, n, K]`.
 
-        Queries and keys are turned back to what they were before RoPE. Keys are pooled by their
-        maximum, minimum and mean. What the linear maps make of them is turned again: a query by its
-        own position, a block by that of its first entry.
+        RoPE is undone on queries and keys. Keys are pooled by maximum, minimum and mean. RoPE is applied again after
+        the linear maps: to a query at its own position, to a block at the position of its first entry.
 
         Raises:
-            UserError: RoPE turns channels that `gate_dim` does not divide.
+            UserError: The block size or `gate_dim` does not fit.
         """
         if v.key.shape[2] != self.block:
-            raise UserError(f"blocks have {v.key.shape[2]} tokens, but the gates {self.block}")
+            raise UserError(
+                f"the reader's blocks have {v.key.shape[2]} tokens, but the gates were trained with {self.block}"
+            )
         layer_maps = self.layers[v.layer]
         with torch.autocast(v.query.device.type, enabled=False):
             query_cosines, query_sines = angles(v.model, v.layer, v.query_position)
@@ -94,15 +95,15 @@ class BlockGates(nn.Module):
             return queries @ pooled_keys.transpose(-1, -2) / math.sqrt(self.config.gate_dim)
 
     def _narrow(self, *rotations: Tensor) -> list[Tensor]:
-        """Cosines or sines `[n, r]` for `gate_dim` channels: every so-many-th of the frequencies.
+        """Subsample cosines or sines `[n, r]` to `gate_dim` channels, evenly over the frequencies.
 
-        These are the frequencies that RoPE has in a head of `gate_dim` channels.
+        These are the frequencies of RoPE in a head of `gate_dim` channels.
         """
         stride = self.config.head_dim // self.config.gate_dim
         pairs = rotations[0].shape[-1] // 2
         if pairs % stride:
             raise UserError(
-                f"gate_dim={self.config.gate_dim} does not fit: RoPE turns {2 * pairs} channels of "
-                f"{self.config.head_dim}; use {self.config.head_dim}"
+                f"gate_dim={self.config.gate_dim} does not fit: RoPE rotates {2 * pairs} of "
+                f"{self.config.head_dim} channels; use {self.config.head_dim}"
             )
         return [rotation[..., :pairs:stride].repeat(1, 2) for rotation in rotations]

@@ -18,7 +18,7 @@ from kvbench.plugin import ModelInfo
 Kind = Literal["trimkv", "dbtrimkv", "locret", "kvzap", "seerattn_r"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FORMAT = 1
-"""Version of the file format; it rises when an older file would be read incorrectly."""
+"""Version of the file format, raised when older files would be misread."""
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "kind": KINDS,
@@ -38,19 +38,19 @@ _SHAPES = ("layers", "kv_heads", "query_heads", "head_dim", "d_model")
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedConfig:
-    """What all learned weights say of themselves.
+    """Configuration shared by all kinds of learned weights.
 
     Attributes:
-        kind: The policy that reads them.
-        layers: Full-attention layers of the model, `L`.
-        kv_heads: KV heads of a layer, `H`.
-        query_heads: Query heads of a layer, `H_q`.
+        kind: The policy that uses them.
+        layers: Number of full-attention layers of the model, `L`.
+        kv_heads: KV heads per layer, `H`.
+        query_heads: Query heads per layer, `H_q`.
         head_dim: `d`.
         d_model: Hidden size.
         base_model: The model as the user named it.
-        base_revision: Commit of the hub, or digest of the local weights; "" if unknown.
-        kvbench: Version of kvbench that made it.
-        training: Facts about the training; anything that JSON can hold.
+        base_revision: Hub commit, or digest of local weights; "" if unknown.
+        kvbench: Version of kvbench that wrote the file.
+        training: Training record; any JSON values.
     """
 
     kind: str
@@ -65,10 +65,9 @@ class LearnedConfig:
     training: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check all attributes; the first problem raises a one-line error."""
         self._check_sizes(*_SHAPES)
         if self.query_heads % self.kv_heads:
-            raise UserError(f"{self.query_heads} query heads do not divide among {self.kv_heads} KV heads")
+            raise UserError(f"{self.query_heads} query heads is not a multiple of {self.kv_heads} KV heads")
         for field_name in ("base_model", "base_revision", "kvbench"):
             if not isinstance(getattr(self, field_name), str):
                 raise UserError(f"{field_name}={quoted(getattr(self, field_name))} is invalid; use text")
@@ -82,7 +81,7 @@ class LearnedConfig:
                 raise UserError(f"{field_name}={size} is invalid; use a whole number, 1 or more")
 
     def mismatch(self, model: ModelInfo) -> str:
-        """Why the weights do not fit a model, or an empty string."""
+        """Return why the weights do not fit a model, or ""."""
         gate_shapes = {field_name: getattr(self, field_name) for field_name in _SHAPES}
         model_shapes = shapes_of(model)
         if gate_shapes == model_shapes:
@@ -90,15 +89,15 @@ class LearnedConfig:
         return f"for {_shape(**gate_shapes)}, but model {model.name} has {_shape(**model_shapes)}"
 
     def to_json(self) -> str:
-        """The configuration as JSON text, one attribute per line."""
+        """Return the configuration as JSON, one attribute per line."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     @classmethod
     def from_content(cls, content: dict[str, Any]) -> Self:
-        """Check what `parse` read.
+        """Validate the output of `parse` and build the configuration.
 
         Raises:
-            UserError: It is not a configuration of these weights; the message says why.
+            UserError: The content is not a valid configuration.
         """
         unknown_fields = sorted(set(content) - {config_field.name for config_field in fields(cls)})
         if unknown_fields:
@@ -114,23 +113,21 @@ class GateConfig(LearnedConfig):
     """Architecture, base model and training of a set of gates.
 
     Attributes:
-        kind: `trimkv`: one readout per KV head; `dbtrimkv`: one readout for all layers and heads;
-            `locret`: predicts a logit instead of a retention; `kvzap`: the log of an attention;
-            `seerattn_r`: rates blocks for a query. The last kind reads `gate_dim` and `block`; the
-            others do not read `block`.
+        kind: `trimkv`: one readout per KV head; `dbtrimkv`: one readout for all layers and heads; `locret`: predicts a
+            logit instead of a retention; `kvzap`: predicts the log of an attention weight; `seerattn_r`: rates blocks
+            for a query.
         gate: `mlp` (one hidden layer) or `linear` (none).
-        input: `hidden`: the input of the attention block, after its norm; `kv`: the layer's keys
-            after RoPE and its values; `qkv`: its queries, keys and values before RoPE.
+        input: `hidden`: the input of the attention block, after its norm; `kv`: the layer's keys after RoPE and its
+            values; `qkv`: its queries, keys and values before RoPE.
         hidden_dim: Width of the hidden layer.
-        gate_dim: Inputs of the tied readout per head (`p`), used only if `tied`; for `seerattn_r`
-            the width of a block's summary per KV head, which divides `head_dim`.
-        block: Entries of a block.
+        gate_dim: Inputs of the tied readout per head (`p`), used only if `tied`; for `seerattn_r`, the width of a
+            block's summary per KV head, a divisor of `head_dim`.
+        block: Entries per block; used only by `seerattn_r`.
         norm: Whether an RMS norm follows each of the two linear maps of `seerattn_r`.
         tied: Whether all layers and heads share one readout.
         bias: Initial value of the readout's bias; `locret` has none.
         activation: Name of the hidden layer's activation in transformers.
-        gating: How training gates attention: `additive`, `z + (t - i) log beta`, or
-            `multiplicative`, `beta^(t - i) z`.
+        gating: How training gates attention: `additive`, `z + (t - i) log beta`, or `multiplicative`, `beta^(t - i) z`.
     """
 
     kind: Kind
@@ -146,7 +143,6 @@ class GateConfig(LearnedConfig):
     gating: Literal["additive", "multiplicative"] = "additive"
 
     def __post_init__(self) -> None:
-        """Check all attributes; the first problem raises a one-line error."""
         for field_name, choices in _CHOICES.items():
             if getattr(self, field_name) not in choices:
                 raise UserError(f"unknown {field_name}={getattr(self, field_name)}; use {' or '.join(choices)}")
@@ -171,13 +167,13 @@ class GateConfig(LearnedConfig):
 
     @classmethod
     def of(cls, kind: Kind, model: ModelInfo, **changes: Any) -> GateConfig:
-        """Make the configuration of a kind for a model, with the papers' sizes.
+        """Return the configuration of a kind for a model, with the paper's sizes.
 
         Args:
             kind: One of `KINDS`.
             model: The model's shapes.
-            **changes: Other attributes; `activation` should be the model's own (`activation_of`),
-                but for `kvzap`, whose own is GELU.
+            **changes: Overrides; `activation` should be the model's (`activation_of`), except for `kvzap`, which uses
+                GELU.
 
         Raises:
             UserError: An attribute is out of range.
@@ -191,12 +187,12 @@ class GateConfig(LearnedConfig):
 
     @property
     def is_retention(self) -> bool:
-        """Whether the gates give a log beta, not a logit, a log attention or a block's rating."""
+        """Whether the gates predict log beta (not a logit, a log attention or a block rating)."""
         return self.kind in ("trimkv", "dbtrimkv")
 
     @property
     def is_of_blocks(self) -> bool:
-        """Whether the gates rate blocks for a query instead of tokens for good."""
+        """Whether the gates rate blocks per query instead of tokens once."""
         return self.kind == "seerattn_r"
 
     @property
@@ -206,13 +202,13 @@ class GateConfig(LearnedConfig):
 
     @property
     def width(self) -> int:
-        """How many numbers a gate reads per token."""
+        """Input width of a gate per token."""
         head_counts = {"kv": 2 * self.kv_heads, "qkv": self.query_heads + 2 * self.kv_heads}
         return head_counts[self.input] * self.head_dim if self.input in head_counts else self.d_model
 
 
 def shapes_of(model: ModelInfo) -> dict[str, int]:
-    """The attributes of a configuration that a model determines."""
+    """Return the configuration attributes that the model determines."""
     return {
         "layers": model.layers,
         "kv_heads": model.kv_heads,
@@ -223,10 +219,10 @@ def shapes_of(model: ModelInfo) -> dict[str, int]:
 
 
 def parse(config_text: str) -> dict[str, Any]:
-    """Read the JSON text of a configuration; `from_content` checks its attributes.
+    """Parse the JSON text of a configuration; `from_content` validates its attributes.
 
     Raises:
-        UserError: It is not a JSON object of this format.
+        UserError: The text is not a JSON object of this format.
     """
     try:
         content = json.loads(config_text)
@@ -241,13 +237,13 @@ def parse(config_text: str) -> dict[str, Any]:
 
 
 def activation_of(model_config: Any) -> str:
-    """Name of the activation of a model's MLPs, from its (text) configuration."""
+    """Return the name of the MLP activation in a model's (text) configuration."""
     activation = getattr(model_config, "hidden_activation", None) or getattr(model_config, "hidden_act", None)
     return str(activation) if _is_activation(activation) else "silu"
 
 
 def _is_activation(activation: object) -> bool:
-    # Imported here: a list of policies would wait seconds for transformers.
+    # Imported here because transformers takes seconds to load and `kvbench list` does not need it.
     from transformers.activations import ACT2FN
 
     return activation in ACT2FN

@@ -1,10 +1,10 @@
-"""Converts public checkpoints: gates of TRIM-KV and SeerAttention-R, and surrogates of KVzap.
+"""Convert public checkpoints: gates of TRIM-KV and SeerAttention-R, and surrogates of KVzap.
 
     python -m kvbench_policies.gates.convert SOURCE FOLDER --model MODEL
 
-SOURCE is a safetensors file or a folder of them. Pickled checkpoints (.bin, .pt, .pth) are refused,
-because unpickling runs code; only the `attn_gate_weights.pth` of SeerAttention-R is read, as plain
-tensors (see `kvbench_policies.gates.published_blocks`). The tensors of every layer are
+SOURCE is a safetensors file or a folder of them. Pickled checkpoints (.bin, .pt, .pth) are refused, because unpickling
+runs code; the only exception is SeerAttention-R's `attn_gate_weights.pth`, read as plain tensors (see
+`kvbench_policies.gates.published_blocks`). The tensors of every layer are
 
     ...layers.<index>....retention_gate.linear1.weight   [512, d_model], optionally with a bias
     ...layers.<index>....retention_gate.linear2.weight   [H, 512], optionally with a bias
@@ -64,22 +64,22 @@ _PARTS = ("linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias", "b
 
 
 def read_checkpoint(source: str | Path) -> dict[int, dict[str, Tensor]]:
-    """Read the gates' tensors of a checkpoint, by layer and then by name, in float32.
+    """Read the gates' tensors of a checkpoint in float32, by layer and then by name.
 
     Args:
-        source: A safetensors file, or a folder of them; or `attn_gate_weights.pth`, or its folder.
+        source: A safetensors file or `attn_gate_weights.pth`, or the folder of either.
 
     Raises:
-        UserError: It cannot be read, is a pickle, or has no such gates.
+        UserError: The checkpoint cannot be read, is a pickle, or has no gates.
     """
     checkpoint = Path(source).expanduser()
     weight_files = sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint]
     if not weight_files and (checkpoint / WEIGHTS).is_file():
         weight_files = [checkpoint / WEIGHTS]
     if checkpoint.is_file() and checkpoint.suffix != ".safetensors" and checkpoint.name != WEIGHTS:
-        raise UserError(f"{checkpoint} is not a safetensors file; pickles are not read")
+        raise UserError(f"{checkpoint} is not a safetensors file; pickles are not supported")
     if not weight_files or not weight_files[0].is_file():
-        raise UserError(f"{checkpoint} has no safetensors file; pickles are not read")
+        raise UserError(f"{checkpoint} has no safetensors file; pickles are not supported")
     tensors_by_layer: dict[int, dict[str, Tensor]] = {}
     for weight_file in weight_files:
         for tensor_name, tensor in _tensors(weight_file).items():
@@ -87,15 +87,15 @@ def read_checkpoint(source: str | Path) -> dict[int, dict[str, Tensor]]:
             if name_match:
                 tensors_by_layer.setdefault(int(name_match[1]), {})[name_match[2]] = tensor.float()
     if not tensors_by_layer:
-        raise UserError(f"{checkpoint} has no tensor of a retention_gate, an attn_gate or a surrogate of KVzap")
+        raise UserError(f"{checkpoint} has no tensors of a retention_gate, an attn_gate or a KVzap surrogate")
     return dict(sorted(tensors_by_layer.items()))
 
 
 def _tensors(weight_file: Path) -> dict[str, Tensor]:
-    """The tensors of a file, by name.
+    """Return the tensors of a file by name.
 
     Raises:
-        UserError: It cannot be read, or holds something else.
+        UserError: The file cannot be read or holds other objects.
     """
     try:
         if weight_file.name == WEIGHTS:
@@ -119,17 +119,17 @@ def convert(
     base_revision: str = "",
     training: Mapping[str, Any] | None = None,
 ) -> RetentionGates:
-    """Make gates from a checkpoint's tensors.
+    """Build gates from a checkpoint's tensors.
 
     Args:
-        layers: Tensors by layer and name, as `read_checkpoint` gives them.
-        model: The model that they belong to.
-        activation: The activation of the model, which the gates of TRIM-KV share.
+        layers: Output of `read_checkpoint`.
+        model: The model the gates belong to.
+        activation: The model's activation, which TRIM-KV's gates share.
         base_revision: Commit or digest of the model.
-        training: Facts to store with the gates.
+        training: Training record to store with the gates.
 
     Raises:
-        UserError: A tensor does not belong to gates of the model; the message names it.
+        UserError: A tensor does not fit gates of the model; the message names it.
     """
     _check_layers(layers, model)
     first_layer = next(iter(layers.values()))
@@ -176,7 +176,7 @@ def _check_layers(layer_tensors: Mapping[int, Mapping[str, Tensor]], model: Mode
 
 
 def _merged(layer_tensors: Mapping[str, Tensor], config: GateConfig, layer_number: int) -> dict[str, Tensor]:
-    """Tensors of one layer as kvbench stores them; the biases of the logit are added up."""
+    """Return one layer's tensors as kvbench stores them, with the logit's biases summed."""
     head_count, has_mlp = config.kv_heads, config.gate == "mlp"
     readout_width = config.hidden_dim if has_mlp else config.width
     expected_shapes: dict[str, tuple[int, ...]] = {"linear2.weight": (head_count, readout_width)}
@@ -208,13 +208,13 @@ def _merged(layer_tensors: Mapping[str, Tensor], config: GateConfig, layer_numbe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Convert a checkpoint; the exit code is 2 if that is not possible."""
+    """Convert a checkpoint; return exit code 2 on errors."""
     parser = argparse.ArgumentParser(
         prog="python -m kvbench_policies.gates.convert",
-        description="Make kvbench gates from a checkpoint of TRIM-KV, KVzap or SeerAttention-R.",
+        description="Convert a checkpoint of TRIM-KV, KVzap or SeerAttention-R to kvbench gates.",
     )
-    parser.add_argument("source", help="the file of the weights, or its folder")
-    parser.add_argument("folder", help="folder for gates.json and gates.safetensors")
+    parser.add_argument("source", help="weights file, or its folder")
+    parser.add_argument("folder", help="output folder for gates.json and gates.safetensors")
     parser.add_argument("--model", required=True, help="reference, a local folder or a hub id")
     parsed = parser.parse_args(arguments)
     try:
@@ -227,10 +227,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert_for(source: str, model: str) -> Gates:
-    """Make gates from a checkpoint for a named model, without loading the model's weights.
+    """Build gates from a checkpoint for a named model, without loading the model's weights.
 
     Raises:
-        UserError: The checkpoint or the model cannot be read, or they do not fit.
+        UserError: The checkpoint or the model cannot be read, or they do not match.
     """
     config = load_config(model)
     with torch.device("meta"):

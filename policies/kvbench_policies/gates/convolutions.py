@@ -1,7 +1,7 @@
-"""LoCoCo's convolutions: what they compute, and their configuration.
+"""LoCoCo's convolutions and their configuration.
 
-Cai, Tian, Wang, Chen: LoCoCo: Dropping In Convolutions for Long Context Compression, ICML 2024,
-arXiv 2406.05317. Sizes and initial values are those of the authors' code.
+Cai, Tian, Wang, Chen: LoCoCo: Dropping In Convolutions for Long Context Compression, ICML 2024, arXiv 2406.05317. Sizes
+and initial values are those of the authors' code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvbench.plugin import ModelInfo
 from kvbench_policies.gates.config import LearnedConfig, shapes_of
 
 _BLOCK = 1 << 26
-"""Number of weights, over all heads, that are held at once: 256 MiB in float32."""
+"""Maximum number of weights in memory, over all heads: 256 MiB in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,10 @@ class ConvolutionConfig(LearnedConfig):
     """Architecture, base model and training of the convolutions of a model.
 
     Attributes:
-        slots: Output channels, `S`: into how many entries of a head a cut merged in training.
-        kernel_size: Width of the kernels in entries; odd.
-        keep_rate: Share of a head's entries that are kept as they are; the others are merged into.
-        mix: Initial share of the convolution in a merged entry.
+        slots: Output channels, `S`: entries per head that receive merged entries during training.
+        kernel_size: Odd kernel width, in entries.
+        keep_rate: Fraction of a head's kept entries that stay unchanged; the others receive merged entries.
+        mix: Initial weight of the convolution in a merged entry.
     """
 
     kind: Literal["lococo"] = "lococo"
@@ -39,7 +39,6 @@ class ConvolutionConfig(LearnedConfig):
     mix: float = 0.5
 
     def __post_init__(self) -> None:
-        """Check all attributes; the first problem raises a one-line error."""
         super().__post_init__()
         if self.kind != "lococo":
             raise UserError(f"unknown kind={self.kind}; use lococo")
@@ -54,7 +53,7 @@ class ConvolutionConfig(LearnedConfig):
 
     @classmethod
     def of(cls, model: ModelInfo, **changes: Any) -> Self:
-        """Make the configuration for a model, with the sizes of the authors' code.
+        """Return the configuration for a model, with the sizes of the authors' code.
 
         Raises:
             UserError: An attribute is out of range.
@@ -65,11 +64,11 @@ class ConvolutionConfig(LearnedConfig):
 class MergeConvolutions(nn.Module):
     """One convolution per full-attention layer, shared by the heads of the layer.
 
-    It runs over the entries of a head, whose channels are key and value side by side. Weights are
-    drawn from a standard normal distribution and biases as `torch.nn.Conv1d` draws them.
+    It runs over the entries of a head, with key and value concatenated as channels. Weights are initialised from a
+    standard normal distribution, biases as in `torch.nn.Conv1d`.
 
     Args:
-        config: The configuration; parameters are drawn from torch's generator.
+        config: Architecture; parameters are initialised from torch's global generator.
     """
 
     def __init__(self, config: ConvolutionConfig) -> None:
@@ -84,14 +83,14 @@ class MergeConvolutions(nn.Module):
         self.mix = nn.Parameter(torch.full((config.layers,), float(config.mix)))
 
     def forward(self, layer: int, entries: Tensor, real_mask: Tensor) -> Tensor:
-        """Mean over the entries of a head, one for every channel of the convolution.
+        """Return weighted means over the entries of a head, one per output channel.
 
         The weights are `softmax(relu(conv(entries)))` over the entries.
 
         Args:
             layer: Index among the full-attention layers.
-            entries: Entries side by side, 0 where there is none, `[R, E, 2d]`.
-            real_mask: Which entries exist, bool `[R, E]`.
+            entries: Packed entries, zero-padded, `[R, E, 2d]`.
+            real_mask: Entries that exist, bool `[R, E]`.
 
         Returns:
             float32 `[R, S, 2d]`.
@@ -104,7 +103,7 @@ class MergeConvolutions(nn.Module):
 
     def _means(self, layer: int, entries: Tensor, real_mask: Tensor) -> Tensor:
         logits = torch.relu(self.layers[layer](entries.transpose(1, 2)))
-        # Not -inf: a head without entries would get NaN, in the gradient as well.
+        # Not -inf, which gives NaN (also in the gradient) for a head without entries.
         logits = logits.masked_fill(~real_mask[:, None], torch.finfo(logits.dtype).min)
         means: Tensor = logits.softmax(-1) @ entries
         return means

@@ -1,8 +1,6 @@
-"""Gates on disk: a folder with `gates.json` and `gates.safetensors`, and the gates of a model.
+"""Gate files: a folder with `gates.json` and `gates.safetensors`, and the lookup of a model's gates.
 
-LoCoCo's convolutions are stored in the same way.
-
-Nothing is ever unpickled. The weights of the base model are not stored with the gates.
+LoCoCo's convolutions are stored in the same way. Nothing is ever unpickled. The base model's weights are not included.
 """
 
 from __future__ import annotations
@@ -31,18 +29,18 @@ Gates = RetentionGates | BlockGates | MergeConvolutions
 
 
 def save(gates: Gates, folder: str | Path, *, half: bool = False) -> Path:
-    """Write gates into a folder, creating it if it is missing; each file completely or not at all.
+    """Write gates to a folder, creating it if needed; each file is written atomically.
 
     Args:
         gates: The gates, on any device.
         folder: The folder.
-        half: Whether matrices are stored in float16; everything else is stored in float32.
+        half: Store matrices in float16; everything else is stored in float32.
 
     Returns:
         The folder.
 
     Raises:
-        UserError: The folder cannot be written to, or a weight is not finite.
+        UserError: The folder is not writable, or a weight is not finite.
     """
     folder = Path(folder).expanduser()
     state_dict = {
@@ -54,10 +52,10 @@ def save(gates: Gates, folder: str | Path, *, half: bool = False) -> Path:
         }
     invalid_name = _not_finite(state_dict)
     if invalid_name:
-        raise UserError(f"the gates were not saved, because {invalid_name} is not finite")
+        raise UserError(f"gates not saved: {invalid_name} is not finite")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # The configuration takes its place last: without it, the folder holds no gates.
+        # The configuration is moved into place last: without it, the folder holds no gates.
         with replacing(folder / CONFIG) as config_path, replacing(folder / WEIGHTS) as weights_path:
             save_file(state_dict, weights_path, metadata={"format": "pt"})
             config_path.write_text(gates.config.to_json(), encoding="utf-8")
@@ -69,24 +67,24 @@ def save(gates: Gates, folder: str | Path, *, half: bool = False) -> Path:
 
 
 def load(source: str | Path, model: ModelInfo | None = None) -> Gates:
-    """Read and check gates.
+    """Load and validate gates.
 
     Args:
-        source: A folder, the name of gates that ship with kvbench, or a hub id
-            (`organisation/name`, or `organisation/name@revision`).
+        source: A folder, the name of gates that ship with kvbench, or a hub id (`organisation/name`, or
+            `organisation/name@revision`).
         model: The model that they must fit, or None.
 
     Returns:
         Gates on the CPU, in float32, without gradients.
 
     Raises:
-        UserError: There are none, they are damaged, or they were made for another model.
+        UserError: The gates are missing, damaged or made for another model.
     """
     folder = GATES.locate(str(source))
     config = read_config(folder / CONFIG)
     mismatch = "" if model is None else config.mismatch(model)
     if mismatch:
-        raise UserError(f"the gates in {folder} are {mismatch}; name gates of that model")
+        raise UserError(f"the gates in {folder} are {mismatch}; use gates trained for that model")
     with torch.random.fork_rng(devices=[]):
         gates = build(config)
     gates.load_state_dict(_weights(folder / WEIGHTS, gates.state_dict()))
@@ -94,17 +92,17 @@ def load(source: str | Path, model: ModelInfo | None = None) -> Gates:
 
 
 def build(config: GateConfig | ConvolutionConfig) -> Gates:
-    """Make the module that a configuration describes, with new parameters."""
+    """Build the module that a configuration describes, with freshly initialised parameters."""
     if isinstance(config, ConvolutionConfig):
         return MergeConvolutions(config)
     return BlockGates(config) if config.is_of_blocks else RetentionGates(config)
 
 
 def read_config(config_path: Path) -> GateConfig | ConvolutionConfig:
-    """Read and check a configuration.
+    """Read and validate a configuration.
 
     Raises:
-        UserError: It cannot be read or is not a configuration of gates; the message says why.
+        UserError: The file cannot be read or is not a gate configuration.
     """
     try:
         content = parse(config_path.read_text(encoding="utf-8"))
@@ -120,7 +118,7 @@ def read_config(config_path: Path) -> GateConfig | ConvolutionConfig:
 
 
 def _weights(weights_path: Path, expected_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read the tensors of a file, and check that all expected ones are there, of their shapes."""
+    """Read the tensors of a file and check their names and shapes."""
     try:
         state_dict: dict[str, Tensor] = load_file(weights_path)
     except OSError as error:
@@ -145,16 +143,13 @@ def _weights(weights_path: Path, expected_tensors: Mapping[str, Tensor]) -> dict
 
 
 def _not_finite(state_dict: Mapping[str, Tensor]) -> str:
-    """Name of a tensor that is not of finite numbers; "" if there is none."""
+    """Return the name of a tensor with non-finite or non-float values, or ""."""
     invalid_names = (
         tensor_name
         for tensor_name, tensor in state_dict.items()
         if not (tensor.is_floating_point() and bool(tensor.isfinite().all()))
     )
     return next(invalid_names, "")
-
-
-# --- the gates of a model -------------------------------------------------------------------------
 
 
 def _made_for(folder: Path) -> MadeFor:
@@ -175,31 +170,31 @@ GATES = Artifacts(
 
 
 def find(model: str, kind: str, gates: str | None = None) -> Path:
-    """Find the gates of a model: the named ones, the shipped ones, or the user's own.
+    """Find the gates of a model: those named, those shipped, or the user's own.
 
     Args:
         model: `ModelInfo.name` or what `--model` names: `reference`, a folder or a hub id.
-        kind: The policy that reads them, such as `trimkv` or `lococo`.
+        kind: The policy that uses them, such as `trimkv` or `lococo`.
         gates: A source as in `load`, or None.
 
     Returns:
         A folder that holds gates.
 
     Raises:
-        UserError: There are none (the message names the command that trains them), or they were
-            trained for another policy.
+        UserError: No gates were found (the message names the training command), or they were trained for another
+            policy.
     """
     folder = GATES.find(model, (kind,), gates)
     trained_kind = read_config(folder / CONFIG).kind
     if trained_kind != kind:
-        raise UserError(f"the gates in {folder} are for {trained_kind}; name gates for {kind}")
+        raise UserError(f"the gates in {folder} are for {trained_kind}; use gates trained for {kind}")
     return folder
 
 
 def fingerprint(model: str, kind: str, gates: str | None = None) -> str:
-    """16 hex digits of the content of the files in the folder that `find` gives.
+    """Return a 16-digit hex digest of the files in the folder that `find` returns.
 
     Raises:
-        UserError: There are none.
+        UserError: No gates were found.
     """
     return GATES.digest(find(model, kind, gates))

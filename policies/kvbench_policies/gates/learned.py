@@ -1,4 +1,4 @@
-"""What policies with learned gates have in common, and the need that the engine observes."""
+"""Base score of policies with learned gates, and the observation it requires."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kvbench_policies.gates.loaded import loaded, random_gates
 from kvbench_policies.gates.modules import RetentionGates
 
 _BLOCK = 4096
-"""Number of tokens, over all sequences, that pass a gate at once; its input is in float32."""
+"""Tokens per gate call, over all sequences; limits the float32 copy of the input."""
 
 
 @dataclass(frozen=True)
 class GateOutput(PerToken):
-    """The gates' number for every token, computed when it enters the cache: float32 `[B, H, n]`.
+    """Gate output per token, computed when the token enters the cache: float32 `[B, H, n]`.
 
-    For retention gates it is `log beta`, 0 or less; for retaining heads the predicted logit; for
-    the surrogates of KVzap the predicted log of an attention.
+    For retention gates this is `log beta`, 0 or less; for retaining heads the predicted logit; for KVzap's surrogates
+    the predicted log of an attention weight.
 
     Attributes:
-        kind: Kind of gates to look for.
+        kind: Kind of gates.
         gates: Folder, shipped name or hub id of the gates, or None for the model's own.
     """
 
@@ -36,10 +36,10 @@ class GateOutput(PerToken):
     gates: str | None = None
 
     def measure(self, layer: int, hidden: Tensor, key: Tensor, value: Tensor, model: ModelInfo) -> Tensor:
-        """Apply the layer's gate to new tokens, block by block.
+        """Apply the layer's gate to new tokens, one block at a time.
 
         Raises:
-            UserError: The model has no such gates, or they do not fit the model.
+            UserError: No gates were found, or they do not fit the model.
         """
         gates = loaded(self.kind, self.gates, model, hidden.device, anew=layer == 0)
         assert isinstance(gates, RetentionGates)
@@ -66,13 +66,13 @@ class GateOutput(PerToken):
 
 @dataclass(frozen=True)
 class Learned(Score):
-    """A score that reads learned gates.
+    """Score from learned gates.
 
-    The gates are those that `gates` names, otherwise those that ship with kvbench for the model,
-    otherwise the user's own, where `kvbench train gates` writes them.
+    The gates are those named by `gates`, else those that ship with kvbench for the model, else the user's own, as
+    written by `kvbench train gates`.
 
     Attributes:
-        gates: Folder, shipped name or hub id of gates, which are used as they are, or none.
+        gates: Folder, shipped name or hub id of the gates; None finds the model's own.
     """
 
     kind: ClassVar[Kind] = "trimkv"
@@ -80,7 +80,7 @@ class Learned(Score):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The gates' number for every token."""
+        """Gate output per token."""
         return frozenset({self._need})
 
     @property
@@ -88,17 +88,17 @@ class Learned(Score):
         return GateOutput(self.kind, self.gates)
 
     def learned(self, view: View) -> Tensor:
-        """The gates' numbers for the entries, float32 `[B, H, n]`."""
+        """Return the gate output per entry, float32 `[B, H, n]`."""
         return view.obs[self._need]
 
     def fingerprint(self, model: str) -> str:
-        """Digest of the gates' files; it joins the hash of a cell.
+        """Return the digest of the gates' files, part of a cell's hash.
 
         Raises:
-            UserError: There are none.
+            UserError: No gates were found.
         """
         return fingerprint(model, self.kind, self.gates)
 
     def stand_in(self, model: ModelInfo, folder: Path) -> Self:
-        """Give a copy that reads random gates that fit a model (see `kvbench.plugin.Part`)."""
+        """Return a copy that uses random gates for the model (see `kvbench.plugin.Part`)."""
         return self.replace(gates=str(random_gates(self.kind, model, folder)))

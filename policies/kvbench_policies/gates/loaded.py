@@ -1,4 +1,4 @@
-"""Gates and convolutions in memory: read once, and again when their files change."""
+"""In-memory cache of gates and convolutions, reloaded when their files change."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _cache: dict[tuple[str, str | None, str, torch.device], tuple[object, Gates]] = 
 
 
 def loaded(kind: str, gates: str | None, model: ModelInfo, device: torch.device, *, anew: bool) -> Gates:
-    """The gates of a policy on a device.
+    """Return the gates of a policy on a device.
 
     Args:
         kind: The policy, as for `files.find`.
         gates: A source as in `files.load`, or None for the model's own.
         model: The model that they must fit.
-        device: Where they are put.
-        anew: Whether to look if their files have changed, and to read them again if so.
+        device: Target device.
+        anew: Check whether the files have changed, and reload them if so.
 
     Raises:
-        UserError: The model has no such gates, or they do not fit the model or the policy.
+        UserError: No gates were found, or they do not fit the model or the policy.
     """
     cache_key = (kind, gates, model.name, device)
     cached = _cache.get(cache_key)
@@ -44,20 +44,14 @@ def loaded(kind: str, gates: str | None, model: ModelInfo, device: torch.device,
 
 
 def random_gates(kind: str, model: ModelInfo, folder: Path) -> Path:
-    """Write random gates that tell tokens apart, the same at every call.
+    """Write random gates with distinct outputs per token, the same at every call.
 
     Args:
-        kind: Kind of the gates.
+        kind: Kind of gates.
         model: The model that they must fit.
-        folder: Folder in which they get a folder of their own, named after kind and shapes.
+        folder: Parent of the gates' folder, which is named after kind and shapes.
     """
-    dimensions = (
-        model.layers,
-        model.kv_heads,
-        model.query_heads,
-        model.head_dim,
-        model.hidden_size,
-    )
+    dimensions = (model.layers, model.kv_heads, model.query_heads, model.head_dim, model.hidden_size)
     gates_folder = folder / "-".join(map(str, (kind, *dimensions)))
     if not (gates_folder / CONFIG).is_file():
         config: GateConfig | ConvolutionConfig

@@ -1,11 +1,10 @@
-"""How the gates and convolutions of learned policies are trained, for `kvbench train gates`.
+"""Training methods of the gates and convolutions of learned policies, for `kvbench train gates`.
 
-Settings follow the papers where they give them: Bui, Sharma, Lamba, Mishra, Ying: Cache What
-Lasts, arXiv 2512.03324 (TRIM-KV); Bui, Nguyen, Cohan, Ying: Make Each Token Count, arXiv 2605.09649
-(DBTrimKV); Jégou, Jeblick: KVzap, arXiv 2601.07891; Gao, Guo, Cao and others: SeerAttention-R,
-arXiv 2506.08889. The number of steps and, for LocRet (arXiv 2410.01805), the optimizer's settings
-are kvbench's own. Those of LoCoCo (arXiv 2406.05317) are from the authors' code, whose batches are
-128 chunks on each of 8 GPUs.
+Settings follow the papers where they give them: Bui, Sharma, Lamba, Mishra, Ying: Cache What Lasts, arXiv 2512.03324
+(TRIM-KV); Bui, Nguyen, Cohan, Ying: Make Each Token Count, arXiv 2605.09649 (DBTrimKV); Jégou, Jeblick: KVzap, arXiv
+2601.07891; Gao, Guo, Cao and others: SeerAttention-R, arXiv 2506.08889. The number of steps and, for LocRet (arXiv
+2410.01805), the optimizer's settings are kvbench's own. Those of LoCoCo (arXiv 2406.05317) are from the authors' code,
+whose batches are 128 chunks on each of 8 GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _CONFIGURED = ("gate", "input", "tied", "bias", "hidden_dim", "gate_dim", "block
 def _build(kind: Kind) -> Any:
     def make(model_info: ModelInfo, model_config: Any, settings: Mapping[str, Any]) -> files.Gates:
         attributes = {setting: settings[setting] for setting in _CONFIGURED if settings.get(setting) is not None}
-        if kind != "kvzap":  # whose activation is GELU, whatever the model's
+        if kind != "kvzap":  # KVzap uses GELU regardless of the model
             attributes["activation"] = activation_of(model_config)
         return files.build(GateConfig.of(kind, model_info, **attributes))
 

@@ -1,9 +1,8 @@
-"""The gate modules, in float32 and in the log domain.
+"""Token gate modules, in float32 and in the log domain.
 
-Retention: Bui, Sharma, Lamba, Mishra, Ying: Cache What Lasts, arXiv 2512.03324, section 5.1; the
-tied readout: Nguyen, Cohan, Ying and others: Make Each Token Count, arXiv 2605.09649, section 4.1;
-retaining heads: LocRet, arXiv 2410.01805; surrogates of KVzip+: KVzap, arXiv 2601.07891. `beta` is
-never computed: near 1 it loses all precision.
+Retention: Bui, Sharma, Lamba, Mishra, Ying: Cache What Lasts, arXiv 2512.03324, section 5.1; the tied readout: Nguyen,
+Cohan, Ying and others: Make Each Token Count, arXiv 2605.09649, section 4.1; retaining heads: LocRet, arXiv 2410.01805;
+surrogates of KVzip+: KVzap, arXiv 2601.07891. `beta` itself is never computed, because it loses all precision near 1.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from kvbench_policies.gates.config import GateConfig
 
 
 class _Layer(nn.Module):
-    """The gate of one layer: `[..., width]` to `[..., out]`.
+    """Gate of one layer: `[..., width]` to `[..., out]`.
 
-    Without a hidden layer, `linear2` reads the input. Names and order of the layers match the
-    public TRIM-KV checkpoints.
+    Without a hidden layer, `linear2` is applied to the input. Names and order of the layers match the public TRIM-KV
+    checkpoints.
     """
 
     def __init__(self, config: GateConfig, output_dim: int, *, biased: bool, own_bias: bool) -> None:
-        # Imported here: a list of policies would wait seconds for transformers.
+        # Imported here because transformers takes seconds to load and `kvbench list` does not need it.
         from transformers.activations import ACT2FN
 
         super().__init__()
@@ -44,14 +43,13 @@ class _Layer(nn.Module):
 
 
 class RetentionGates(nn.Module):
-    """The gates of all full-attention layers of a model.
+    """Token gates of all full-attention layers of a model.
 
-    An untied gate ends in one number per KV head, plus that head's bias. A tied gate ends in
-    `gate_dim` numbers per KV head, which one readout and one bias, shared by all layers and heads,
-    turn into one number. The gates of `locret` have no biases.
+    An untied gate outputs one number per KV head, plus that head's bias. A tied gate outputs `gate_dim` numbers per KV
+    head; a readout and a bias shared by all layers and heads reduce them to one. The gates of `locret` have no biases.
 
     Args:
-        config: The configuration; parameters are drawn from torch's generator.
+        config: Architecture; parameters are initialised from torch's global generator.
     """
 
     def __init__(self, config: GateConfig) -> None:
@@ -78,21 +76,18 @@ class RetentionGates(nn.Module):
         value: Tensor | None = None,
         qkv: Tensor | None = None,
     ) -> Tensor:
-        """Output of a layer's gate for tokens, before any sigmoid.
+        """Return the output of a layer's gate for tokens, before any sigmoid.
 
         Args:
             layer: Index among the full-attention layers.
             hidden: Input of the attention block, after its norm, `[B, n, d_model]`.
-            key: Keys after RoPE, `[B, H, n, d]`; read only with `input=kv`.
-            value: Values, `[B, H, n, d]`; read only with `input=kv`.
-            qkv: `ModelInfo.project(layer, hidden)`, `[B, n, (H_q + 2 H) d]`; read only with
-                `input=qkv`.
+            key: Keys after RoPE, `[B, H, n, d]`; used only with `input=kv`.
+            value: Values, `[B, H, n, d]`; used only with `input=kv`.
+            qkv: `ModelInfo.project(layer, hidden)`, `[B, n, (H_q + 2 H) d]`; used only with `input=qkv`.
 
-        Returns:
-            float32 `[B, H, n]`, whatever the dtype of the inputs.
+            Returns: float32 `[B, H, n]`, regardless of the input dtypes.
 
-        Raises:
-            ValueError: The input that the configuration names was not given.
+            Raises: ValueError: The configured input is missing.
         """
         with torch.autocast(hidden.device.type, enabled=False):
             logits: Tensor = self.layers[layer](self._input(hidden, key, value, qkv).float())
@@ -113,12 +108,12 @@ class RetentionGates(nn.Module):
         return torch.cat([key, value], 1).transpose(1, 2).flatten(2)
 
     def log_beta(self, layer: int, hidden: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Tensor:
-        """Log retention of tokens, `logsigmoid` of `forward`: float32 `[B, H, n]`, 0 or less.
+        """Return the log retention of tokens, `logsigmoid` of `forward`: float32 `[B, H, n]`, 0 or less.
 
         Arguments as in `forward`.
 
         Raises:
-            ValueError: These are no retention gates, or their input was not given.
+            ValueError: The gates predict no retention, or their input is missing.
         """
         if not self.config.is_retention:
             raise ValueError(f"gates of {self.config.kind} predict no retention; use `score`")
@@ -132,7 +127,7 @@ class RetentionGates(nn.Module):
         value: Tensor | None = None,
         qkv: Tensor | None = None,
     ) -> Tensor:
-        """The number kept beside an entry: its log retention, logit or log attention, by kind.
+        """Return the number stored with each entry: log retention, logit or log attention, by kind.
 
         Arguments as in `forward`.
 
@@ -140,7 +135,7 @@ class RetentionGates(nn.Module):
             float32 `[B, H, n]`.
 
         Raises:
-            ValueError: The input of the gates was not given.
+            ValueError: The gates' input is missing.
         """
         logits: Tensor = self(layer, hidden, key, value, qkv)
         return logsigmoid(logits) if self.config.is_retention else logits

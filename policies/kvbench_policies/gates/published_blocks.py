@@ -1,16 +1,16 @@
-"""Gates of SeerAttention-R as its authors publish them, as gates of kvbench.
+"""Import of SeerAttention-R's published gates.
 
-A checkpoint (`SeerAttention/SeerAttention-Decode-Qwen3-4B-AttnGates` and others) is
-`attn_gate_weights.pth`, which is read without running any code in it, and `config.json`:
+A checkpoint (`SeerAttention/SeerAttention-Decode-Qwen3-4B-AttnGates` and others) consists of `attn_gate_weights.pth`,
+which is read without running any code in it, and `config.json`:
 
     ...layers.<index>....attn_gate.attngate_linear_q.weight   [H, G, d, d_gate], or [H, d, d_gate]
     ...layers.<index>....attn_gate.attngate_linear_k.weight   [H, 3 d, d_gate]
     ...layers.<index>....attn_gate.attngate_qnorm.weight      [d_gate], with seerattn_use_qk_norm
     ...layers.<index>....attn_gate.attngate_knorm.weight      [d_gate]
 
-A map of queries without `G` sees the mean of the group's queries. What the authors' code does
-otherwise: a block that fills up while an answer is decoded is turned by the position of its last
-entry; here, as in their prefill and training, every block is turned by that of its first.
+A query map without `G` is applied to the mean of the group's queries. One difference from the authors' code: they
+rotate a block that fills up during decoding by the position of its last entry; here, as in their prefill and training,
+every block is rotated by the position of its first entry.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvbench_policies.gates.block_gates import BlockGates
 from kvbench_policies.gates.config import GateConfig
 
 WEIGHTS = "attn_gate_weights.pth"
-"""The file of the tensors."""
+"""File name of the tensors."""
 
 _QUERY, _KEY = "attngate_linear_q.weight", "attngate_linear_k.weight"
 _NORMS = {"attngate_qnorm.weight": "query_norm", "attngate_knorm.weight": "key_norm"}
@@ -37,32 +37,32 @@ _POOLING = "Kmaxminavg"
 
 
 def is_of_blocks(layers: Mapping[int, Mapping[str, Tensor]]) -> bool:
-    """Whether the tensors of a checkpoint, by layer and name, are those of SeerAttention-R."""
+    """Return whether a checkpoint's tensors (by layer and name) are those of SeerAttention-R."""
     return any(tensor_name.startswith("attngate_") for tensors in layers.values() for tensor_name in tensors)
 
 
 def read_settings(source: str | Path) -> dict[str, Any]:
-    """Read what `config.json` says of the gates of a checkpoint.
+    """Read the gate settings in a checkpoint's `config.json`.
 
     Args:
-        source: The file of the tensors, or its folder.
+        source: The tensors' file, or its folder.
 
     Raises:
-        UserError: It cannot be read, or describes gates that kvbench does not have.
+        UserError: The file cannot be read, or the gates are not supported.
     """
     config_path = Path(source).expanduser()
     config_path = (config_path if config_path.is_dir() else config_path.parent) / "config.json"
     try:
         settings = json.loads(config_path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read {config_path}: {error.strerror}; it says how many tokens a block has") from None
+        raise UserError(f"cannot read {config_path}: {error.strerror}; it defines the block size") from None
     except (ValueError, RecursionError):
         raise UserError(f"{config_path} is not JSON") from None
     if not isinstance(settings, dict) or "seerattn_gate_block_size" not in settings:
-        raise UserError(f"{config_path} has no seerattn_gate_block_size; it is not SeerAttention's")
+        raise UserError(f"{config_path} has no seerattn_gate_block_size, so it is not a SeerAttention config")
     pooling = settings.get("seerattn_k_seq_pooling_type", _POOLING)
     if pooling != _POOLING:
-        raise UserError(f"{config_path}: keys are pooled by {pooling}; kvbench reads {_POOLING} only")
+        raise UserError(f"{config_path}: key pooling {pooling} is not supported; use gates with {_POOLING}")
     if not settings.get("seerattn_use_rope", True):
         raise UserError(f"{config_path}: gates without RoPE (seerattn_use_rope=false) are not supported")
     return settings
@@ -76,17 +76,17 @@ def convert_blocks(
     base_revision: str = "",
     training: Mapping[str, Any] | None = None,
 ) -> BlockGates:
-    """Make gates from a checkpoint's tensors.
+    """Build gates from a checkpoint's tensors.
 
     Args:
-        layers: Tensors by layer and name, one per full-attention layer of the model.
-        model: The model that they belong to.
-        settings: What `read_settings` returns.
+        layers: Tensors by layer and name, for every full-attention layer of the model.
+        model: The model the gates belong to.
+        settings: Output of `read_settings`.
         base_revision: Commit or digest of the model.
-        training: Facts to store with the gates.
+        training: Training record to store with the gates.
 
     Raises:
-        UserError: A tensor does not belong to gates of the model; the message names it.
+        UserError: A tensor does not fit gates of the model; the message names it.
     """
     first_layer = next(iter(layers.values()))
     if _KEY not in first_layer:
@@ -111,7 +111,7 @@ def convert_blocks(
 
 
 def _renamed(layer_tensors: Mapping[str, Tensor], config: GateConfig, layer_number: int) -> dict[str, Tensor]:
-    """Tensors of one layer as kvbench stores them."""
+    """Return one layer's tensors as kvbench stores them."""
     head_count, head_dim, gate_dim = config.kv_heads, config.head_dim, config.gate_dim
     group_size = config.query_heads // head_count
     expected_shapes = {
@@ -132,7 +132,7 @@ def _renamed(layer_tensors: Mapping[str, Tensor], config: GateConfig, layer_numb
                 f"layer {layer_number}: {tensor_name} is {actual_shape}, but this model needs {expected_shape}"
             )
     query_weight = layer_tensors[_QUERY]
-    if query_weight.dim() == 3:  # of the mean: a share of it for every query of the group
+    if query_weight.dim() == 3:  # applied to the group's mean query: split the weight evenly over the group
         query_weight = (query_weight / group_size)[:, None].expand(expected_shapes[_QUERY])
     norm_weights = {
         parameter_name: layer_tensors[tensor_name] for tensor_name, parameter_name in _NORMS.items() if config.norm

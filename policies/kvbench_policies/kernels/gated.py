@@ -1,4 +1,4 @@
-"""What the kernels of retention gates share: the padding of a batch, and exponentials of ages."""
+"""Helpers shared by the retention-gate kernels: batch padding and exponentials of ages."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvbench.errors import UserError
 
 
 def starts(valid: Tensor | None, batch_size: int, length: int, device: torch.device) -> Tensor:
-    """The first valid column of every sequence, int32 `[B]`, from a left-padding mask.
+    """Return the first valid column of every sequence, int32 `[B]`, from a left-padding mask.
 
     Args:
-        valid: bool `[B, T]`, False on the padding left of each sequence, or None for no padding.
+        valid: bool `[B, T]`, False on left padding; None means no padding.
         batch_size: Number of sequences, B.
         length: Number of columns, T.
         device: Device of the result.
 
     Raises:
-        UserError: The mask has another shape, or padding after a token (checked on a CPU only, so
-            that nothing waits for a GPU).
+        UserError: The mask has a wrong shape, or padding after a token (checked only on a CPU, to avoid a GPU
+            synchronisation).
     """
     if valid is None:
         return torch.zeros(batch_size, dtype=torch.int32, device=device)
@@ -34,12 +34,11 @@ def starts(valid: Tensor | None, batch_size: int, length: int, device: torch.dev
 
 
 def exp_(x: Tensor) -> Tensor:
-    """`x.exp_()` on the torch paths, where `x` is 0 or less: negligible results are exactly 0.
+    """Compute `x.exp_()` on the torch paths for `x <= 0`, flushing negligible results to exactly 0.
 
-    An entry that a gate forgets has a weight of any smallness. Below the smallest normal number,
-    and at minus infinity, a CPU takes twenty times as long for an exponential. What is below the
-    square root of that number (1e-19 in float32) is lost in every sum with a weight near 1, and
-    without it no product of two weights gets that small.
+    Weights of forgotten entries can be arbitrarily small. A CPU needs twenty times as long for an exponential with a
+    subnormal result, or of minus infinity. Results below the square root of the smallest normal number (1e-19 in
+    float32) are lost in any sum with a weight near 1; flushing them also keeps products of two weights normal.
     """
     minimum = math.log(torch.finfo(x.dtype).tiny) / 2
     x = x.clamp_(min=minimum).exp_()

@@ -1,9 +1,8 @@
-"""CDPruner: diverse visual tokens that are relevant to the text, by a determinantal point process.
+"""CDPruner: selects diverse visual tokens that are relevant to the text, by a determinantal point process.
 
-Zhang et al.: Beyond Attention or Similarity: Maximizing Conditional Diversity for Token Pruning in
-MLLMs, arXiv 2506.10967. The paper takes the relevance from CLIP's text encoder. Checkpoints of
-vision-language models do not hold it, so here it is the similarity of a visual token with the text
-tokens, both as the language model is given them.
+Zhang et al.: Beyond Attention or Similarity: Maximizing Conditional Diversity for Token Pruning in MLLMs, arXiv
+2506.10967. The paper's relevance comes from CLIP's text encoder, which checkpoints of vision-language models do not
+include. Here it is the similarity of a visual token to the text tokens, both as input embeddings of the language model.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ _TINY = 1e-6
 class CDPruner(PrunesVisual):
     """Greedy MAP inference of a DPP with the kernel `r_i S_ij r_j`.
 
-    `S` is the cosine similarity of visual tokens. `r` is minus the mean cosine similarity of a
-    visual token with the text tokens, scaled to run from 0 to 1 over the tokens of the prompt. The
-    authors' code (https://github.com/Theia-4869/CDPruner) takes minus the similarity of CLIP's
-    embeddings. That the sign carries over was measured on `reference-vl` (docs/vision.md).
+    `S` is the cosine similarity of visual tokens. `r` is minus the mean cosine similarity of a visual token with the
+    text tokens, scaled to [0, 1] over the tokens of the prompt. The authors' code
+    (https://github.com/Theia-4869/CDPruner) uses minus the similarity of CLIP's embeddings; the same sign was confirmed
+    on `reference-vl` (docs/vision.md).
 
     Attributes:
-        relevant: `dissimilar` tokens to the text, or `similar` ones: plus the similarity.
+        relevant: Prefer tokens `dissimilar` or `similar` to the text.
     """
 
     name: ClassVar[str] = "cdpruner"
@@ -44,11 +43,11 @@ class CDPruner(PrunesVisual):
 
     @property
     def prunes(self) -> int:
-        """Before the language model."""
+        """0: before the language model."""
         return 0
 
     def prune(self, tokens: VisualTokens) -> Pruned:
-        """Choose the tokens one by one."""
+        """Select the tokens greedily."""
         relevance = similarity(tokens.feature, tokens.text).mean(-1)
         if self.relevant == "dissimilar":
             relevance = -relevance
@@ -59,17 +58,16 @@ class CDPruner(PrunesVisual):
 
 
 def greedy_map(kernel: Tensor, token_count: int) -> Tensor:
-    """Choose items whose kernel has a large determinant, one by one.
+    """Greedily select items whose kernel has a large determinant.
 
-    Chen, Zhang, Zhou: Fast Greedy MAP Inference for Determinantal Point Process, arXiv 1709.05135,
-    Algorithm 1.
+    Chen, Zhang, Zhou: Fast Greedy MAP Inference for Determinantal Point Process, arXiv 1709.05135, Algorithm 1.
 
     Args:
         kernel: Positive semi-definite, `[V, V]`.
         token_count: Number of items, at most `V`.
 
     Returns:
-        The chosen items, bool `[V]`.
+        The selected items, bool `[V]`.
     """
     kernel = kernel.double()
     gains = kernel.diagonal().clone()
@@ -78,7 +76,7 @@ def greedy_map(kernel: Tensor, token_count: int) -> Tensor:
     for step_index in range(token_count):
         best_index = gains.masked_fill(keep_mask, -torch.inf).argmax()
         keep_mask[best_index] = True
-        # Rounding can leave a gain of 0 or below: such an item depends on the chosen ones.
+        # Rounding can make the gain of a linearly dependent item 0 or negative.
         pivot_root = gains[best_index].clamp(min=_TINY**2).sqrt()
         factor_rows[step_index] = (
             kernel[best_index] - factor_rows[:step_index, best_index] @ factor_rows[:step_index]
@@ -92,8 +90,8 @@ CDPRUNER = Policy(
     score=CDPruner(),
     allocate=Uniform(),
     select=TopK(),
-    summary="all text and visual tokens that are diverse and, by their embeddings, unlike the text",
+    summary="keeps all text and diverse visual tokens whose embeddings are unlike the text",
     paper="arXiv 2506.10967; relevance by the model's own embeddings",
-    cost="time O(k^2 V) for k tokens, memory O(V^2) per prompt; a prefill of its own",
+    cost="time O(k^2 V) for k tokens, memory O(V^2) per prompt; separate prefill",
     group="pruning",
 )

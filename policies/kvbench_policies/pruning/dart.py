@@ -1,10 +1,9 @@
-"""DART: visual tokens that repeat a few pivots are dropped in layer K.
+"""DART: drops visual tokens that duplicate a few pivots, in layer K.
 
-Wen et al.: Stop Looking for Important Tokens in Multimodal Language Models: Duplication Matters
-More, arXiv 2502.11494, section 4, and the authors' code (https://github.com/ZichenWen1/DART), known
-here from works that contain it. The pivots are the tokens with the largest L1 norm of their keys,
-some visual and some text, and each pivot keeps the visual tokens that are least similar to it. As
-with `fastv`, dropped tokens leave the first K layers after the prefill.
+Wen et al.: Stop Looking for Important Tokens in Multimodal Language Models: Duplication Matters More, arXiv 2502.11494,
+section 4, and the authors' code (https://github.com/ZichenWen1/DART), as included in other works. The pivots are the
+tokens with the largest L1 norm of their keys, some visual and some text, and each pivot keeps the visual tokens that
+are least similar to it. As with `fastv`, dropped tokens are evicted from the first K layers after the prefill.
 """
 
 from __future__ import annotations
@@ -22,19 +21,18 @@ from kvbench_policies.ranges import check_count
 
 @dataclass(frozen=True)
 class Dart(PrunesVisual):
-    """Pivots, and for each the least similar visual tokens that no pivot before it has chosen.
+    """Pivots, and for each pivot the least similar visual tokens not yet selected by an earlier one.
 
-    Similarity is the cosine of what layer K-1 puts out, after the final norm of the model, and text
-    pivots come after the last image. The tokens beside the visual pivots are divided evenly among
-    all pivots in the order of the prompt, the first ones getting the rest; the release leaves the
-    rest out, and its order is that of a Python set.
+    Similarity is the cosine of the outputs of layer K-1 after the model's final norm; text pivots come after the last
+    image. The tokens other than visual pivots are divided evenly among all pivots in prompt order, with the remainder
+    to the first ones; the release drops the remainder and iterates in the order of a Python set.
 
     Attributes:
-        layer: The first layer without the dropped tokens, K.
-        visual_pivots: Visual tokens that are pivots; they stay.
-        text_pivots: Text tokens that are pivots.
-        variant: `release` (the authors' code), or `paper`, which does not say which hidden states
-            it compares: those that enter the attention of layer K-1, with text pivots anywhere.
+        layer: First layer without the dropped tokens, K.
+        visual_pivots: Number of visual pivots; they are kept.
+        text_pivots: Number of text pivots.
+        variant: `release` (the authors' code), or `paper`, which does not specify the hidden states: the attention
+            input of layer K-1 is used, with text pivots anywhere.
     """
 
     name: ClassVar[str] = "dart"
@@ -44,7 +42,6 @@ class Dart(PrunesVisual):
     variant: Literal["release", "paper"] = "release"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_count("layer", self.layer, 1)
         check_count("visual_pivots", self.visual_pivots, 1)
         check_count("text_pivots", self.text_pivots, 0)
@@ -60,7 +57,7 @@ class Dart(PrunesVisual):
         return self.layer
 
     def prune(self, tokens: VisualTokens) -> Pruned:
-        """Keep the visual pivots and what differs most from every pivot."""
+        """Keep the visual pivots and the tokens least similar to each pivot."""
         assert tokens.key is not None and tokens.text_key is not None
         keep_mask = top(tokens.key.float().norm(p=1, dim=-1), min(self.visual_pivots, tokens.keep))
         features, text_features, text_keys = tokens.feature, tokens.text, tokens.text_key
@@ -83,8 +80,8 @@ DART = Policy(
     score=Dart(),
     allocate=Uniform(),
     select=TopK(),
-    summary="from layer 2 on, all text and the visual tokens least similar to 8 pivots",
+    summary="from layer 2 on, keeps all text and the visual tokens least similar to 8 pivots",
     paper="arXiv 2502.11494, section 4; by default as the authors' code",
-    cost="time O(pivots V d_model) per prompt; a prefill of its own",
+    cost="time O(pivots V d_model) per prompt; separate prefill",
     group="pruning",
 )

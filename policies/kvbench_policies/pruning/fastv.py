@@ -1,9 +1,8 @@
-"""FastV: visual tokens that the prompt's last token hardly attends to are dropped in layer K.
+"""FastV: drops visual tokens that the prompt's last token hardly attends to, in layer K.
 
-Chen et al.: An Image is Worth 1/2 Tokens After Layer 2: Plug-and-Play Inference Acceleration for
-Large Vision-Language Models, ECCV 2024, arXiv 2403.06764, section 4.1. The paper leaves the first K
-layers whole; here the entries of dropped tokens are evicted from them too, once the prompt is
-prefilled, because every policy keeps exactly its budget.
+Chen et al.: An Image is Worth 1/2 Tokens After Layer 2: Plug-and-Play Inference Acceleration for Large Vision-Language
+Models, ECCV 2024, arXiv 2403.06764, section 4.1. The paper does not compress the first K layers; here dropped tokens
+are evicted from them, too, after the prefill, because every policy keeps exactly its budget.
 """
 
 from __future__ import annotations
@@ -19,17 +18,16 @@ from kvbench_policies.ranges import check_count
 
 @dataclass(frozen=True)
 class FastV(PrunesVisual):
-    """The attention of the last token in the layer before the pruning, mean over heads.
+    """Attention of the last token in the layer before the pruning, averaged over heads.
 
     Attributes:
-        layer: The first layer without the dropped tokens, K.
+        layer: First layer without the dropped tokens, K.
     """
 
     name: ClassVar[str] = "fastv"
     layer: int = 2
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("layer", self.layer, 1)
 
     @property
@@ -48,8 +46,8 @@ FASTV = Policy(
     score=FastV(),
     allocate=Uniform(),
     select=TopK(),
-    summary="from layer 2 on, all text and the visual tokens that the last token attends to",
+    summary="from layer 2 on, keeps all text and the visual tokens that the last token attends to",
     paper="arXiv 2403.06764, section 4.1",
-    cost="one attention row per prompt; a prefill of its own",
+    cost="one attention row per prompt; separate prefill",
     group="pruning",
 )

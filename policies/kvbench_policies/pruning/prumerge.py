@@ -1,11 +1,9 @@
-"""PruMerge: visual tokens that the vision tower's class token attends to; the others merge in.
+"""PruMerge: keeps visual tokens that the vision tower's class token attends to and merges the others into them.
 
-Shang et al.: LLaVA-PruMerge: Adaptive Token Reduction for Efficient Large Multimodal
-Models, arXiv 2403.15388, section 3, and the authors' code
-(https://github.com/42Shawn/LLaVA-PruMerge). They let outliers of the attention decide how many
-tokens stay; here the budget does. They merge before the projector; here what is merged is what the
-language model is given. Their code passes on the kept tokens in the order of their attention; here
-every token stays in its place.
+Shang et al.: LLaVA-PruMerge: Adaptive Token Reduction for Efficient Large Multimodal Models, arXiv 2403.15388, section
+3, and the authors' code (https://github.com/42Shawn/LLaVA-PruMerge). They derive the number of kept tokens from
+attention outliers; here the budget sets it. They merge before the projector; here the language model's input tokens are
+merged. Their code orders the kept tokens by attention; here every token keeps its place.
 """
 
 from __future__ import annotations
@@ -23,19 +21,18 @@ from kvbench_policies.ranges import check_count
 
 @dataclass(frozen=True)
 class PruMerge(PrunesVisual):
-    """The most attended tokens, to each of which its nearest neighbours are added.
+    """The most attended tokens, each merged with its nearest neighbours.
 
-    A kept token becomes `y_i + sum_j a_j y_j` over the `neighbours` other tokens with the most
-    similar keys, kept or not, where `a` is the attention and `y` what the language model is given.
-    One more token, in the place of the last pruned one, is `sum_j a_j y_j` over all that are not
-    among the most attended. Attention and keys are of the last layer of the tower, with one softmax
-    over all heads together. With a budget of one token there is no other.
+    A kept token becomes `y_i + sum_j a_j y_j` over the `neighbours` other tokens with the most similar keys, kept or
+    not, where `a` is the attention and `y` the language model's input. One extra token, in the place of the last pruned
+    one, is `sum_j a_j y_j` over all tokens that are not among the most attended; a budget of one token has no extra
+    token. Attention and keys are those of the tower's last layer, with one softmax over all heads.
 
     Attributes:
-        neighbours: Tokens that are added to each kept one.
-        variant: `release` (the authors' code), or `paper`: a kept token becomes the mean, weighted
-            by `a`, of itself and its nearest pruned tokens, and there is no other token. Attention
-            and keys are of the layer whose output is used, one head at a time.
+        neighbours: Number of tokens merged into each kept one.
+        variant: `release` (the authors' code), or `paper`: a kept token becomes the mean, weighted by `a`, of itself
+            and its nearest pruned tokens, without an extra token. Attention and keys are per head, from the layer whose
+            output is used.
     """
 
     name: ClassVar[str] = "prumerge"
@@ -44,7 +41,6 @@ class PruMerge(PrunesVisual):
     variant: Literal["release", "paper"] = "release"
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_count("neighbours", self.neighbours, 0)
 
     @property
@@ -54,7 +50,7 @@ class PruMerge(PrunesVisual):
 
     @property
     def prunes(self) -> int:
-        """Before the language model."""
+        """0: before the language model."""
         return 0
 
     def prune(self, tokens: VisualTokens) -> Pruned:
@@ -84,7 +80,7 @@ class PruMerge(PrunesVisual):
         return Pruned(keep_mask, features)
 
     def _released(self, tokens: VisualTokens) -> Pruned:
-        """As the authors' code does; if nothing is pruned, nothing merges."""
+        """Prune and merge as in the authors' code; if nothing is pruned, nothing is merged."""
         assert tokens.last_salience is not None and tokens.last_key is not None
         token_count = len(tokens.feature)
         keep_mask = top(tokens.last_salience, max(1, tokens.keep - (tokens.keep < token_count)))
@@ -108,8 +104,8 @@ PRUMERGE = Policy(
     score=PruMerge(),
     allocate=Uniform(),
     select=TopK(),
-    summary="all text and the visual tokens that the vision tower attends to; others merge in",
+    summary="keeps all text and the visual tokens that the vision tower attends to; merges the others into them",
     paper="arXiv 2403.15388, section 3, by default as the authors' code; a fixed number of tokens",
-    cost="two layers' attention in the vision tower per prompt; a prefill of its own",
+    cost="two layers' attention in the vision tower per prompt; separate prefill",
     group="pruning",
 )

@@ -1,9 +1,9 @@
-"""VisionZip: visual tokens with much attention in the vision tower, and merged others.
+"""VisionZip: keeps the visual tokens that the vision tower attends to most, and merges the others.
 
-Yang et al.: VisionZip: Longer is Better but Not Necessary in Vision Language Models, CVPR 2025,
-arXiv 2412.04467, section 3.2, and the authors' code (https://github.com/dvlab-research/VisionZip).
-They merge before the projector; here what is merged is what the language model is given. They keep
-the class token too, which the language model of LLaVA is not given here.
+Yang et al.: VisionZip: Longer is Better but Not Necessary in Vision Language Models, CVPR 2025, arXiv 2412.04467,
+section 3.2, and the authors' code (https://github.com/dvlab-research/VisionZip). They merge before the projector; here
+the language model's input tokens are merged. They also keep the class token, which LLaVA's language model does not
+receive here.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from kvbench_policies.ranges import check_share
 
 @dataclass(frozen=True)
 class VisionZip(PrunesVisual):
-    """Dominant tokens by the tower's attention; the others merge into contextual tokens.
+    """Dominant tokens by the tower's attention; the others are merged into contextual tokens.
 
-    Contextual tokens are taken at equal steps from the tokens that are not dominant. Each of the
-    rest goes to the one with the most similar key, and the mean of what goes to a contextual token
-    is added to it. The keys are means over heads.
+    Contextual tokens are picked at regular intervals from the non-dominant ones. Each remaining token is assigned to
+    the contextual token with the most similar key (averaged over heads), and the mean of the assigned tokens is added
+    to it.
 
     Attributes:
-        contextual: Share of the kept tokens that are contextual; the paper keeps 10 of 64.
-        variant: `release` (the authors' code), or `paper`: a contextual token becomes the mean of
-            itself and what goes to it, and keys have all heads side by side.
+        contextual: Fraction of the kept tokens that are contextual; the paper keeps 10 of 64.
+        variant: `release` (the authors' code), or `paper`: a contextual token becomes the mean of itself and its
+            assigned tokens, and keys are concatenated over heads.
     """
 
     name: ClassVar[str] = "visionzip"
@@ -39,7 +39,6 @@ class VisionZip(PrunesVisual):
     variant: Literal["release", "paper"] = "release"
 
     def __post_init__(self) -> None:
-        """Check the range."""
         check_share("contextual", self.contextual)
 
     @property
@@ -49,7 +48,7 @@ class VisionZip(PrunesVisual):
 
     @property
     def prunes(self) -> int:
-        """Before the language model."""
+        """0: before the language model."""
         return 0
 
     def prune(self, tokens: VisualTokens) -> Pruned:
@@ -85,8 +84,8 @@ VISIONZIP = Policy(
     score=VisionZip(),
     allocate=Uniform(),
     select=TopK(),
-    summary="all text, visual tokens that the vision tower attends to, and the others in sums",
+    summary="keeps all text and the visual tokens that the vision tower attends to; merges the others",
     paper="arXiv 2412.04467, section 3.2; by default as the authors' code",
-    cost="one layer's attention in the vision tower per prompt; a prefill of its own",
+    cost="one layer's attention in the vision tower per prompt; separate prefill",
     group="pruning",
 )

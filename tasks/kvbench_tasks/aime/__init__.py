@@ -13,7 +13,7 @@ _SOURCES = {
     "aime24": Source("Maxwell-Jia/AIME_2024", split="train"),
     "aime25": Source("math-ai/aime25"),
 }
-# The fields of a row: name of the problem, its statement, its answer.
+# Fields of a row: problem name, statement, answer.
 _FIELDS = {"aime24": ("ID", "Problem", "Answer"), "aime25": ("id", "problem", "answer")}
 
 

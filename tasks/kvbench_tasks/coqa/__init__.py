@@ -44,7 +44,7 @@ def _doc(record: Mapping[str, Any]) -> Doc:
 
 
 def _texts(column: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[str]:
-    """The texts of all turns; the hub gives a table of structs as columns or as rows."""
+    """Return the texts of all turns; the hub returns structs as columns or as rows."""
     if isinstance(column, Mapping):
         return list(column["input_text"])
     return [turn["input_text"] for turn in column]

@@ -10,11 +10,10 @@ from kvbench.metrics import exact_match, f1
 
 
 def scores(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Exact match and F1 of the response's first line; called by lm-eval.
+    """Compute exact match and F1 of the response's first line; called by lm-eval.
 
-    Each of the n reference answers is left out in turn, and the best score over the others counts;
-    the result is the mean of these n scores. Human annotators are scored against each other in the
-    same way. Of two texts without words, F1 is 1.
+    Each of the n reference answers is left out in turn, and the best score over the others counts; the result is the
+    mean of these n scores, as for human annotators. F1 of two texts without words is 1.
     """
     first_line = results[0].strip().split("\n")[0]
     words_f1 = functools.partial(f1, both_empty=1.0)

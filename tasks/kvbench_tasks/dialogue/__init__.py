@@ -1,4 +1,4 @@
-"""Facts told over the turns of a dialogue, asked for in the same turn or later. See README.md."""
+"""Dialogue: facts stated over several turns and asked for in the same turn or later. See README.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvbench_tasks.synthetic.generate import generate
 
 TURNS = 6
 FACTS = 3
-"""New facts of each turn."""
+"""New facts per turn."""
 
 
 def docs(leaf: str, **settings: Any) -> list[Doc]:

@@ -1,4 +1,4 @@
-"""One fact told in words, in a text by people, asked for in a plain sentence. See README.md."""
+"""Facts: one fact stated in words in a natural text, asked for in a plain sentence. See README.md."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
 
 
 def fewshot_docs(leaf: str, *, seed: int, cache_dir: Path, **options: Any) -> list[Doc]:
-    """See `Benchmark.docs`. Both leaves ask the same; each question has its own examples."""
+    """See `Benchmark.docs`. Both tasks ask the same questions, each with its own examples."""
     train_records = rows(_TRAIN, cache_dir)
     documents = []
     for question_index, record in enumerate(rows(_TEST, cache_dir)):
@@ -46,7 +46,7 @@ def _format_question(record: Doc) -> str:
 
 
 def _final_number(record: Doc) -> str:
-    """The number at the end of a solution of the data set."""
+    """Return the number at the end of a data set solution."""
     return str(record["answer"]).rsplit("####", 1)[-1].strip().replace(",", "")
 
 

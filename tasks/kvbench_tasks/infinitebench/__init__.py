@@ -1,4 +1,4 @@
-"""InfiniteBench (arXiv:2402.13718): eleven sets of about 100k tokens a context. See README.md."""
+"""InfiniteBench (arXiv:2402.13718): eleven sets with contexts of about 100k tokens. See README.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
 
 
 def kvpress_docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
-    """See `Benchmark.docs`: the same prompts, scored by the rules of KVPress."""
+    """See `Benchmark.docs`. The same prompts, scored by the rules of KVPress."""
     return rows(leaf.removeprefix(_KVPRESS_PREFIX), cache_dir, rules="kvpress_")
 
 

@@ -1,6 +1,6 @@
-"""InfiniteBench's measures (src/compute_scores.py of its repository), as lm-eval calls them.
+"""InfiniteBench's measures (src/compute_scores.py of its repository), as called by lm-eval.
 
-Each takes a response and the row's `outputs`, and gives 0 to 1. README.md names the commit.
+Each takes a response and the row's `outputs`, and returns 0 to 1. README.md names the commit.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ _CHOICE_PREFIXES = ("answer is:", "answer:", "answer is", "option is")
 
 
 def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """The row's `measure` of the response."""
+    """Score the response with the row's `measure`."""
     return {"score": float(_MEASURES[doc["measure"]](results[0], doc["outputs"]))}
 
 
 def first_number(response: str, answers: Answers) -> bool:
-    """Whether the first run of digits is the answer's, digit by digit."""
+    """Return whether the first run of digits equals the answer's."""
     match = re.search(r"[0-9]+", response)
     return match is not None and match[0] == answers[0]
 
 
 def word(response: str, answers: Answers) -> bool:
-    """Whether the answer is one of the words; white space and all marks but `-` separate them."""
+    """Return whether the answer is one of the words, separated by white space and all marks but `-`."""
     return answers[0] in _blank(response, _MARKS).split()
 
 
 def name(response: str, answers: Answers) -> bool:
-    """Whether the first of the names is one of the response's words, put into capitals."""
+    """Return whether the first name is one of the response's words, in capitals."""
     return answers[0] in _blank(response, _MARKS).upper().split()
 
 
 def value(response: str, answers: Answers) -> bool:
-    """Whether the first number, with or without decimals, has the answer's value; without signs."""
+    """Return whether the first number, with or without decimals, has the answer's value, ignoring signs."""
     match = re.search(r"\d+\.\d+|\d+", response)
     return match is not None and float(match[0]) == float(answers[0])
 
 
 def last_number(response: str, answers: Answers) -> bool:
-    """Whether the last word is a whole number and the answer's."""
+    """Return whether the last word is an integer equal to the answer."""
     words = _blank(response, "\n.`'\":").split()
     try:
         return bool(words) and int(words[-1]) == int(answers[0])
@@ -56,10 +56,10 @@ def last_number(response: str, answers: Answers) -> bool:
 
 
 def steps(response: str, answers: Answers) -> float:
-    """The share of the values that are right before the first wrong one; signs are not read."""
+    """Return the fraction of values that are correct before the first wrong one, ignoring signs."""
     correct_count = 0
     for numeral, expected in zip(re.findall(r"[0-9]+", response), answers, strict=False):
-        # As text: Python refuses to read numbers as long as a model that repeats itself writes.
+        # Compared as text, because Python refuses to parse the very long numbers of a repetitive model.
         if (numeral.lstrip("0") or "0") != str(int(expected)):
             break
         correct_count += 1
@@ -67,11 +67,10 @@ def steps(response: str, answers: Answers) -> float:
 
 
 def choice(response: str, answers: Answers) -> bool:
-    """Whether a choice of A to D is right; `answers` are the option and its letter.
+    """Return whether a choice of A to D is correct; `answers` are the option and its letter.
 
-    The first of these that the response has decides: a letter at its beginning; the whole response
-    as an option; what follows "answer is:", "answer:", "answer is" or "option is"; a word that is a
-    letter.
+    The first match decides: a letter at the beginning; the whole response as an option; the text after "answer is:",
+    "answer:", "answer is" or "option is"; a word that is a letter.
     """
     reply = response.strip()
     if not reply:
@@ -88,10 +87,10 @@ def choice(response: str, answers: Answers) -> bool:
 
 
 def option(response: str, answers: Answers) -> bool:
-    """Whether a function is found among A to D; `answers` are its name and its letter.
+    """Return whether the response names the function among A to D; `answers` are its name and its letter.
 
-    The response begins with the letter and a full stop or a colon; or one of them follows the first
-    of "answer is:", "is:", "answer:" and "correct option is:" that the response has.
+    The response begins with the letter and a full stop or a colon; or name or letter follows the first of "answer is:",
+    "is:", "answer:" and "correct option is:" in the response.
     """
     reply = response.strip()
     if reply[:2] in (f"{answers[1]}.", f"{answers[1]}:"):
@@ -104,15 +103,12 @@ def option(response: str, answers: Answers) -> bool:
 
 
 def kvpress_name(response: str, answers: Answers) -> bool:
-    """Whether the response contains one of the names, ignoring case."""
+    """Return whether the response contains one of the names, ignoring case."""
     return any(answer.upper() in response.upper() for answer in answers)
 
 
 def kvpress_choice(response: str, answers: Answers) -> bool:
-    """`choice`, or whether the last letter that stands alone in its line is right.
-
-    That line is the first one with a letter that stands alone.
-    """
+    """Apply `choice`, or compare the last standalone letter of the first line with one."""
     return _alone(response, "A-D") in answers or choice(response, answers)
 
 

@@ -1,4 +1,4 @@
-"""InfiniteBench's raw rows as rows of a task."""
+"""Conversion of InfiniteBench's raw rows to task rows."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ SETS = (
     "code_debug",
     "code_run",
 )
-"""The sets; a leaf is named `infinitebench_` and the set's name."""
+"""Set names; a task is named `infinitebench_` plus the set's name."""
 
 KVPRESS_SETS = ("longbook_choice_eng", "longdialogue_qa_eng", "code_debug")
-"""The sets that KVPress scores by rules of its own."""
+"""Sets that KVPress scores by its own rules."""
 
 LETTERS = "ABCD"
 
 
 def source(set_name: str) -> Source:
-    """A set's raw file: the type of `answer` differs between the sets."""
+    """Return a set's raw file; the type of `answer` differs between sets."""
     return Source(
         "xinrongzhang2022/InfiniteBench",
         file=f"{set_name}.jsonl",
@@ -44,11 +44,11 @@ def source(set_name: str) -> Source:
 
 
 def rows(set_name: str, cache_dir: Path, rules: str = "") -> list[Doc]:
-    """Give all rows of a set, in the order of its file; see `Benchmark.docs`.
+    """Return all rows of a set, in file order; see `Benchmark.docs`.
 
     Args:
         set_name: Name of the set, such as "passkey".
-        cache_dir: Folder that holds the copies of tables.
+        cache_dir: Folder with the cached tables.
         rules: Prefix of the measure's name: "" for the official rules, or "kvpress_".
     """
     documents = [_row(set_name, record) for record in sources.rows(source(set_name), cache_dir)]
@@ -57,7 +57,7 @@ def rows(set_name: str, cache_dir: Path, rules: str = "") -> list[Doc]:
 
 @functools.cache
 def prompts() -> dict[str, dict[str, Any]]:
-    """By set: `domain`, `measure`, `max_new_tokens`, `context`, `question` and `gen_prefix`."""
+    """Return `domain`, `measure`, `max_new_tokens`, `context`, `question` and `gen_prefix` per set."""
     path = Path(__file__).with_name("prompts.json")
     templates: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     return templates
@@ -80,7 +80,7 @@ def _row(set_name: str, record: dict[str, Any]) -> Doc:
 
 
 def _question_fields(set_name: str, record: dict[str, Any]) -> dict[str, str]:
-    """What a prompt says besides the row's context and input."""
+    """Return the prompt's fields besides the row's context and input."""
     if set_name == "math_find":
         match = re.search(r"The .+ of", record["input"])
         if match is None:
@@ -95,7 +95,7 @@ def _question_fields(set_name: str, record: dict[str, Any]) -> dict[str, str]:
 
 
 def _answers(record: dict[str, Any]) -> list[str]:
-    """The answers as text; for a choice, the option and then its letter."""
+    """Return the answers as text; for a choice, the option and its letter."""
     answers = record["answer"] if isinstance(record["answer"], list) else [record["answer"]]
     if answers and isinstance(answers[0], list):
         answers = answers[0]

@@ -14,10 +14,10 @@ _NUMBER = re.compile(r"\d+")
 
 
 def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """The row's `measure` of the response, the best over its `outputs`.
+    """Score the response with the row's `measure`; the best over its `outputs` counts.
 
-    For a row with `first_line`, only the first line of the response that is not empty is judged:
-    after examples in the prompt, models continue with further examples.
+    For a row with `first_line`, only the first non-empty line of the response is scored, because models continue with
+    further examples after few-shot prompts.
     """
     response = results[0]
     if doc["first_line"]:
@@ -30,10 +30,10 @@ def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def classification(response: str, reference: str, classes: Sequence[str]) -> float:
-    """1 over the number of classes that the response names, if the right one is among them.
+    """Return 1 over the number of classes that the response names, or 0 if the correct one is missing.
 
-    A class whose name is part of the right one's name does not count ("place" in "birth place").
-    LongBench's loop skips this check for the class that follows such a class, and so does this one.
+    A class whose name is part of the correct one's does not count ("place" in "birth place"). As in LongBench's loop,
+    this check is skipped for the class after such a class.
     """
     named_classes = [class_name for class_name in classes if class_name in response]
     index = 0
@@ -45,13 +45,13 @@ def classification(response: str, reference: str, classes: Sequence[str]) -> flo
 
 
 def count(response: str, reference: str) -> float:
-    """The share of the response's numbers that are right; 0 where it has no number."""
+    """Return the fraction of the response's numbers that are correct; 0 if it has none."""
     numbers = _NUMBER.findall(response)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
 
 def retrieval(response: str, reference: str) -> float:
-    """`count` of the number in a reference of the form "Paragraph 7"."""
+    """Apply `count` to the number in a reference of the form "Paragraph 7"."""
     match = re.search(r"Paragraph (\d+)", reference)
     if match is None:
         raise ValueError(f"the answer {reference!r} names no paragraph")
@@ -59,10 +59,10 @@ def retrieval(response: str, reference: str) -> float:
 
 
 def edit_similarity(response: str, reference: str) -> float:
-    """`similarity` of the response's first line of code.
+    """Return the `similarity` of the response's first line of code.
 
-    Leading line feeds are dropped. The first line of code is the first line without a backtick, `#`
-    or `//`, and may be empty; where there is no such line, it is the empty string.
+    Leading line feeds are dropped. The first line of code is the first line without a backtick, `#` or `//`, which may
+    be empty; without such a line, it is "".
     """
     lines = response.lstrip("\n").split("\n")
     comment_marks = ("`", "#", "//")
@@ -74,12 +74,12 @@ def edit_similarity(response: str, reference: str) -> float:
 
 
 def similarity(response: str, reference: str) -> float:
-    """Similarity of two lines of code, in hundredths, as `fuzz.ratio` of fuzzywuzzy 0.18 gives it.
+    """Return the similarity of two lines of code in hundredths, as `fuzz.ratio` of fuzzywuzzy 0.18.
 
-    It is 2M / T, where T is the number of characters of both texts and M the number of those in
-    matching blocks (Ratcliff and Obershelp: the longest common block, then the same to its left and
-    right; `difflib` finds them); 1 where both are empty. It is not a Levenshtein distance, and the
-    order of the texts matters. With python-Levenshtein installed, fuzzywuzzy gives other numbers.
+    It is 2M / T, where T is the number of characters of both texts and M the number of those in matching blocks
+    (Ratcliff and Obershelp: the longest common block, then the same to its left and right; `difflib` finds them); 1 if
+    both are empty. It is not a Levenshtein distance, and the order of the texts matters. With python-Levenshtein
+    installed, fuzzywuzzy gives other numbers.
     """
     return round(100 * SequenceMatcher(None, response, reference).ratio()) / 100
 

@@ -40,7 +40,7 @@ ASKED = ("question", "choice_A", "choice_B", "choice_C", "choice_D")
 
 
 def rows(cache_dir: Path) -> list[Doc]:
-    """Give all rows, in the dataset's order; see `Benchmark.docs`."""
+    """Return all rows in the dataset's order; see `Benchmark.docs`."""
     return [_row(record) for record in sources.rows(SOURCE, cache_dir)]
 
 

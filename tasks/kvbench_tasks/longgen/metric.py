@@ -1,4 +1,4 @@
-"""The share of right items in right places; called by lm-eval."""
+"""Fraction of correct items in correct places."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _ENDS = " \t.,;:!?*_`'\""
 
 
 def placed(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """The share of the row's `outputs` that stand at their place in the response.
+    """Return the fraction of the row's `outputs` at their place in the response; called by lm-eval.
 
-    The row's `form` says what an item is and which place it has:
+    The row's `form` defines items and places:
 
     - "numbered": line feeds and commas separate items; an item's place is the number that it begins
       with, and of several items with the same number the first counts.
@@ -21,8 +21,8 @@ def placed(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     - "lines": items are lines, or sentences; the place is the position among those that are not
       empty. Numbers and bullets before an item are dropped.
 
-    Items are compared without regard to case, white space, and punctuation at their ends. Items at
-    places beyond those of the answer are not judged.
+    Items are compared without regard to case, white space, and punctuation at their ends. Items at places beyond those
+    of the answer are not judged.
     """
     outputs = [_bare(output) for output in doc["outputs"]]
     placed_items = _places(doc["form"], results[0])
@@ -31,7 +31,7 @@ def placed(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def _places(form: str, response: str) -> dict[int, str]:
-    """The response's items by place, from 0."""
+    """Return the response's items by place, from 0."""
     if form == "words":
         return dict(enumerate(map(_bare, response.split())))
     placed_items: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""LongMemEval's prompt: the whole history as JSON, session by session, then date and question."""
+"""LongMemEval's prompt: the whole history as JSON by session, then date and question."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LIMIT, _STEPS_LIMIT = 500, 800
 
 
 def asked(record: Mapping[str, Any], *, notes: bool = False) -> Doc:
-    """Make a row: the history is the context; date and question are the question.
+    """Return a row: the history is the context; date and question are the question.
 
     Args:
         record: A raw row.
-        notes: Whether to ask for what is relevant before the answer.
+        notes: Ask for the relevant information before the answer.
     """
     sessions = sorted(
         zip(record["haystack_dates"], record["haystack_sessions"], strict=True),
@@ -36,7 +36,7 @@ def asked(record: Mapping[str, Any], *, notes: bool = False) -> Doc:
         for number, (date, session) in enumerate(sessions, 1)
     )
     question_type = str(record["question_type"])
-    # Questions that cannot be answered have their own rubric, whatever their type.
+    # Unanswerable questions have their own rubric, regardless of type.
     rubric = "abstention" if "_abs" in record["question_id"] else question_type
     answer_cue = "Answer (step by step):" if notes else "Answer:"
     return {
@@ -51,7 +51,7 @@ def asked(record: Mapping[str, Any], *, notes: bool = False) -> Doc:
 
 
 def alternating(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Order raw rows so that the types of questions take turns, as long as each lasts."""
+    """Order raw rows so that question types alternate until each is used up."""
     by_type: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         by_type.setdefault(record["question_type"], []).append(record)
@@ -59,6 +59,6 @@ def alternating(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _turns(session: list[dict[str, Any]]) -> str:
-    """The turns of a session as JSON, without the marks of those that hold the evidence."""
+    """Return the turns of a session as JSON, without the evidence marks."""
     visible_turns = [{key: value for key, value in turn.items() if key != "has_answer"} for turn in session]
     return json.dumps(visible_turns)

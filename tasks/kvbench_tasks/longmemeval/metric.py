@@ -8,12 +8,12 @@ from kvbench.benchmark import Ask, Doc
 
 
 def ask(doc: Doc, response: str) -> Ask:
-    """Ask by the rubric of the question's type; see `Benchmark.ask`."""
+    """Ask the judge with the rubric of the question's type; see `Benchmark.ask`."""
     fields = {"question": doc["asked"], "answer": doc["outputs"][0], "response": response.strip()}
     return Ask(doc["rubric"], fields)
 
 
 def accuracy(doc: Doc, results: list[Any]) -> dict[str, float]:
-    """1 if the judge says yes, otherwise 0; called by lm-eval."""
+    """Return 1 if the judge says yes, else 0; called by lm-eval."""
     _, marks = results
     return {"accuracy": marks["score"]}

@@ -29,7 +29,7 @@ _SOURCES = {
     for length in lengths
 }
 
-# Beliefs and tables are compared as on the main branch, and 8k answers have HELMET's limit.
+# Version 2: beliefs and tables are compared as on the main branch, and 8k answers have HELMET's limit.
 _RAISED = tuple(leaf for leaf in _SOURCES if "tom_tracking" in leaf or "html_to_tsv" in leaf or leaf.endswith("_8k"))
 
 

@@ -1,4 +1,4 @@
-"""From LongProc's rows to ours: where a prompt is split, and how long an answer may be."""
+"""Conversion of LongProc's rows: where a prompt is split, and answer limits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _QUESTION = {
     "travel_planning": "Find a trip plan ",
     "pseudo_to_code": "[CODE]:",
 }
-"""Text at which the question begins, at its last occurrence; earlier ones are in examples. What a
-row asks about stands before it, so that no two rows have the same context."""
+"""Text at which the question begins (its last occurrence; earlier ones are in examples). The subject of the question
+precedes it, so that no two rows have the same context.
+"""
 
 _TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 10240}
 """Answer limits of the official configuration files (HELMET, `longproc_addon/configs`)."""
 
 
 def ask(kind: str, length: str, record: dict[str, Any]) -> Doc:
-    """Make a row. Context and question are the official prompt, to the character.
+    """Return a row; context and question concatenate to exactly the official prompt.
 
     Args:
         kind: One of the six tasks.
@@ -33,7 +34,7 @@ def ask(kind: str, length: str, record: dict[str, Any]) -> Doc:
     """
     prompt = record["input_prompt"]
     question_start = prompt.rfind(_QUESTION[kind])
-    if question_start <= 0:  # without the mark all is context, and its last token starts the answer
+    if question_start <= 0:  # without the mark, everything is context, and its last token starts the answer
         question_start = len(prompt)
     return {
         "context": prompt[:question_start],
@@ -47,7 +48,7 @@ def ask(kind: str, length: str, record: dict[str, Any]) -> Doc:
 
 
 def allow(kind: str) -> None:
-    """Refuse a task that runs code that a model wrote, unless the user has allowed it.
+    """Reject a task that runs model-written code, unless the user allows it.
 
     Raises:
         LeftOut: The user has not allowed it, or this machine cannot run it.

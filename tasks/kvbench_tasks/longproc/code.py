@@ -1,8 +1,7 @@
-"""Compiles and runs C++ that a model wrote, only where the user has allowed it.
+"""Compile and run model-written C++, only if the user allows it.
 
-Every process has limits on time, memory, output and (except for root) children. This is not a
-sandbox: the program may read files and use the network as the user may. Run it where that does no
-harm.
+Every process has limits on time, memory, output and (except for root) child processes. This is not a sandbox: the
+program can read files and use the network with the user's rights.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _TESTS = 10
 _SECONDS = 3
 _COMPILE_SECONDS = 60
 _WAIT = 4
-"""Seconds of wall-clock time allowed per second of processor time, for busy machines."""
+"""Wall-clock seconds allowed per CPU second, for busy machines."""
 _OUTPUT = 16 << 20
 _MEMORY = 1 << 30
 _COMPILE_MEMORY = 4 << 30
@@ -51,7 +50,7 @@ Test = Sequence[Sequence[str]]
 
 
 def obstacle() -> str:
-    """Reason for not running code here, or an empty string."""
+    """Return why code cannot run here, or ""."""
     if os.environ.get(ALLOW) != "1":
         return f"compiles and runs C++ that the model wrote; set {ALLOW}=1 to allow it"
     if os.name != "posix":
@@ -62,14 +61,14 @@ def obstacle() -> str:
 
 
 def passes(code: str, tests: Sequence[Test]) -> bool:
-    """Check that a program prints exactly what is expected in the first ten tests.
+    """Return whether a program prints exactly the expected output in the first ten tests.
 
     Args:
-        code: C++11. The standard headers that the prompt names are put before it.
-        tests: Pairs of lines of input and lines of output.
+        code: C++11; the standard headers named in the prompt are prepended.
+        tests: Pairs of input lines and output lines.
 
     Raises:
-        UserError: No code may be run here.
+        UserError: Code cannot run here.
     """
     if reason := obstacle():
         raise UserError(f"LongProc's pseudo_to_code {reason}")
@@ -100,7 +99,7 @@ def _limited(
     memory: int,
     children: bool = False,
 ) -> bytes | None:
-    """Run a command within limits; return what it prints, or None where it takes too long."""
+    """Run a command within limits; return its output, or None if it takes too long."""
     limits = [str(limit) for limit in (seconds, memory, _OUTPUT, int(children))]
     with (
         (folder / "output").open("w+b") as output_file,

@@ -21,27 +21,27 @@ _FLIGHT = re.compile(r".*Day (\d{1,9}).*from (\w+) to (\w+)")
 
 
 def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """F1 of the rows for HTML to TSV, else 1 for a right answer; called by lm-eval.
+    """Return the row F1 for HTML to TSV, else 1 for a correct answer; called by lm-eval.
 
-    What a model thinks before `</think>` is not part of its answer.
+    Text before `</think>` is not part of the answer.
     """
     response = results[0].rpartition(THOUGHT)[2]
     return {"score": float(_SCORERS[doc["kind"]](response, doc["outputs"][0], doc["metadata"]))}
 
 
 def _tagged(response: str, tag: str) -> str | None:
-    """The text between the first `<tag>` and the first `</tag>`."""
+    """Return the text between the first `<tag>` and the first `</tag>`."""
     start, stop = response.find(f"<{tag}>"), response.find(f"</{tag}>")
     return None if start < 0 or stop < 0 else response[start + len(tag) + 2 : stop].strip()
 
 
 def _path(response: str, reference: str, metadata: str) -> bool:
-    """The route is the reference route, to the character."""
+    """Return whether the route equals the reference exactly."""
     return _tagged(response, "Route") == reference.strip()
 
 
 def _countdown(response: str, reference: str, metadata: str) -> bool:
-    """Every equation is right and uses two numbers that are left; the last gives the target."""
+    """Return whether every equation is correct and uses two remaining numbers, and the last gives the target."""
     problem = json.loads(metadata)
     remaining = [int(numeral) for numeral in problem["nums"]]
     lines = (_tagged(response, "Solution") or "").split("\n")
@@ -65,15 +65,15 @@ def _countdown(response: str, reference: str, metadata: str) -> bool:
 
 
 def _beliefs(response: str, reference: str, metadata: str) -> bool:
-    """The beliefs are the reference's, in number, order and words."""
+    """Return whether the beliefs equal the reference's in number, order and words."""
     return _bullets(response) == _bullets(reference)
 
 
 def _bullets(text: str) -> list[str]:
-    """The lines that begin with a hyphen, without punctuation and idle words.
+    """Return the lines that begin with a hyphen, without punctuation and filler words.
 
-    Of indented lines only the first line with a hyphen counts: the official code strips the lines
-    after it has joined them.
+    Only the first of the indented lines with a hyphen counts, because the official code strips lines after joining
+    them.
     """
     lines = [line for line in text.splitlines() if line.strip().startswith("-")]
     bullets = "\n".join(lines).strip().split("\n")
@@ -88,7 +88,7 @@ def _words(line: str) -> str:
 
 
 def _travel(response: str, reference: str, metadata: str) -> bool:
-    """The plan visits the reference's cities in its order, each for as many days."""
+    """Return whether the plan visits the reference's cities in order, each for the same number of days."""
     problem = json.loads(metadata)
     cities = [city for city in problem["ground_truth_cities"].split("**") if city]
     durations = [int(duration) for duration in problem["ground_truth_durations"].split("**") if duration]
@@ -97,7 +97,7 @@ def _travel(response: str, reference: str, metadata: str) -> bool:
 
 
 def _stays(plan: str) -> list[tuple[str, int]]:
-    """Cities and days of a plan. Flights separate stays; a day of travel counts for both."""
+    """Return cities and days of a plan. Flights separate stays; a travel day counts for both."""
     total_days, last_day = "", ""
     flights = []
     for line in plan.split("\n"):
@@ -120,7 +120,7 @@ def _stays(plan: str) -> list[tuple[str, int]]:
 
 
 def _table(response: str, reference: str, metadata: str) -> float:
-    """F1 of the rows in the answer's TSV block, or in the whole answer where it has no block."""
+    """Return the F1 of the rows in the answer's TSV block, or in the whole answer without a block."""
     _, fence, block = response.partition("```tsv")
     table_text = block if fence else response
     if fence and "```" in block:
@@ -129,7 +129,7 @@ def _table(response: str, reference: str, metadata: str) -> float:
 
 
 def _code(response: str, reference: str, metadata: str) -> bool:
-    """The C++ of the answer's block passes the tests."""
+    """Return whether the C++ in the answer's block passes the tests."""
     _, fence, block = response.replace("```c++", "```cpp").partition("```cpp")
     if not fence or "```" not in block:
         return False

@@ -1,4 +1,4 @@
-"""Compares two tables of tab-separated values, whatever the order of their rows."""
+"""Comparison of two tables of tab-separated values, regardless of row order."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ Line = tuple[str, ...]
 
 
 def row_f1(answer: str, reference: str) -> float:
-    """F1 of the rows below the header, each compared as a whole.
+    """Return the F1 of the rows below the header, each compared as a whole.
 
-    Precision is the share of the answer's rows that are in the reference, recall the share of the
-    reference's rows that are in the answer; rows that occur twice count twice. Case, punctuation,
-    articles and white space do not count. A row with a wrong number of fields matches no complete
-    row; as the last row it is left out, because the answer may be cut there.
+    Precision is the fraction of the answer's rows in the reference, recall that of the reference's rows in the answer;
+    duplicates count separately. Case, punctuation, articles and white space are ignored. A row with a wrong number of
+    fields matches no complete row; as the last row, it is dropped, because the answer may be truncated there.
 
     Returns:
-        0 to 1; 0 where a table is empty, the numbers of columns differ, or two columns have the
-        same name (the official code cannot read such a table).
+        0 to 1; 0 if a table is empty, the numbers of columns differ, or two columns have the same name (the official
+        code cannot parse such a table).
     """
     try:
         answer_rows, reference_rows = _rows(answer), _rows(reference)

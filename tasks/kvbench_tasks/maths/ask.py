@@ -1,4 +1,4 @@
-"""The prompt of the mathematics tasks, and their metric."""
+"""Prompt and metric of the mathematics tasks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 
 
 def ask(problem: str, answer: str, /, **extra: str | int) -> Doc:
-    """Make a row: the problem is the context, the instruction below it the question.
+    """Return a row: the problem is the context, the instruction after it the question.
 
     Args:
         problem: Statement of the problem.
@@ -28,10 +28,9 @@ def ask(problem: str, answer: str, /, **extra: str | int) -> Doc:
 
 
 def accuracy(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """1 where the last box of the response holds the reference answer; 0 without a box.
+    """Return 1 if the response's last box holds the reference answer, else 0.
 
-    The mean over all responses is the average pass@1 over problems, as each has the same number of
-    repeats.
+    Every problem has the same number of repeats, so the mean over all responses is the mean pass@1.
     """
     answer = boxed(results[0])
     return {"accuracy": float(answer is not None and equal(doc["outputs"][0], answer))}

@@ -14,7 +14,7 @@ _BASES = {name: str(base) for base, name in enumerate(_NAMES, 2)}
 
 
 def canonical(expression: str) -> str:
-    """Write all numerals with a base in one way: digits, `_`, and the base, in decimal if known."""
+    """Normalise numerals with a base: digits, `_`, and the base, in decimal if known."""
 
     def written(match: re.Match[str]) -> str:
         numeral = _read(match)
@@ -24,11 +24,11 @@ def canonical(expression: str) -> str:
 
 
 def same_bases(reference: str, answer: str) -> bool:
-    """Whether the numerals of two texts agree, as far as both texts give bases.
+    """Return whether the numerals of two texts agree, as far as both texts give bases.
 
-    Texts with equally many numerals must have the same ones, in any order. Otherwise one of them
-    may be a sum of the other's, and only the bases that occur must be the same. A text without any
-    base agrees with every text: the problem may have named the base.
+    Texts with the same number of numerals must have the same ones, in any order. Otherwise one may be a sum of the
+    other's, and only the bases must be the same. A text without a base agrees with every text, because the problem may
+    have named the base.
     """
     reference_numerals, answer_numerals = _numerals(reference), _numerals(answer)
     if not reference_numerals or not answer_numerals:
@@ -43,7 +43,7 @@ def _numerals(expression: str) -> list[tuple[str, str]]:
 
 
 def _read(match: re.Match[str]) -> tuple[str, str] | None:
-    """Digits and base; None for a symbol with an index, such as `2C_1`."""
+    """Return digits and base; None for a symbol with an index, such as `2C_1`."""
     base_name = (match["group"] or match["base"]).lower()
     base = _BASES.get(base_name, base_name)
     integer, _, fraction = match["digits"].partition(".")

@@ -1,4 +1,4 @@
-r"""Finds the answer that a solution puts into `\boxed{...}`."""
+r"""Extraction of the answer in `\boxed{...}`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _PIECE = re.compile(
 def boxed(solution: str) -> str | None:
     r"""Return the content of the last complete `\boxed{...}` of a text, stripped of white space.
 
-    Braces within the box are balanced; of nested boxes the innermost counts. `\boxed 5` counts too.
-    A box that is never closed does not count. The text is read in one pass.
+    Braces within the box are balanced; the innermost of nested boxes counts. `\boxed 5` counts, too; an unclosed box
+    does not. The text is parsed in one pass.
 
     Returns:
-        The content, or None where there is no box.
+        The content, or None without a box.
     """
     last_box: tuple[int, str] | None = None
     content_starts: list[int | None] = []  # start of a box's content; None for any other brace

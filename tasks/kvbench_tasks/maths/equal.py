@@ -1,4 +1,4 @@
-"""Decides whether an answer equals the reference: as text, as a number, or as an expression."""
+"""Equality of an answer and the reference: as text, as a number, or as an expression."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvbench_tasks.maths.bases import canonical, same_bases
 from kvbench_tasks.maths.verifier import VERIFIER
 
 _GAPS = re.compile(r"(?<=[\d,])(?:\\!\s*|\\[,;: ]|\{,\}(?=\d))+(?=[\d,])")
-_SPACES = re.compile(r"(?<!\\)\\[!,;:> ]|~")  # but not the end of a matrix's row
+_SPACES = re.compile(r"(?<!\\)\\[!,;:> ]|~")  # but not the end of a matrix row
 _WRAPPERS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
@@ -19,7 +19,7 @@ _LONGEST = 1000
 
 @functools.lru_cache(maxsize=1 << 16)
 def equal(reference: str, answer: str) -> bool:
-    r"""Whether an answer is equal to the reference answer.
+    r"""Return whether an answer equals the reference answer.
 
     In this order:
 
@@ -53,7 +53,7 @@ def equal(reference: str, answer: str) -> bool:
 
 
 def _clean(expression: str) -> str:
-    # Single the spaces: the steps below would take quadratic time over long runs.
+    # Collapse spaces: the steps below take quadratic time over long runs of spaces.
     expression = " ".join(_SPACES.sub(" ", _GAPS.sub("", expression)).split())
     for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if len(expression) > len(opening + closing) and expression.startswith(opening) and expression.endswith(closing):

@@ -1,7 +1,7 @@
-"""Compares expressions in a process of its own, so that no expression can hang or exhaust the run.
+"""Comparison of expressions in a separate process, so that no expression can hang or exhaust the run.
 
-math-verify's own time limit is an alarm: it works in the main thread only, and it waits for a power
-of large integers to finish, which may never happen. Here ending the process enforces the limit.
+math-verify's own time limit is an alarm: it works in the main thread only and cannot interrupt a power of large
+integers, which may never finish. Here the process is killed to enforce the limit.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _START = 180.0
 
 
 class Verifier:
-    """Compares expressions; safe to call from any thread.
+    """Thread-safe comparison of expressions.
 
     Attributes:
-        seconds: Limit of one comparison; one that takes longer is "not equal".
-        function: Finds a Python file whose `is_equal` compares; None: math-verify does.
+        seconds: Time limit of one comparison; on timeout the result is "not equal".
+        function: Returns a Python file whose `is_equal` compares; None uses math-verify.
     """
 
     def __init__(self, seconds: float = 10.0, function: Callable[[], Path] | None = None) -> None:
@@ -42,7 +42,7 @@ class Verifier:
         self._lines: queue.Queue[str] = queue.Queue()
 
     def __call__(self, reference: str, answer: str) -> bool:
-        """Whether an answer equals the reference; both are LaTeX.
+        """Return whether an answer equals the reference; both are LaTeX.
 
         Raises:
             UserError: The process cannot be started.
@@ -61,7 +61,7 @@ class Verifier:
             return verdict == "yes"
 
     def close(self) -> None:
-        """End the process; the next comparison starts another."""
+        """End the process; the next comparison starts a new one."""
         process, self._process = self._process, None
         if process is None or self._owner != os.getpid():
             return
@@ -104,7 +104,7 @@ class Verifier:
 
 
 def _pass_on(stream: IO[str], line_queue: queue.Queue[str]) -> None:
-    """Put the process's lines into a queue; an empty line marks its end."""
+    """Forward the process's lines to a queue; an empty line marks the end."""
     with contextlib.suppress(OSError, ValueError):
         for line in stream:
             line_queue.put(line.strip())

@@ -1,6 +1,6 @@
-"""The other side of `verifier.py`: reads JSON pairs [reference, answer], writes "yes" or "no".
+"""Worker process of `verifier.py`: reads JSON pairs [reference, answer], writes "yes" or "no".
 
-math-verify compares them, or the function `is_equal` of the Python file that is the argument.
+They are compared by math-verify, or by `is_equal` of the Python file given as argument.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvbench.harness.optional import provide_latex2sympy2
 
 _BYTES = 4 << 30
 _SECONDS = 60
-"""Seconds after which an alarm ends the process, even where nobody waits for it any more."""
+"""Seconds after which an alarm ends the process, even if its parent is gone."""
 
 
 def main() -> None:
-    """Serve until the input ends; memory is limited where the system can limit it."""
+    """Serve until the input ends, with limited memory if the system supports it."""
     verdict_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print must not be taken for an answer
+    os.dup2(2, 1)  # output of libraries must not be taken for an answer
     try:
         import resource  # POSIX only
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _alarm(seconds: int) -> None:
-    """Have the system end the process after some seconds; 0 cancels that."""
+    """Let the system end the process after `seconds`; 0 cancels the alarm."""
     if hasattr(signal, "alarm"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(seconds)
@@ -56,12 +56,12 @@ def _alarm(seconds: int) -> None:
 def _same(compare: Callable[[str, str], object], reference: str, answer: str) -> bool:
     try:
         return bool(compare(reference, answer))
-    except Exception:  # sympy raises errors of all kinds; what cannot be compared is not equal
+    except Exception:  # sympy raises all kinds of errors; what cannot be compared is not equal
         return False
 
 
 def _load_comparison(path: str) -> Callable[[str, str], object]:
-    """The function `is_equal` of a file of lmms-eval."""
+    """Load the function `is_equal` from a file of lmms-eval."""
     provide_latex2sympy2()
     module_spec = importlib.util.spec_from_file_location("comparison", path)
     assert module_spec is not None

@@ -1,7 +1,7 @@
-"""Whether an answer equals the reference, by the rules of MATH-Vision's authors.
+"""Equality of an answer and the reference, by the rules of MATH-Vision's authors.
 
-Both are compared as text without regard to case, then element by element if they are tuples, then
-as numbers to two decimals.
+Both are compared as text without regard to case, then element by element if they are tuples, then as numbers to two
+decimals.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _BRACKETS = ("()", "[]")
 
 
 def is_equal(reference: str, answer: str) -> bool:
-    """Compare an answer in LaTeX with the reference; nothing equals an empty text."""
+    """Return whether an answer in LaTeX equals the reference; an empty text equals nothing."""
     reference_text, answer_text = reference.lower(), answer.lower()
     if not reference_text.strip(" ") or not answer_text.strip(" "):
         return False
@@ -28,7 +28,7 @@ def is_equal(reference: str, answer: str) -> bool:
 
 
 def _elements(expression: str) -> str:
-    """A tuple or list with its elements as numbers of two decimals; other texts as they are."""
+    """Format the elements of a tuple or list as numbers with two decimals; return other texts unchanged."""
     elements = expression[1:-1].split(",")
     if len(elements) < 2 or expression[0] + expression[-1] not in _BRACKETS:
         return expression

@@ -1,8 +1,8 @@
-r"""The number that a LaTeX expression means, read as `latex2sympy2` 1.9 reads it.
+r"""Numeric value of a LaTeX expression, parsed like `latex2sympy2` 1.9.
 
-The authors' evaluation turns LaTeX into sympy with that package and the result into a number with
-Python's `eval` and the names of `math`. The package needs another antlr4 than math-verify, so this
-is a parser of its own for the part of its grammar whose results are numbers. As there,
+The authors' evaluation converts LaTeX to sympy with that package and evaluates the result with Python's `eval` and the
+names of `math`. The package needs a different antlr4 than math-verify, so this is a separate parser for the part of its
+grammar with numeric results. As there,
 
 - reading ends without an error at the first token that cannot go on, such as a brace too many;
 - implicit products bind more tightly than `/`, and `1\frac{1}{2}` is a product;
@@ -29,7 +29,7 @@ _WORDS = (
     "diagonalize eigenvectors eigenvects eigenvalues eigenvals eigen eig svd matrix pmatrix "
     "bmatrix vmatrix"
 ).split()
-"""Words that are tokens and not products of letters, and with which nothing can go on."""
+"""Words that are tokens, not products of letters, and that end an expression."""
 _NUMBER = r"(?:\d*(?:,\d{3})*\.\d+|\d+(?:,\d{3})*)"
 _CLOSING = (
     r"\\(?:rightarrow|right|mright|rbrace|rbrack|rgroup|rvert|rfloor|rceil|lrcorner|urcorner|to|"
@@ -67,11 +67,10 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def value(expression: str) -> float | int:
-    """The number that an expression means; an int unless it is a fraction or a decimal.
+    """Return the value of an expression; an int unless it is a fraction or a decimal.
 
     Raises:
-        Exception: It is no expression, or has no value; what cannot be computed raises errors of
-            many kinds.
+        Exception: The expression is invalid or has no value; computation can raise many kinds of errors.
     """
     for command in ("dfrac", "tfrac"):
         expression = expression.replace("\\" + command, r"\frac")
@@ -83,7 +82,7 @@ def value(expression: str) -> float | int:
 
 
 class _Reader:
-    """Reads one token ahead, so that what follows the expression need not be readable."""
+    """Parser with one token of lookahead, so that text after the expression may be invalid."""
 
     def __init__(self, expression: str) -> None:
         self.text, self.end = expression, 0
@@ -91,7 +90,7 @@ class _Reader:
         self.advance()
 
     def advance(self) -> str:
-        """Go on to the next token, and return the one before."""
+        """Advance to the next token and return the previous one."""
         previous_token = self.token
         if space_match := _SPACE.match(self.text, self.end):
             self.end = space_match.end()
@@ -109,10 +108,10 @@ class _Reader:
             raise ValueError(f"expected {token!r}, not {self.token!r}")
         self.advance()
 
-    # From the loosest to the tightest. A letter is None, with which no arithmetic is possible.
+    # In order of increasing precedence. A letter is None, which fails in arithmetic.
 
     def relation(self) -> Any:
-        """`x = 3` is 3, and a comparison is true or false."""
+        """Parse a relation: `x = 3` is 3, and a comparison is true or false."""
         result = self.sum()
         while self.kind == "relation":
             relation_sign = self.advance()
@@ -132,7 +131,7 @@ class _Reader:
         return result
 
     def product(self, argument: bool = False) -> Any:
-        """Explicit products; in an `argument` without parentheses functions end them."""
+        """Parse explicit products; in an `argument` without parentheses, a function ends them."""
         result = self.signed(argument)
         while self.token in _PRODUCTS:
             result = _PRODUCTS[self.advance()](result, self.signed(argument))
@@ -151,7 +150,7 @@ class _Reader:
         return result
 
     def begins(self, argument: bool) -> bool:
-        """Whether the token begins another factor."""
+        """Return whether the token begins another factor."""
         is_function = self.token[1:] in _FUNCTIONS or self.token in ("e", r"\log", r"\sqrt")
         if self.token in _PRODUCTS or (argument and is_function):
             return False
@@ -171,7 +170,7 @@ class _Reader:
         return result
 
     def raised(self) -> Any:
-        """What follows `^` or `_`: one atom, or an expression in braces."""
+        """Parse the text after `^` or `_`: one atom, or an expression in braces."""
         self.advance()
         if self.token == "{":
             return self.group("}")
@@ -198,7 +197,7 @@ class _Reader:
         return result
 
     def enclosed(self, prefix: str) -> Any:
-        """What is in brackets, whose closing one has `prefix` before it, or a command."""
+        """Parse brackets whose closing one is preceded by `prefix`, or a command."""
         opening = self.token
         closing = _PAIRS.get(opening) or _FLOORS.get(opening)
         if closing is None:
@@ -214,7 +213,7 @@ class _Reader:
         return math.floor(result) if opening in _FLOORS else result
 
     def letter(self) -> Any:
-        """`e^x`; the value of all other letters is unknown."""
+        """Parse a letter: `e^x` has a value, other letters do not."""
         letter = self.advance()
         if letter == "e" and self.token == "^":
             return math.exp(self.raised())
@@ -245,7 +244,7 @@ class _Reader:
         return self.group("}")
 
     def function(self, function_name: str) -> Any:
-        """A function with its base, its power and its argument."""
+        """Parse a function with its base, power and argument."""
         base: Any = 10
         exponent = None
         while self.token in ("_", "^"):

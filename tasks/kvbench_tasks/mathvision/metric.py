@@ -1,7 +1,7 @@
-"""MATH-Vision's scorer: answers are found as the authors and lmms-eval do, and then compared.
+"""MATH-Vision's scorers, following the authors and lmms-eval.
 
-Both comparisons run in a process of their own: they evaluate what the response says, and a power of
-large integers may never end.
+Both comparisons run in a separate process, because they evaluate the response, and a power of large integers may never
+finish.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ atexit.register(LMMS_EQUAL.close)
 
 
 def process_results(doc: Doc, results: list[str]) -> dict[str, Any]:
-    """Score a response as the authors' evaluation does; called by lmms-eval."""
+    """Score a response like the authors' evaluation; called by lmms-eval."""
     return _score_response(EQUAL, doc, results)
 
 
 def process_results_lmms_eval(doc: Doc, results: list[str]) -> dict[str, Any]:
-    """Score a response as lmms-eval does; called by it."""
+    """Score a response like lmms-eval; called by it."""
     return _score_response(LMMS_EQUAL, doc, results)
 
 
 def _score_response(is_equal: Verifier, doc: Doc, results: list[str]) -> dict[str, Any]:
-    # lmms-eval finds the answer in a response exactly as the authors do.
+    # lmms-eval extracts the answer exactly as the authors do.
     from lmms_eval.tasks.mathvision import utils
 
     utils.is_equal = is_equal

@@ -17,10 +17,10 @@ IMAGES = Source("laolao77/MMDU", file="mmdu_pics.zip:*mmdu_pics/*")
 
 
 def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
-    """See `Benchmark.docs`. A dialogue that does not fit its images is left out with a warning.
+    """See `Benchmark.docs`. Dialogues that do not match their images are skipped with a warning.
 
     Raises:
-        UserError: No dialogue is left, or one has another fault.
+        UserError: No dialogue is left, or one has another error.
     """
     images = {record["path"].rpartition("/")[2]: record for record in rows(IMAGES, cache_dir)}
     documents = []

@@ -1,4 +1,4 @@
-"""From a raw dialogue of MMDU to a row: `<ImageHere>` stands for the next of its images."""
+"""Conversion of MMDU's raw dialogues to rows; `<ImageHere>` marks the next image."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ HERE = "<ImageHere>"
 
 
 class WrongImages(UserError):
-    """A dialogue has another number of places than of images."""
+    """The numbers of image places and images differ."""
 
 
 _LIMIT = 1024
-"""New tokens of an answer; the authors leave it to each model's default."""
+"""New tokens per answer; the authors use each model's default."""
 
 
 def dialogue(record: Mapping[str, Any], images: Mapping[str, Mapping[str, Any]]) -> Doc:
-    """Make a row of a dialogue.
+    """Convert a dialogue to a row.
 
     Args:
-        record: The raw dialogue: `id`, `image` (paths) and `conversations` (`from` and `value` of
-            the messages, where user and assistant take turns).
+        record: The raw dialogue: `id`, `image` (paths) and `conversations` (`from` and `value` of alternating messages
+            of user and assistant).
         images: Encoded images by file name.
 
     Raises:
         WrongImages: The messages do not match the images.
-        UserError: An image is missing, or user and assistant do not take turns.
+        UserError: An image is missing, or user and assistant do not alternate.
     """
     messages = [(entry["from"], entry["value"]) for entry in record["conversations"]]
     user_messages, replies = messages[::2], messages[1::2]

@@ -1,4 +1,4 @@
-"""MMDU's marks: a judge rates each answer from 1 to 10 in six respects and overall."""
+"""MMDU's ratings: a judge rates each answer from 1 to 10 in six aspects and overall."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from kvbench.benchmark import Ask, Doc
 
 
 def ask(doc: Doc, response: str) -> Ask:
-    """Ask for all ratings of an answer at once; see `Benchmark.ask`."""
+    """Ask the judge for all ratings of an answer at once; see `Benchmark.ask`."""
     fields = {"question": doc["asked"], "answer": doc["outputs"][0], "response": response.strip()}
     return Ask("dialogue_answer", fields)
 
 
 def ratings(doc: Doc, results: list[Any]) -> dict[str, float]:
-    """The overall rating and those of the six respects, from 0.1 to 1; called by lm-eval."""
+    """Return the ratings overall and for the six aspects, from 0.1 to 1; called by lm-eval."""
     _, marks = results
     return {
         "overall": marks["score"],

@@ -16,7 +16,7 @@ COGNITION = (
     "text_translation",
     "code_reasoning",
 )
-"""The categories of `mme_cognition`; all others are of `mme_perception`."""
+"""Categories of `mme_cognition`; all others belong to `mme_perception`."""
 
 
 def docs(leaf: str, *, cache_dir: Path, samples: int, **options: Any) -> list[Doc]:

@@ -15,8 +15,8 @@ from kvbench_tasks.synthetic.lexicon import Lexicon, Niah
 DEPTHS = (0, 50, 100, 20, 70, 40, 90, 10, 60, 30, 80)
 """Percent of the haystack before the needle; sample i has the depth at index i modulo 11.
 
-The order spreads the depths of a run with few samples: neighbours among the first three are at most
-50 points apart, among the first five 30 and among the first seven 20.
+The order spreads the depths of a run with few samples: adjacent depths among the first three are at most 50 points
+apart, among the first five 30 and among the first seven 20.
 """
 
 

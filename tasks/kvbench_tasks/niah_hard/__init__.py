@@ -14,13 +14,13 @@ from kvbench_tasks.synthetic.generate import generate
 from kvbench_tasks.synthetic.lexicon import Lexicon, Niah
 
 KEYS, VALUES, QUERIES = 8, 4, 4
-"""Keys in the haystack, values of each, and how many of the keys are asked for."""
+"""Keys in the haystack, values per key, and keys asked for."""
 ANSWER = 256
-"""New tokens: 16 numbers of seven digits do not fit into RULER's 128 where a digit is a token."""
+"""New tokens: 16 numbers of seven digits exceed RULER's 128 if every digit is a token."""
 
 
 def docs(leaf: str, *, samples: int, lexicon: str, cache_dir: Path, **settings: Any) -> list[Doc]:
-    """See `Benchmark.docs`. The reference model is asked for one key at a time, a row each."""
+    """See `Benchmark.docs`. The reference model is asked for one key per row."""
 
     def plans(sample_lexicon: Lexicon, index: int) -> Sequence[HaystackPlan]:
         needle_plans = sample_lexicon.niah(Niah("essay", keys=KEYS, values=VALUES, queries=QUERIES))

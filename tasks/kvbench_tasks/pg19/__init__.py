@@ -21,7 +21,7 @@ BENCHMARK = Benchmark(
     sources={"pg19": (SOURCE,)},
     plain=frozenset({"pg19"}),
     metric="nll_per_token",
-    # A model that is worse than a guess among 2^18 tokens is not a language model.
+    # Chance level: a uniform guess among 2^18 tokens.
     chance=18 * math.log(2),
     lexicons=("natural",),
 )

@@ -1,4 +1,4 @@
-"""Passages of books: the text that is read, and the text that follows it."""
+"""Passages of books: a context and its continuation."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SOURCE = Source(
 )
 
 _WORD = re.compile(r"\s*\S+")
-"""A word with the white space before it."""
+"""A word with its preceding white space."""
 
 SCORED = 256
-"""Tokens that are scored after a compressed context; at most a quarter of the length."""
+"""Tokens scored after a compressed context; at most a quarter of the length."""
 PROMPT = 32
 """Tokens before the stream; at most an eighth of the length."""
 
@@ -33,10 +33,10 @@ PROMPT = 32
 def passages(
     leaf: str, *, length: int, samples: int, seed: int, cache_dir: Path, size: Size, **options: Any
 ) -> list[Doc]:
-    """Make the rows of a leaf; see `Benchmark.docs`.
+    """Return the rows of a task; see `Benchmark.docs`.
 
-    Books are in random order, and the order repeats after the last one; row i is a passage of
-    `length` tokens at a random place of book i. Books that are too short are left out.
+    Books are in random order, repeated after the last one; row i is a passage of `length` tokens at a random position
+    of book i. Books that are too short are skipped.
     """
     all_books = _books(cache_dir)
     books = [book for book in all_books if book.words > length]
@@ -61,7 +61,7 @@ def _scored_tokens(length: int) -> int:
 
 
 def _row(words: list[str], context_tokens: int, length: int, size: Size) -> Doc:
-    """Split words into a context of at most `context_tokens` and what follows, up to `length`."""
+    """Split words into a context of at most `context_tokens` and a continuation, up to `length`."""
     pieces = [words[0].lstrip(), *words[1:]]
 
     def count_tokens(word_count: int) -> int:

@@ -1,4 +1,4 @@
-"""RULER's thirteen tasks (arXiv:2404.06654), by our own generators. See README.md."""
+"""RULER's thirteen tasks (arXiv:2404.06654), reimplemented. See README.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvbench_tasks.ruler.qa import HOTPOT, SQUAD
 from kvbench_tasks.ruler.tasks import rows
 from kvbench_tasks.synthetic.essays import ESSAYS
 
-# Rows that draw words from wonderwords, and variable tracking in RULER's present form.
+# Tasks with words from wonderwords, and variable tracking in RULER's current form.
 _RAISED = (
     "niah_single_1",
     "niah_single_2",
@@ -58,8 +58,8 @@ BENCHMARK = Benchmark(
     needs_hub=frozenset({"qa_1", "qa_2"}),
     metric="string_match",
     subsets={
-        # The tasks that a model of 135 M parameters can do, as measured in docs/smollm2.md: a
-        # policy cannot lose what the full cache does not have.
+        # The tasks that a model of 135 M parameters can solve (docs/smollm2.md); on others, policies have nothing to
+        # lose.
         "smollm2": (
             "niah_single_1",
             "niah_single_2",

@@ -9,13 +9,13 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f]")
 
 
 def string_match_all(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """The share of the reference answers that the response contains, ignoring case."""
+    """Return the fraction of the reference answers that the response contains, ignoring case."""
     matches = _match_outputs(doc, results)
     return {"string_match": sum(matches) / len(matches)}
 
 
 def string_match_part(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """1 if the response contains any of the reference answers, ignoring case; else 0."""
+    """Return 1 if the response contains any of the reference answers, ignoring case, else 0."""
     return {"string_match": float(any(_match_outputs(doc, results)))}
 
 

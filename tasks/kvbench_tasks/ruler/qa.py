@@ -1,4 +1,4 @@
-"""RULER's qa_1 (SQuAD) and qa_2 (HotpotQA): the documents with the answer among others."""
+"""RULER's qa_1 (SQuAD) and qa_2 (HotpotQA): documents with the answer among distractors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def qa_rows(
     size: Size,
     **options: Any,
 ) -> list[Doc]:
-    """Make the rows of a task; see `Benchmark.docs`. The seed orders the questions."""
+    """Return the rows of a task; see `Benchmark.docs`. The seed orders the questions."""
     if lexicon != "natural":
         raise NeedsHub("asks about English documents, which the reference model cannot read")
     questions, documents = _squad(cache_dir) if task == "qa_1" else _hotpot(cache_dir)
@@ -50,7 +50,7 @@ def qa_rows(
 
 
 def _plan(question: dict[str, Any], documents: list[str], streams: Streams) -> HaystackPlan:
-    """Use the question's own documents first, then others of its article, then any."""
+    """Use the question's documents first, then others of its article, then any."""
     own_documents, article_documents = question["own"], question["more"]
     excluded = {*own_documents, *article_documents}
     article_documents = streams["more"].sample(article_documents, len(article_documents))

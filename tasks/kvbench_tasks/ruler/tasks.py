@@ -25,7 +25,7 @@ _HOPS = 4
 
 
 def rows(leaf: str, *, cache_dir: Path, size: Size, **settings: Any) -> list[Doc]:
-    """Make the rows of a task; see `Benchmark.docs`."""
+    """Return the rows of a task; see `Benchmark.docs`."""
     if leaf.startswith("qa_"):
         return qa_rows(leaf, cache_dir=cache_dir, size=size, **settings)
     needle_task = _NIAH.get(leaf)

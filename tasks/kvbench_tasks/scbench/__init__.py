@@ -33,7 +33,7 @@ SOURCES = {
     )
     for name in NAMES
 }
-"""The tables, by the name of their task."""
+"""Tables by task name."""
 
 
 def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:

@@ -1,4 +1,4 @@
-"""Turns rows of SCBench into rows of ours: dialogues, or separate questions."""
+"""Conversion of SCBench's rows to dialogues or separate questions."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _MIXED = {
     "scbench_summary_with_needles": {"scbench_summary": 800, "scbench_passkey": 15},
     "scbench_repoqa_and_kv": {"scbench_repoqa": 1024, "scbench_kv": 80},
 }
-"""New tokens of an answer; in a mixed task, by what a turn asks for."""
+"""New tokens per answer; in a mixed task, by the kind of turn."""
 
 _FRAME = {"user": "", "assistant": "", "end": "\n\n"}
 
 
 @functools.cache
 def prompts() -> dict[str, dict[str, str]]:
-    """SCBench's prompts, verbatim except for the names of their fields."""
+    """Return SCBench's prompts, verbatim except for field names."""
     json_text = files("kvbench_tasks.scbench").joinpath("prompts.json").read_text(encoding="utf-8")
     templates: dict[str, dict[str, str]] = json.loads(json_text)
     return templates
 
 
 def dialogues(task: str, records: Sequence[Raw]) -> list[Doc]:
-    """Multi-turn mode: a row is a dialogue whose first turn tells the context."""
+    """Convert to multi-turn mode: a row is a dialogue whose first turn gives the context."""
     functions = _functions(records)
     documents = []
     for record in records:
@@ -60,7 +60,7 @@ def dialogues(task: str, records: Sequence[Raw]) -> list[Doc]:
 
 
 def requests(task: str, records: Sequence[Raw]) -> list[Doc]:
-    """Multi-request mode: each question follows the context directly, as in the official code."""
+    """Convert to multi-request mode: each question follows the context directly, as in the official code."""
     functions = _functions(records)
     documents = []
     for record in records:
@@ -73,13 +73,13 @@ def requests(task: str, records: Sequence[Raw]) -> list[Doc]:
 
 
 def _context(task: str, record: Raw, prefix: str) -> str:
-    # Variable tracking calls the context `input`; that of Math.Find is a list of numbers.
+    # In variable tracking, the context is `input`; in Math.Find, it is a list of numbers.
     context = record["context"] if "context" in record else record["input"]
     return prompts()[task]["context"].format(context=context, prefix=prefix)
 
 
 def _prefix(turn: Raw) -> str:
-    """Put Math.Find's "The second smallest number is" into a question."""
+    """Turn Math.Find's "The second smallest number is" into a question."""
     match = re.search(r"The .+ is", turn["input"])
     if match is None:
         raise UserError(f"scbench_mf: {turn['input'][:60]!r} does not say which number to find")
@@ -93,14 +93,14 @@ def _doc(
     functions: Mapping[str, Mapping[str, str]],
     bare: bool = False,
 ) -> Doc:
-    """Make a question with everything that its metric needs.
+    """Return a question with everything that its metric needs.
 
     Args:
         task: Name of the SCBench task.
         record: The raw row.
         turn: The turn of the row that asks the question.
         functions: The functions of each repository.
-        bare: Whether Math.Find's prefix already stands before the context.
+        bare: Whether Math.Find's prefix already precedes the context.
     """
     kind = turn["task"] if task in _MIXED else task
     template = "{input}" if bare and task == "scbench_mf" else prompts()[task]["question"]
@@ -136,7 +136,7 @@ def _doc(
 
 
 def _functions(records: Iterable[Raw]) -> dict[str, dict[str, str]]:
-    """By repository, the functions that any row asks for: candidates of every answer."""
+    """Return the functions that any row asks for, by repository: the candidates of every answer."""
     functions: dict[str, dict[str, str]] = {}
     for record in records:
         for turn in record["multi_turns"]:

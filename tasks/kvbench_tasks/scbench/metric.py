@@ -1,4 +1,4 @@
-"""SCBench's metrics (scbench/compute_scores.py), by what a turn asks for."""
+"""SCBench's metrics (scbench/compute_scores.py), by kind of turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbench_tasks.scbench.repoqa import extract, similarity
 Doc = dict[str, Any]
 
 _THRESHOLD = 0.8
-"""Least similarity of a RepoQA answer to its function."""
+"""Minimum similarity of a RepoQA answer to its function."""
 
 _CHINESE = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､"
@@ -23,32 +23,31 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE)
 
 
 def score(doc: Doc, results: list[str]) -> dict[str, float]:
-    """The score of a response, from 0 to 1; called by lm-eval."""
+    """Score a response from 0 to 1; called by lm-eval."""
     return {"score": float(_METRICS[doc["kind"]](doc, results[0]))}
 
 
 def contains(doc: Doc, response: str) -> float:
-    """1 if the response contains the answer; case counts."""
+    """Return 1 if the response contains the answer, case-sensitive."""
     return float(doc["outputs"][0] in response)
 
 
 def contains_any_case(doc: Doc, response: str) -> float:
-    """1 if the response contains the answer, ignoring case."""
+    """Return 1 if the response contains the answer, ignoring case."""
     return float(doc["outputs"][0].upper() in response.upper())
 
 
 def share(doc: Doc, response: str) -> float:
-    """The share of the answers that the response contains, ignoring case."""
+    """Return the fraction of the answers that the response contains, ignoring case."""
     matches = [output.lower() in response.lower() for output in doc["outputs"]]
     return sum(matches) / len(matches)
 
 
 def choice(doc: Doc, response: str) -> float:
-    """1 if the response names the right option.
+    """Return 1 if the response names the correct option.
 
-    The first of these that the response has decides: a letter at its beginning; the whole response
-    as an option; what follows "answer is:", "answer:", "answer is" or "option is"; a word that is a
-    letter.
+    The first match decides: a letter at the beginning; the whole response as an option; the text after "answer is:",
+    "answer:", "answer is" or "option is"; a word that is a letter.
     """
     correct_options = doc["outputs"]
     reply = response.strip()
@@ -68,7 +67,7 @@ def choice(doc: Doc, response: str) -> float:
 
 
 def number(doc: Doc, response: str) -> float:
-    """1 if the first number in the response is the answer; decimals of a whole answer are cut."""
+    """Return 1 if the first number in the response is the answer; for an integer answer, decimals are truncated."""
     match, expected = re.search(r"\d+(?:\.\d+)?", response), doc["outputs"][0]
     if match is None:
         return 0.0
@@ -77,13 +76,13 @@ def number(doc: Doc, response: str) -> float:
 
 
 def digits(doc: Doc, response: str) -> float:
-    """1 if the first run of digits in the response is the answer."""
+    """Return 1 if the first run of digits in the response is the answer."""
     match = re.search("[0-9]+", response)
     return float(match is not None and match[0] == doc["outputs"][0])
 
 
 def chinese(doc: Doc, response: str) -> float:
-    """F1 over characters, without case, punctuation and white space."""
+    """Return the F1 over characters, ignoring case, punctuation and white space."""
     return f1_words(_characters(response), _characters(doc["outputs"][0]))
 
 
@@ -92,14 +91,14 @@ def _characters(text: str) -> list[str]:
 
 
 def summary(doc: Doc, response: str) -> float:
-    """ROUGE-Lsum, F-measure, no stemming."""
+    """Return the ROUGE-Lsum F-measure, without stemming."""
     return rouge_lsum(response, doc["outputs"])
 
 
 def function(doc: Doc, response: str) -> float:
-    """1 if the function asked for is the repository's most similar one, and similar enough.
+    """Return 1 if the function asked for is the repository's most similar one, above the threshold.
 
-    Similarity is BLEU over words, smoothed (method 4 of Chen and Cherry).
+    Similarity is smoothed BLEU over words (method 4 of Chen and Cherry).
     """
     answer_code = extract(response, doc["lang"])
     best_score, best_name = 0.0, ""

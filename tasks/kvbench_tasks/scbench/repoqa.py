@@ -10,11 +10,10 @@ _BLOCK = re.compile(r"^```\w*[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def extract(response: str, language: str) -> str:
-    """The code in a response.
+    """Extract the code from a response.
 
-    In Python, the first function of the first fenced block that has a function; in other languages,
-    for which there is no parser here, the first fenced block. A response without a block counts as
-    a whole.
+    For Python, this is the first function of the first fenced block with a function; for other languages, which are not
+    parsed, the first fenced block. Without a block, it is the whole response.
     """
     blocks = _BLOCK.findall(response.strip())
     if language == "python":
@@ -27,7 +26,7 @@ def extract(response: str, language: str) -> str:
 def _first_function(code: str) -> str:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in what a model wrote
+            warnings.simplefilter("ignore")  # escapes in model-written code
             tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
@@ -40,8 +39,8 @@ def _first_function(code: str) -> str:
 
 
 def similarity(candidate: str, reference: str) -> float:
-    """Smoothed BLEU of the words of two texts, 0 to 1."""
-    # nltk takes seconds to import
+    """Return the smoothed BLEU over words of two texts, 0 to 1."""
+    # Imported here, because nltk takes seconds to load.
     from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
 
     candidate_words, reference_words = (
@@ -49,5 +48,5 @@ def similarity(candidate: str, reference: str) -> float:
         re.split(r"\s+", reference.strip()),
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about texts with no words in common
+        warnings.simplefilter("ignore")  # texts without common words
         return float(sentence_bleu([reference_words], candidate_words, smoothing_function=SmoothingFunction().method4))

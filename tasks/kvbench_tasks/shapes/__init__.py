@@ -19,13 +19,13 @@ from kvbench.reference_vl.pictures import Picture
 from kvbench.reference_vl.questions import KINDS, PictureQuestion, chance
 
 QUESTIONS = 4
-"""Questions about one context of `shapes_vqa`."""
+"""Questions per context of `shapes_vqa`."""
 
 _PICTURE, _REST = 26, 150
-"""Most tokens of a picture with its hints, and of everything else: filler, questions, answers."""
+"""Maximum tokens of a picture with its hints, and of everything else: filler, questions, answers."""
 
 _LIMIT = 4
-"""New tokens of an answer, which is one word and the end of the turn."""
+"""New tokens per answer: one word and the end of the turn."""
 
 
 def docs(
@@ -59,7 +59,7 @@ def docs(
 
 
 def _questions(sample: DialogueSample, index: int) -> list[Doc]:
-    """The rows of one context: its questions, asked apart."""
+    """Return the rows of one context, one per independent question."""
     (turn,) = sample.turns
     return [{**_row(turn.parts, question), **_extra(question, index)} for question in turn.questions]
 
@@ -100,12 +100,12 @@ def _png(picture: Picture) -> bytes:
 
 
 def process_results(doc: Doc, results: list[str]) -> dict[str, float]:
-    """1 if the response is the word of the answer; called by lm-eval."""
+    """Return 1 if the response is the answer's word; called by lm-eval."""
     return {"accuracy": float(results[0].strip() == doc["outputs"][0])}
 
 
 def _chance() -> float:
-    """The share of right answers by guessing, for five pictures and the mix of questions."""
+    """Return the accuracy of guessing, for five pictures and the mix of questions."""
     kind_weights = dict(zip(KINDS, DialogueSettings().kinds, strict=True))
     return sum(weight * chance(kind, 5) for kind, weight in kind_weights.items()) / sum(kind_weights.values())
 

@@ -1,1 +1,1 @@
-"""What the generators of synthetic tasks share: lexicons, words, essays and fitting to length."""
+"""Shared parts of synthetic task generators: lexicons, words, essays and fitting to length."""

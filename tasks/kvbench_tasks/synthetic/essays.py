@@ -15,7 +15,7 @@ ESSAYS = Source("baber/paul_graham_essays", split="train", columns=("text",))
 
 @functools.lru_cache(maxsize=2)
 def essays(cache_dir: Path) -> tuple[tuple[str, ...], ...]:
-    """The essays as sentences, each a tuple of words; empty where the hub cannot be reached."""
+    """Return the essays as sentences, each a tuple of words; empty if the hub is not reachable."""
     try:
         records = rows(ESSAYS, cache_dir)
     except NeedsHub:

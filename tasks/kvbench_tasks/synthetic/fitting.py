@@ -1,4 +1,4 @@
-"""Samples that depend on their seed alone and fill their length to the token."""
+"""Fitting of seeded samples to an exact length in tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ENDLESS = 1 << 40
 
 
 class Size(Protocol):
-    """Counts the tokens of a prompt as the model will see it."""
+    """Counter of the tokens of a prompt as the model sees it."""
 
     def __call__(self, context: str, question: str, gen_prefix: str = "", shots: Sequence[Shot] = ()) -> int: ...
 
     def dialogue(self, row: Doc) -> int:
-        """Tokens of the prompt of a dialogue's last turn."""
+        """Return the tokens of the prompt at a dialogue's last turn."""
         ...
 
 
@@ -31,7 +31,7 @@ class Streams:
     """Independent random generators of one sample, by purpose.
 
     Args:
-        parts: Everything that the sample depends on: task, length, seed, index.
+        seed_parts: Everything that the sample depends on: task, length, seed, index.
     """
 
     def __init__(self, *seed_parts: str | int) -> None:
@@ -39,27 +39,27 @@ class Streams:
         self._generators: dict[str, random.Random] = {}
 
     def __getitem__(self, purpose: str) -> random.Random:
-        """The generator for a purpose, which continues where its last use stopped."""
+        """Return the generator for a purpose, which continues from its last use."""
         if purpose not in self._generators:
             self._generators[purpose] = self.fresh(purpose)
         return self._generators[purpose]
 
     def fresh(self, purpose: str) -> random.Random:
-        """The generator for a purpose, from its start."""
+        """Return the generator for a purpose, restarted."""
         seed = hashlib.sha256(f"{self._name}|{purpose}".encode()).digest()
         return random.Random(int.from_bytes(seed, "big"))
 
 
 @dataclass(frozen=True)
 class HaystackPlan:
-    """A sample whose haystack can have any size.
+    """A sample with a haystack of variable size.
 
     Attributes:
-        build: Builds the row with a haystack of n units; the same n gives the same row.
+        build: Builds the row with a haystack of n units, deterministically.
         min_units: The smallest n.
         max_units: The largest n.
-        exhausted: Names what `max_units` units use up. Where they leave room, the task is left
-            out rather than made shorter than `length`; empty: the row may stay shorter.
+        exhausted: Names the source that `max_units` uses up. If room remains, the task is skipped rather than made
+            shorter than `length`; "": the row may be shorter.
     """
 
     build: Callable[[int], Doc]
@@ -74,11 +74,9 @@ def fit(task: str, plans: Sequence[HaystackPlan], length: int, size: Size) -> Do
     Args:
         task: Named in the error message.
         plans: In order of preference; later ones need less room.
-        length: Tokens of prompt and answer at most.
+        length: Maximum tokens of prompt and answer. A dialogue leaves room for the longest answers to all its
+            questions, so that it stays within `length` even if the model continues from its own answers.
         size: Counts a prompt.
-
-    A dialogue leaves room for the longest answers to all its questions, so that it stays within
-    `length` even where the model continues from its own answers.
 
     Raises:
         UserError: No plan fits.
@@ -110,10 +108,9 @@ def _fill(
     cost: Callable[[Doc], int],
     max_tokens: int,
 ) -> Doc:
-    """The row of n units with cost(n) <= max_tokens < cost(n + 1), by interpolation and halving.
+    """Find the row of n units with cost(n) <= max_tokens < cost(n + 1), by interpolation and bisection.
 
-    A unit has at least one token, so more than `max_tokens` units are not tried, even where a
-    tokenizer drops what it does not know.
+    A unit has at least one token, so at most `max_tokens` units are tried, even if a tokenizer drops unknown words.
     """
     lower_size, lower_cost, best_doc = plan.min_units, smallest_cost, smallest_doc
     upper_size, upper_cost = min(plan.max_units, plan.min_units + max_tokens) + 1, None
@@ -136,8 +133,8 @@ def _fill(
         elif step_count % 8 == 0:
             probe_size = (lower_size + upper_size) // 2
         else:
-            # Costs are nearly linear: step from the nearer side to just beyond the crossing, so
-            # that the bracket closes from both sides.
+            # Costs are nearly linear: step from the nearer side to just past the crossing, so the bracket closes from
+            # both sides.
             unit_cost = max(1, upper_cost - lower_cost) / (upper_size - lower_size)
             gap_below, gap_above = max_tokens - lower_cost, upper_cost - max_tokens
             if gap_below < gap_above:
@@ -186,7 +183,7 @@ def scatter(units: Sequence[str], statements: Sequence[tuple[float, str]]) -> li
 
 
 def apart(generator: random.Random, part_count: int) -> Callable[[int], list[int]]:
-    """Make a function that splits any whole into uneven parts and returns their sizes."""
+    """Return a function that splits a total into uneven parts and returns their sizes."""
     weights = [generator.gammavariate(3, 1) for _ in range(part_count)]
     fractions = [sum(weights[: part_index + 1]) / sum(weights) for part_index in range(part_count - 1)]
 
@@ -198,7 +195,7 @@ def apart(generator: random.Random, part_count: int) -> Callable[[int], list[int
 
 
 def fewer(count: int) -> Iterator[int]:
-    """Count down to 4 in steps of a quarter, for plans that need less and less room."""
+    """Count down to 4 in steps of a quarter, for progressively smaller plans."""
     yield count
     while count > 4:
         count = max(4, count * 3 // 4)

@@ -1,4 +1,4 @@
-"""Turns plans into the rows of a task."""
+"""Generation of task rows from plans."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def generate(
 
     Args:
         task: The task; with lexicon, length, seed and index it seeds a row.
-        plans: Makes the plans of a row from its lexicon and index, the preferred one first.
-        length: Most tokens of prompt and answer.
-        samples: How many rows.
+        plans: Returns the plans of a row from its lexicon and index, in order of preference.
+        length: Maximum tokens of prompt and answer.
+        samples: Number of rows.
         seed: Seed of the data.
         lexicon: "natural" or "reference".
         size: Counts a prompt's tokens.
-        essays_in: Cache folder of the essays, for a natural task over them. Where the hub cannot be
-            reached the lexicon writes prose instead; the rows' `variant` says which it is.
+        essays_in: Cache folder of the essays, for a natural task over them. If the hub is not reachable, the lexicon
+            generates prose instead; the rows' `variant` records which was used.
 
     Raises:
         UserError: The lexicon is unknown, or no plan fits into `length`.
@@ -61,6 +61,6 @@ def generate(
 
 
 def counter(size: Size) -> Tokens:
-    """Make a counter of a text's tokens, without chat template and BOS."""
+    """Return a counter of a text's tokens, without chat template and BOS."""
     overhead = size("x", "")
     return lambda text: size(f"x {text}", "") - overhead

@@ -1,4 +1,4 @@
-"""What a lexicon is: the words and templates in which a synthetic task is written."""
+"""Lexicons: the words and templates of synthetic tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 from kvbench_tasks.synthetic.fitting import HaystackPlan, Streams
 
 Tokens = Callable[[str], int]
-"""Counts the tokens of a text, give or take one."""
+"""Counter of a text's tokens, accurate to one token."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Niah:
         haystack: "noise" (one sentence over and over), "essay", or "needle" (needles only).
         key: Kind of the needles' keys.
         value: Kind of their values.
-        keys: How many keys.
-        values: Values of each key.
-        queries: How many of the keys are asked for.
+        keys: Number of keys.
+        values: Values per key.
+        queries: Number of keys asked for.
     """
 
     haystack: Literal["noise", "essay", "needle"]
@@ -36,12 +36,12 @@ class Niah:
 
 
 class Lexicon(ABC):
-    """Writes one sample of each kind of task, of any size.
+    """Generator of one sample of each kind of task, of any size.
 
     Args:
         streams: The sample's random generators.
         length: Tokens of prompt and answer; decides word counts, not the fitting.
-        essay: Sentences of an essay haystack, each a list of words; none: the lexicon's own.
+        essay: Sentences of an essay haystack, each a list of words; None uses the lexicon's own.
     """
 
     def __init__(self, streams: Streams, length: int, essay: Sequence[Sequence[str]] | None = None) -> None:
@@ -51,59 +51,59 @@ class Lexicon(ABC):
         self._materials: list[str] = []
 
     def uses(self, material: str) -> None:
-        """Note that the sample is made of a material that can differ between machines."""
+        """Record that the sample uses a source that can differ between machines."""
         if material not in self._materials:
             self._materials.append(material)
 
     @property
     def variant(self) -> str:
-        """The materials that the sample is made of; joins the version of the task."""
+        """Sources that the sample uses; part of the task's version."""
         return "+".join(self._materials)
 
     @abstractmethod
     def niah(self, task: Niah, depths: Sequence[float] | None = None) -> list[HaystackPlan]:
-        """Needles in a haystack, at the given depths (0 to 1) or at random ones."""
+        """Plan needles in a haystack, at the given depths (0 to 1) or at random ones."""
 
     @abstractmethod
     def vt(self, hops: int, count_tokens: Tokens) -> list[HaystackPlan]:
-        """A chain of assignments: which variables hold the value?"""
+        """Plan a chain of assignments: which variables hold the value?"""
 
     @abstractmethod
     def cwe(self) -> list[HaystackPlan]:
-        """A list in which ten words are common: which are they?"""
+        """Plan a list with ten common words: which are they?"""
 
     @abstractmethod
     def fwe(self) -> list[HaystackPlan]:
-        """Coded text with Zipf-like counts: which three words are the most frequent?"""
+        """Plan coded text with Zipf-like counts: which three words are the most frequent?"""
 
     @abstractmethod
     def listing(self, count_tokens: Tokens) -> list[HaystackPlan]:
-        """Numbered items out of order: write all of them, in order."""
+        """Plan numbered items out of order: write all of them, in order."""
 
     @abstractmethod
     def passage(self, count_tokens: Tokens) -> list[HaystackPlan]:
-        """A passage: copy it."""
+        """Plan a passage to copy."""
 
     @abstractmethod
     def steps(self, count_tokens: Tokens) -> list[HaystackPlan]:
-        """A long chain of assignments: write every step of it, in order."""
+        """Plan a long chain of assignments: write every step, in order."""
 
     @abstractmethod
     def dialogue(self, turns: int, facts: int) -> list[HaystackPlan]:
-        """Turns with so many new facts each; each asks for a fact that no other turn asks for."""
+        """Plan turns with `facts` new facts each; each turn asks for a different fact."""
 
     @abstractmethod
     def fact(self) -> list[HaystackPlan]:
-        """One fact, told and asked for in another form than those of `niah`."""
+        """Plan one fact, stated and asked for in a different form than in `niah`."""
 
 
 def asked_facts(generator: random.Random, turns: int, facts: int) -> list[int]:
-    """Draw the fact that each turn asks for: one that is told by then and was not asked before.
+    """Draw the fact that each turn asks for: one already stated and not asked for before.
 
     Args:
-        generator: Draws them.
-        turns: How many turns.
-        facts: New facts of each turn; fact i is told in turn i // facts.
+        generator: Random generator.
+        turns: Number of turns.
+        facts: New facts per turn; fact i is stated in turn i // facts.
     """
     open_facts: list[int] = []
     query_facts = []

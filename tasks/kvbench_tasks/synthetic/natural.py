@@ -1,4 +1,4 @@
-"""The lexicon for real models: RULER's own prompts in English."""
+"""Lexicon for real models: RULER's English prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]
 
 @functools.cache
 def prompts() -> dict[str, Any]:
-    """RULER's prompts, verbatim."""
+    """Return RULER's prompts, verbatim."""
     json_text = files("kvbench_tasks.synthetic").joinpath("prompts.json").read_text(encoding="utf-8")
     templates: dict[str, Any] = json.loads(json_text)
     return templates
@@ -41,17 +41,17 @@ def framed(
     preamble: str = "",
     **fields: object,
 ) -> Doc:
-    """Make a row from one of RULER's templates.
+    """Return a row from one of RULER's templates.
 
     The question begins after `{context}` and the white space that follows it.
 
     Args:
-        prompt_name: Which of RULER's prompts; gives answer prefix and answer length.
+        prompt_name: Name of RULER's prompt, which determines answer prefix and answer length.
         template: The prompt.
         context: Replaces `{context}`.
         outputs: Reference answers.
-        preamble: Precedes the prompt in the user's message, such as a worked example.
-        names: Fill the template's other fields.
+        preamble: Text before the prompt in the user's message, such as a worked example.
+        fields: Values of the template's other fields.
     """
     opening, ending = template.split("{context}")
     question = ending.lstrip()
@@ -72,7 +72,7 @@ class NaturalLexicon(Lexicon):
     """See `Lexicon`."""
 
     def niah(self, task: Niah, depths: Sequence[float] | None = None) -> list[HaystackPlan]:
-        """Hide RULER's needles. An essay is cut to the word, other haystacks to the line."""
+        """Hide RULER's needles. An essay is truncated at a word, other haystacks at a line."""
         prompt = prompts()["niah"]
         used_strings: set[str] = set()
         generator = self.streams["needles"]
@@ -112,7 +112,7 @@ class NaturalLexicon(Lexicon):
         return [HaystackPlan(build)]
 
     def vt(self, hops: int, count_tokens: Tokens) -> list[HaystackPlan]:
-        """Track variables after a worked example, which is left out where it does not fit."""
+        """Track variables after a worked example, which is omitted if it does not fit."""
         prompt = prompts()["variable_tracking"]
         statements, value, variables = self._chain(hops, 5, "chain")
 
@@ -133,11 +133,10 @@ class NaturalLexicon(Lexicon):
         )
 
     def cwe(self) -> list[HaystackPlan]:
-        """List words, ten of them often.
+        """List words, ten of them frequently.
 
-        The counts are RULER's: 30 and 3 from 4096 tokens on, 6 and 1 below; where that does not
-        fit, 3 and 1 without a worked example. RULER draws the words of the example and of the task
-        independently of each other.
+        The counts are RULER's: 30 and 3 from 4096 tokens on, 6 and 1 below; if that does not fit, 3 and 1 without a
+        worked example. As in RULER, the words of the example and of the task are drawn independently.
         """
         prompt = prompts()["common_words_extraction"]
         self.uses(ruler_words.release())
@@ -223,7 +222,9 @@ class NaturalLexicon(Lexicon):
     # --- needles ----------------------------------------------------------------------------------
 
     def _haystack(self, task: Niah, used_strings: set[str]) -> tuple[Callable[[int], list[str]], str]:
-        """The first n units of a haystack, between which needles may stand, and what joins them."""
+        """Return a function for the first n units of a haystack, between which needles may stand, and their
+        separator.
+        """
         if task.haystack == "noise":
             return lambda unit_count: [prompts()["niah"]["noise"]] * unit_count, "\n"
         if task.haystack == "essay":
@@ -247,7 +248,7 @@ class NaturalLexicon(Lexicon):
         return take, "\n"
 
     def _fresh(self, kind: str, generator: random.Random, used_strings: set[str]) -> str:
-        """A key or value that this sample has not used yet."""
+        """Draw a key or value that this sample has not used yet."""
         while True:
             candidate = self._random(kind, generator)
             if candidate not in used_strings:
@@ -265,7 +266,7 @@ class NaturalLexicon(Lexicon):
     # --- variable tracking ------------------------------------------------------------------------
 
     def _chain(self, hops: int, name_length: int, purpose: str) -> tuple[list[str], str, list[str]]:
-        """The statements of a chain of assignments, its value, and its variables."""
+        """Return the statements of a chain of assignments, its value, and its variables."""
         generator = self.streams[purpose]
         distinct_names: dict[str, None] = {}
         while len(distinct_names) <= hops:
@@ -277,20 +278,20 @@ class NaturalLexicon(Lexicon):
         return statements, value, variables
 
     def _noisy(self, line_count: int, statements: Sequence[str], purpose: str) -> str:
-        """Statements before random ones of n lines of noise, one statement a line."""
+        """Insert statements before random lines of n lines of noise, at most one per line."""
         generator = self.streams.fresh(purpose)
         if line_count >= len(statements):
             line_indices = generator.sample(range(line_count), len(statements))
         else:  # RULER has no task this short
             line_indices = generator.choices(range(line_count + 1), k=len(statements))
         lines = [prompts()["variable_tracking"]["noise"]] * line_count
-        # From the last one back: an insertion moves only what stands after it.
+        # From the last one backwards: an insertion shifts only what follows it.
         for line_index, statement in reversed(list(zip(sorted(line_indices), statements, strict=True))):
             lines.insert(line_index, statement)
         return "\n".join(lines)
 
     def _vt_example(self, hops: int, max_tokens: int, count_tokens: Tokens) -> str:
-        """A solved task of at most so many tokens before its answer; empty where none fits."""
+        """Return a solved example whose prompt has at most `max_tokens` tokens; "" if none fits."""
         prompt = prompts()["variable_tracking"]
         statements, value, variables = self._chain(hops, 3, "example")
 

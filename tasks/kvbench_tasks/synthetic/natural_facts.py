@@ -1,7 +1,6 @@
-"""The natural prompts of `facts`: a fact about a person, among sentences of Python's manual.
+"""Natural prompts of `facts`: a fact about a person among sentences of Python's manual.
 
-No other task has anything of them: they have no numbers, no keys of two words, and no
-generated prose.
+They share nothing with other tasks: no numbers, no two-word keys, and no generated prose.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ _FACTS = (
         "turquoise purple orange yellow green pink white brown black grey blue red",
     ),
 )
-"""What is told, what is asked, how the answer begins, and the possible values."""
+"""Statement, question, beginning of the answer, and possible values."""
 
 
 def fact(streams: Streams) -> list[HaystackPlan]:
-    """Hide one fact at a random depth of the manual; the haystack is cut to the sentence."""
+    """Hide one fact at a random depth of the manual; the haystack is truncated at a sentence."""
     generator = streams["fact"]
     fact_template, question_template, prefix_template, value_words = generator.choice(_FACTS)
     value = generator.choice(value_words.split())

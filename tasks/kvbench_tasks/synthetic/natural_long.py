@@ -1,7 +1,7 @@
-"""Long answers and dialogues in English, over generated prose. The prompts are our own.
+"""Long answers and dialogues in English, over generated prose. The prompts are kvbench's.
 
-An answer takes about a quarter of the length, at most `MOST` tokens. The statements that tell it
-take about as much again, or twice as much, and prose fills the rest.
+An answer takes about a quarter of the length, at most `MOST` tokens. The statements that contain it take as much again
+or twice as much, and prose fills the rest.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _FRAME = {"user": "User:\n", "assistant": "\n\nAssistant:\n", "end": "\n\n"}
 
 
 def listing(streams: Streams, length: int, count_tokens: Tokens) -> list[HaystackPlan]:
-    """Items of a list, each stated in a sentence somewhere in the text.
+    """Plan list items, each stated in a sentence somewhere in the text.
 
     Args:
-        streams: The sample's generators.
-        length: Tokens of prompt and answer; decides how many items.
+        streams: The sample's random generators.
+        length: Tokens of prompt and answer; determines the number of items.
         count_tokens: Counts the tokens of an answer.
     """
     item_iterator = compounds(streams["items"])
@@ -89,7 +89,7 @@ def listing(streams: Streams, length: int, count_tokens: Tokens) -> list[Haystac
 
 
 def passage(streams: Streams, length: int, count_tokens: Tokens) -> list[HaystackPlan]:
-    """A passage of sentences between two marks."""
+    """Plan a passage of sentences between two marks."""
     sentences: list[str] = []
     prose_sentences = prose(streams["passage"])
 
@@ -109,7 +109,7 @@ def passage(streams: Streams, length: int, count_tokens: Tokens) -> list[Haystac
 
 
 def steps(streams: Streams, length: int, count_tokens: Tokens) -> list[HaystackPlan]:
-    """Two chains of assignments, interleaved."""
+    """Plan two interleaved chains of assignments."""
     generator = streams["chain"]
     start_values = [str(start_value) for start_value in generator.sample(range(10000, 100000), _CHAINS)]
     used_variables: set[str] = set()
@@ -152,12 +152,12 @@ def steps(streams: Streams, length: int, count_tokens: Tokens) -> list[HaystackP
 
 
 def dialogue(streams: Streams, turns: int, facts: int) -> list[HaystackPlan]:
-    """Codes that are told, and asked for in the same turn or later.
+    """Plan codes that are stated, and asked for in the same turn or later.
 
     Args:
-        streams: The sample's generators.
-        turns: How many, where there is room; else fewer.
-        facts: New codes of each turn.
+        streams: The sample's random generators.
+        turns: Maximum number of turns; fewer if room is short.
+        facts: New codes per turn.
     """
     key_iterator = compounds(streams["keys"])
     key_names = [key_name.replace("-", " ") for key_name in islice(key_iterator, turns * facts)]
@@ -216,9 +216,9 @@ def _plan(
     answer_tokens: int,
     **fields: object,
 ) -> HaystackPlan:
-    """Statements among prose.
+    """Plan statements among prose.
 
-    `prompt_texts` are the texts before the prose, of the question, and at the start of the answer.
+    `prompt_texts` are the text before the prose, the question, and the beginning of the answer.
     """
     preamble, question, gen_prefix = prompt_texts
     filler = words_of(prose(streams.fresh("prose")))

@@ -1,7 +1,6 @@
-"""The lexicon of the reference model: short templates over its pool of 512 words.
+"""Lexicon of the reference model: short templates over its pool of 512 words.
 
-Keys and variables occur only where they are stated and asked for. Sizes are in words; one word is
-one token.
+Keys and variables occur only in their statements and questions. Sizes are in words; one word is one token.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from kvbench_tasks.synthetic.lexicon import Lexicon, Niah, Tokens, asked_facts
 _MOST_KEYS = 400  # leaves enough words for values and filler
 _COMMON = 10
 _TOP = 3
-# The sizes at which the model answers reliably with its full cache; it was trained on up to 48, 96
-# and 24.
+# Sizes at which the model answers reliably with its full cache; it was trained on up to 48, 96 and 24.
 _ITEMS = 32
 _COPIED = 80
 _HOPS = 24
@@ -32,10 +30,10 @@ class ReferenceLexicon(Lexicon):
     _pool: list[str] | None = None
 
     def niah(self, task: Niah, depths: Sequence[float] | None = None) -> list[HaystackPlan]:
-        """Needles `note K a b .`; a uuid is four words, and its key two (as in training).
+        """Plan needles `note K a b .`; a uuid is four words, and its key two (as in training).
 
-        Several values of several keys are asked for key by key: the row then has `each`, a question
-        and its answers for every key.
+        Several values of several keys are asked for one key at a time: the row then has `each`, a question and its
+        answers per key.
         """
         has_uuids = task.value == "uuids"
         distractor_count = 0
@@ -97,7 +95,7 @@ class ReferenceLexicon(Lexicon):
         return [HaystackPlan(build)]
 
     def vt(self, hops: int, count_tokens: Tokens) -> list[HaystackPlan]:
-        """Statements `let SOURCE VARIABLE .` among noise; all variables are asked for."""
+        """Plan statements `let SOURCE VARIABLE .` among noise; all variables are asked for."""
         variables = self._reserve(hops + 2)
         generator = self.streams["depth"]
         depths = sorted(generator.random() for _ in range(hops + 1))
@@ -135,7 +133,7 @@ class ReferenceLexicon(Lexicon):
         return [HaystackPlan(build, min_units=60)]
 
     def fwe(self) -> list[HaystackPlan]:
-        """Word k of the code has a share of k^-2; the first rank is left out, as in RULER."""
+        """Plan coded words with frequencies k^-2; the first rank is excluded, as in RULER."""
         vocabulary = self._reserve(250)
         rank_weights = [rank**-2.0 for rank in range(2, len(vocabulary) + 2)]
         frequencies = [weight / sum(rank_weights) for weight in rank_weights]
@@ -155,7 +153,7 @@ class ReferenceLexicon(Lexicon):
         return [HaystackPlan(build, min_units=60)]
 
     def listing(self, count_tokens: Tokens) -> list[HaystackPlan]:
-        """Statements `item #N a b .`; the answer is `#1 a b , #2 c d .`."""
+        """Plan statements `item #N a b .`; the answer is `#1 a b , #2 c d .`."""
         values = [_text(self._free(2)) for _ in range(_ITEMS)]
         filler, generator = self._filler("essay"), self.streams["depth"]
         depths = [generator.random() for _ in values]
@@ -182,7 +180,7 @@ class ReferenceLexicon(Lexicon):
         return [plan(item_count) for item_count in fewer(_ITEMS)]
 
     def passage(self, count_tokens: Tokens) -> list[HaystackPlan]:
-        """A passage `begin a b c end` whose words occur nowhere else."""
+        """Plan a passage `begin a b c end` whose words occur nowhere else."""
         passage_words = self._reserve(_COPIED)
         filler, depth = self._filler("essay"), self.streams["depth"].random()
 
@@ -200,7 +198,7 @@ class ReferenceLexicon(Lexicon):
         return [plan(word_count) for word_count in fewer(_COPIED)]
 
     def steps(self, count_tokens: Tokens) -> list[HaystackPlan]:
-        """The statements of `vt`, but a long chain of them, among sentences that vary."""
+        """Plan a long chain of `vt` statements among varying sentences."""
         variables = self._reserve(_HOPS + 2)
         generator, filler = self.streams["depth"], self._filler("essay")
         depths = [generator.random() for _ in variables[1:]]
@@ -227,7 +225,7 @@ class ReferenceLexicon(Lexicon):
         return [plan(step_count) for step_count in fewer(_HOPS + 1)]
 
     def dialogue(self, turns: int, facts: int) -> list[HaystackPlan]:
-        """Turns `user ... note K a b . ... <q> K a b .`, as in training."""
+        """Plan turns `user ... note K a b . ... <q> K a b .`, as in training."""
         keys = self._reserve(turns * facts)
         values = [self._free(2) for _ in keys]
         fact_texts = [_text(grammar.needle(key, value)) for key, value in zip(keys, values, strict=True)]
@@ -262,7 +260,7 @@ class ReferenceLexicon(Lexicon):
         return [plan(turn_count) for turn_count in range(turns, 1, -1)]
 
     def fact(self) -> list[HaystackPlan]:
-        """A passage `begin a b c d end` of words that are nowhere else; `<q> copy` asks for it."""
+        """Plan a passage `begin a b c d end` of words that occur nowhere else; `<q> copy` asks for it."""
         fact_words = self._reserve(_FACT)
         filler, depth = self._filler("essay"), self.streams["depth"].random()
         passage = _text(grammar.passage(fact_words))
@@ -304,7 +302,7 @@ class ReferenceLexicon(Lexicon):
         ]
 
     def _filler(self, haystack: str, purpose: str = "filler") -> Callable[[int], list[str]]:
-        """Make a function that returns sentences of n words in all; the last may be cut off."""
+        """Return a function that gives sentences with n words in total; the last may be truncated."""
         unused_words, generator = self._unused_words(), self.streams[purpose]
         noise_sentence = grammar.sentence(generator.choices(unused_words, k=generator.randint(5, 9)))
         sentences: list[list[str]] = []

@@ -14,25 +14,25 @@ from wonderwords import Defaults, RandomWord
 
 @functools.cache
 def adjectives() -> tuple[str, ...]:
-    """The distinct adjectives, sorted."""
+    """Return the distinct adjectives, sorted."""
     return _sorted(Defaults.ADJECTIVES)
 
 
 @functools.cache
 def nouns() -> tuple[str, ...]:
-    """The distinct nouns, sorted."""
+    """Return the distinct nouns, sorted."""
     return _sorted(Defaults.NOUNS)
 
 
 @functools.cache
 def all_words() -> tuple[str, ...]:
-    """The distinct nouns, adjectives and verbs, sorted."""
+    """Return the distinct nouns, adjectives and verbs, sorted."""
     return _sorted(Defaults.NOUNS, Defaults.ADJECTIVES, Defaults.VERBS)
 
 
 @functools.cache
 def release() -> str:
-    """Name and version of the installed package."""
+    """Return name and version of the installed package."""
     return f"wonderwords-{version('wonderwords')}"
 
 

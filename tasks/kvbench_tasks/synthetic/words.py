@@ -1,4 +1,4 @@
-"""Our own lists of English words, and prose made of them."""
+"""kvbench's lists of English words, and prose generated from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.resources import files
 
 @functools.cache
 def words(kind: str) -> tuple[str, ...]:
-    """Our own words of a kind: "nouns", "adjectives" or "verbs" (base forms)."""
+    """Return the words of a kind: "nouns", "adjectives" or "verbs" (base forms)."""
     word_lists = json.loads(files("kvbench_tasks.synthetic").joinpath("words.json").read_text(encoding="utf-8"))
     return tuple(word for line in word_lists[kind] for word in line.split())
 
@@ -41,7 +41,7 @@ _NUMBERS = "two three four five six seven eight nine ten twelve twenty".split()
 
 
 def compounds(generator: random.Random) -> Iterator[str]:
-    """Distinct adjective-noun compounds without end."""
+    """Yield distinct adjective-noun compounds, without end."""
     used_compounds: set[str] = set()
     while True:
         compound = f"{generator.choice(words('adjectives'))}-{generator.choice(words('nouns'))}"
@@ -51,7 +51,7 @@ def compounds(generator: random.Random) -> Iterator[str]:
 
 
 def prose(generator: random.Random) -> Iterator[list[str]]:
-    """Sentences without end, each as a list of words, the last word with its full stop.
+    """Yield sentences without end, each a list of words, the last one with its full stop.
 
     No word contains a hyphen or a digit, so that no key or value of a needle can occur.
     """
@@ -80,7 +80,7 @@ def prose(generator: random.Random) -> Iterator[list[str]]:
 
 
 def words_of(sentences: Iterator[Sequence[str]]) -> Callable[[int], list[str]]:
-    """Make a function that returns the first n words as sentences; the last may be cut off."""
+    """Return a function that gives the first n words as sentences; the last may be truncated."""
     cached_sentences: list[Sequence[str]] = []
 
     def take(word_count: int) -> list[str]:

@@ -26,7 +26,7 @@ def docs(leaf: str, *, cache_dir: Path, **options: Any) -> list[Doc]:
     for record in rows(SOURCE, cache_dir):
         prepared_record = prepared(record)
         prompt = f"{primer.rstrip()}\n\nQ: {prepared_record['question']}"
-        # The last word of the question is read after the compression: nothing else follows it.
+        # Only the last word of the question is read after the compression.
         question_start = prompt.rindex(" ")
         documents.append(
             {

@@ -1,4 +1,4 @@
-"""lm-eval's metrics of `truthfulqa_gen`: is a response nearer to true or to false references?"""
+"""lm-eval's metrics of `truthfulqa_gen`: similarity to true and to false references."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def _lm_eval() -> Any:
 
 
 def prepared(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Prepare a raw row for lm-eval's metrics: full stops end answers, blank ones are dropped."""
+    """Prepare a raw row for lm-eval's metrics: end answers with full stops, drop blank ones."""
     prepared_record: dict[str, Any] = _lm_eval().preprocess_function(record)
     return prepared_record
 
 
 def scores(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """BLEU and ROUGE against the references; called by lm-eval.
+    """Compute BLEU and ROUGE against the references; called by lm-eval.
 
-    `*_max` is the best score (0 to 100) over the true references, `*_diff` its distance to the best
-    over the false ones, and `*_acc` is 1 where the distance is positive.
+    `*_max` is the best score (0 to 100) over the true references, `*_diff` its difference from the best over the false
+    ones, and `*_acc` is 1 if the difference is positive.
     """
     metrics = _lm_eval().process_results_gen(doc, results)
     return {metric_name: float(value) for metric_name, value in metrics.items()}

@@ -58,7 +58,7 @@ def test_view_without_a_browser_says_so(
 ) -> None:
     monkeypatch.setattr(webbrowser, "open", lambda url: False)
     assert call(["view", str(run)]) == 0
-    assert "no browser could be opened" in capsys.readouterr().err
+    assert "cannot open a browser" in capsys.readouterr().err
 
 
 def test_view_of_something_else_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

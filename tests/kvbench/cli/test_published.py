@@ -82,7 +82,7 @@ def test_the_check_names_table_and_figures(capsys: pytest.CaptureFixture[str]) -
 
 def test_filters_that_leave_nothing_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     text = out(capsys, "trimkv", "--policy", "locret", "--task", "aime24")
-    assert text.splitlines() == ["no figure fits all of these names together"]
+    assert text.splitlines() == ["no result matches all of these names"]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_filters_that_leave_nothing_say_so(capsys: pytest.CaptureFixture[str]) -
         (["--model", "lama2-7b"], "unknown model 'lama2-7b'; did you mean Llama-2-7B"),
         (["--csv", "--json"], "--check, --csv and --json exclude each other; give only one"),
         (["--check", "--policy", "h2o"], "--check takes no filter: it needs whole tables"),
-        (["d2o", "3", "--check"], "--check takes no table: it compares those of a paper"),
+        (["d2o", "3", "--check"], "--check takes no table: it compares the tables of a paper"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

@@ -97,7 +97,7 @@ def test_without_the_full_cache_there_are_no_marks(capsys: pytest.CaptureFixture
         (["--layout", "criticalkv-9"], "unknown layout 'criticalkv-9'; did you mean"),
         (["--layout", "trimkv-5"], "trimkv-5 cannot be filled: it needs Throughput"),
         (["--rows", "policy"], "choose one with --budget"),
-        (["--out", "t.pdf"], "unknown ending; use .tex, .md, .csv, .html"),
+        (["--out", "t.pdf"], "unknown suffix; use .tex, .md, .csv, .html"),
         (["--format", "pdf"], "pdf"),
         (["--against", "h2o"], "--against h2o: not in the run"),
         (["--task", "cwee"], "--task cwee: not in the run; it has vt, cwe"),

@@ -292,7 +292,7 @@ def test_verify_and_list_name_what_is_damaged_or_missing(
     printed = capsys.readouterr()
     assert printed.out == intact
     assert printed.err == (
-        "kvbench: hotpotqa/hotpot_qa distractor validation (qa_2): missing; `kvbench data fetch qa_2` gets it\n"
+        "kvbench: hotpotqa/hotpot_qa distractor validation (qa_2): missing; run `kvbench data fetch qa_2`\n"
     )
     assert cli.call(["data", "list", "qa_1,qa_2"]) == 0
     table = capsys.readouterr().out.splitlines()
@@ -317,7 +317,7 @@ def test_verify_and_list_name_what_is_damaged_or_missing(
     assert printed.out == ""
     assert printed.err == (
         f"kvbench: {name}: {path} is damaged: its content does not match its hash; "
-        "`kvbench data fetch qa_1` gets it again\n"
+        "run `kvbench data fetch qa_1` to fetch it again\n"
     )
 
 

@@ -149,4 +149,4 @@ def test_ctrl_c_says_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
     monkeypatch.setattr("kvbench.profiles.command.profile_heads", interrupted)
     assert cli.call(["profile", "heads"]) == 130
-    assert "kvbench: stopped; a profile is written when it is complete" in capsys.readouterr().err
+    assert "kvbench: stopped; the profile is written at the end" in capsys.readouterr().err

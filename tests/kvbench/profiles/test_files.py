@@ -80,7 +80,7 @@ def test_a_profile_by_hand_needs_no_more_than_its_table(tmp_path: Path) -> None:
         ({"layers": "2"}, "layers is '2'"),
         ({"kv_heads": 0}, "kv_heads is 0"),
         ({"kv_heads": True}, "kv_heads is True"),
-        ({"query_heads": 5}, "5 query heads do not divide among 2"),
+        ({"query_heads": 5}, "5 query heads is not a multiple of 2"),
         ({"scores": [[0.5, 0.5], [0.0]]}, "not a table"),
         ({"scores": [0.5, 0.5]}, "not a table"),
         ({"scores": "gone"}, "not a table"),

@@ -164,7 +164,7 @@ def test_a_task_may_say_what_its_needle_is(bpe_tokenizer: PreTrainedTokenizerFas
         (lambda r: dataclasses.replace(r, target=("7", "9")), "2 answers"),
         (
             lambda r: dataclasses.replace(r, extra={"needle": "no"}),
-            "its needle is not in the context",
+            "the needle is not in the context",
         ),
     ],
 )
@@ -182,5 +182,5 @@ def test_tokens_that_do_not_read_as_the_needle_are_refused(
 ) -> None:
     good = prompt(bpe_tokenizer, request("The code is 7193. It rains.", "7193"))
     ids = tuple(reversed(good.context_ids))
-    with pytest.raises(UserError, match="does not tell which tokens"):
+    with pytest.raises(UserError, match="cannot locate the needle's tokens"):
         find_needles(bpe_tokenizer, [Prompt(good.request, ids, good.question_ids)])

@@ -79,7 +79,7 @@ def test_only_more_of_the_same_extends_a_run(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--policy random", "--extend needs the folder of the run; add --out DIR"),
+        ("--policy random", "--extend needs the run's folder; add --out DIR"),
         ("--policy random --out nowhere", "nowhere holds no run to extend: grid.yaml is missing"),
         ("--out there --fresh", "--extend and --fresh exclude each other"),
         ("--out there --config grid.yaml", "--extend and --config exclude each other"),

@@ -134,7 +134,7 @@ def test_a_killed_training_continues_to_the_same_weights(llama_folder: str, rows
 def test_a_finished_training_is_not_repeated(llama_folder: str, rows: str, tmp_path: Path) -> None:
     out = tmp_path / "gates"
     _train(llama_folder, rows, out)
-    with pytest.raises(UserError, match=r"holds a training with lr=0\.01 instead of 0\.02"):
+    with pytest.raises(UserError, match=r"holds a training run with lr=0\.01 instead of 0\.02"):
         _train(llama_folder, rows, out, lr=0.02)
     before = load_file(out / "gates.safetensors")
     log = (out / "training.jsonl").read_bytes()

@@ -123,7 +123,7 @@ def test_a_sequence_that_comes_again_soon_is_not_replayed_again(
 
 
 def test_images_are_refused(tiny_llama: nn.Module) -> None:
-    with pytest.raises(UserError, match="kvzap learns from text alone"):
+    with pytest.raises(UserError, match="kvzap is trained on text only"):
         student_of(tiny_llama)(*batch(), pixel_values=torch.zeros(1))
 
 

@@ -1,22 +1,20 @@
-"""Forward of the capacity loss for long sequences: linear in T, in torch, on any device.
+"""Forward pass of the capacity loss for long sequences: linear in T, in torch, on any device.
 
     S_t = sum_{i <= t} exp((t - i) l_i)
 
-Rates `-l` fall into panels that double in width, `[0, c/T], [c/T, 2c/T], ...` up to `TOP`. On each
-panel, `exp(-a x)` is interpolated in x through `NODES` Chebyshev nodes, for all ages a at once:
-with the weights `w_k` of an entry on the nodes `x_k` of its panel,
+Rates `-l` fall into panels that double in width, `[0, c/T], [c/T, 2c/T], ...` up to `TOP`. On each panel, `exp(-a x)`
+is interpolated in x through `NODES` Chebyshev nodes, for all ages a at once: with the weights `w_k` of an entry on the
+nodes `x_k` of its panel,
 
     exp(a l) = sum_k w_k(l) exp(-a x_k)
 
-at any age to within 4e-7, and summed over ages to within 4e-7 of the sum. So everything before a
-block of steps is a sum of `K` decays that all entries share, and it moves on to the next block by
-one product each; only pairs within a block are computed one by one. Entries that fade faster than
-`TOP` contribute nothing (1e-7) to later blocks.
+to within 4e-7 at any age, and summed over ages to within 4e-7 of the sum. Everything before a block of steps is thus a
+sum of `K` shared decays, and each moves to the next block with one product; only pairs within a block are computed
+individually. Entries that decay faster than `TOP` contribute less than 1e-7 to later blocks.
 
-A row of T steps takes `BLOCK / 2 + NODES` exponentials per step, and `2 K` flops to apply the
-decays to the steps; blocks are summed in `log2(T / BLOCK)` doublings. For the global loss the
-decays of all heads are added first and applied to the steps once. On a GPU memory is the
-bottleneck: about 3.4 KB of traffic per step and row.
+Per step, a row of T steps takes `BLOCK / 2 + NODES` exponentials and `2 K` flops to apply the decays; blocks are summed
+in `log2(T / BLOCK)` doublings. For the global loss, the decays of all heads are added before they are applied to the
+steps. On a GPU, memory traffic is the bottleneck: about 3.4 KB per step and row.
 """
 
 from __future__ import annotations
@@ -28,20 +26,20 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
-"""Steps of a block."""
+"""Steps per block."""
 NODES = 10
-"""Chebyshev nodes of a panel."""
+"""Chebyshev nodes per panel."""
 LEAST = 4.0
-"""The first panel ends where an entry fades to `exp(-LEAST)` over the whole sequence."""
+"""The first panel ends at the rate that decays to `exp(-LEAST)` over the whole sequence."""
 TOP = 16.0
-"""Rates above it do not reach later blocks."""
+"""Faster decays do not reach later blocks."""
 _AT_ONCE = 1 << 21
-"""Number of tokens, over all rows, that are processed together."""
+"""Tokens per pass, over all rows."""
 
 
 @functools.lru_cache(maxsize=16)
 def panels(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Upper ends `[P]` and nodes `[P, NODES]` of the panels for sequences of a length, float32."""
+    """Return the upper ends `[P]` and nodes `[P, NODES]` of the panels for a sequence length, float32."""
     panel_count = max(1, math.ceil(math.log2(TOP * length / LEAST)) + 1)
     panel_ends = LEAST / length * 2.0 ** torch.arange(panel_count, dtype=torch.float64)
     panel_begins = torch.cat([panel_ends.new_zeros(1), panel_ends[:-1]])
@@ -50,12 +48,12 @@ def panels(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _chebyshev() -> Tensor:
-    """The nodes on [-1, 1], float64."""
+    """Return the Chebyshev nodes on [-1, 1], float64."""
     return torch.cos((2 * torch.arange(NODES, dtype=torch.float64) + 1) * math.pi / (2 * NODES))
 
 
 def weights(decay_rates: Tensor, panel_ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights that express rates by the nodes of their panels.
+    """Return interpolation weights of rates on the nodes of their panels.
 
     Args:
         decay_rates: `-log beta >= 0`, any shape.
@@ -68,7 +66,7 @@ def weights(decay_rates: Tensor, panel_ends: Tensor) -> tuple[Tensor, Tensor]:
     upper_ends = panel_ends[panel_indices]
     lower_ends = torch.where(panel_indices > 0, upper_ends / 2, 0.0)
     unit_rates = ((decay_rates - lower_ends) / (upper_ends - lower_ends) * 2 - 1).clamp(-1.0, 1.0)
-    # Lagrange's polynomials on these nodes are sums of Chebyshev's, T_m(u) T_m(node).
+    # Lagrange polynomials on these nodes are sums of Chebyshev polynomials, T_m(u) T_m(node).
     degrees = torch.arange(NODES, dtype=torch.float64)
     basis = torch.cos(degrees[:, None] * torch.acos(_chebyshev())) * (2 / NODES)
     basis[0] /= 2
@@ -79,12 +77,12 @@ def weights(decay_rates: Tensor, panel_ends: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sums(log_beta: Tensor, first_steps: Tensor, is_global: bool) -> Tensor:
-    """`op.capacity_sums` by panels.
+    """Compute `op.capacity_sums` by panels.
 
     Args:
         log_beta: float32 `[B, R, T]`.
         first_steps: First column of each sequence, int32 `[B]`; S is 0 before it.
-        is_global: Whether to sum over the rows.
+        is_global: Sum over the rows.
 
     Returns:
         float32 `[B, R, T]`, or float64 `[B, 1, T]`.
@@ -113,7 +111,7 @@ def sums(log_beta: Tensor, first_steps: Tensor, is_global: bool) -> Tensor:
 
 
 def _blocks(decay_rates: Tensor, inside_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Rates, 0 outside a sequence, and which steps are inside, `[B, R or 1, n, BLOCK]` each."""
+    """Return the rates (0 outside a sequence) and the mask of inside steps, `[B, R or 1, n, BLOCK]` each."""
     padding = -decay_rates.shape[-1] % BLOCK
     decay_rates = torch.nn.functional.pad(decay_rates.masked_fill(~inside_mask, 0.0), (0, padding))
     inside_mask = torch.nn.functional.pad(inside_mask, (0, padding))
@@ -121,7 +119,7 @@ def _blocks(decay_rates: Tensor, inside_mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _within(decay_rates: Tensor, block_mask: Tensor) -> Tensor:
-    """Contribution of the entries of a step's own block, pair by pair."""
+    """Sum the contributions of a step's own block, pair by pair."""
     retained = block_mask.to(decay_rates.dtype).expand(decay_rates.shape).clone()
     for distance in range(1, BLOCK):
         retained[..., distance:] += (decay_rates[..., :-distance] * -distance).exp_().mul_(block_mask[..., :-distance])
@@ -129,7 +127,7 @@ def _within(decay_rates: Tensor, block_mask: Tensor) -> Tensor:
 
 
 def _states(decay_rates: Tensor, block_mask: Tensor, panel_ends: Tensor, nodes: Tensor) -> Tensor:
-    """What remains of a block at its last step, by decay: `[B, R, n, K]`."""
+    """Return the remainder of each block at its last step, per decay, `[B, R, n, K]`."""
     panel_indices, node_weights = weights(decay_rates, panel_ends)
     steps_left = torch.arange(BLOCK - 1, -1, -1, device=decay_rates.device)[:, None]
     node_weights = (
@@ -141,7 +139,7 @@ def _states(decay_rates: Tensor, block_mask: Tensor, panel_ends: Tensor, nodes: 
 
 
 def _later(states: Tensor, nodes: Tensor) -> Tensor:
-    """Contribution of all earlier blocks to the steps of each block, `[B, R, n, BLOCK]`."""
+    """Return the contribution of all earlier blocks to each block's steps, `[B, R, n, BLOCK]`."""
     decays = nodes.flatten()
     shift = 1
     while shift < states.shape[-2]:

@@ -1,28 +1,26 @@
-"""The capacity loss: the entries that retention gates hold beyond a budget, with exact gradients.
+"""Capacity loss: the entries that retention gates hold beyond a budget, with exact gradients.
 
 TRIM-KV trains its gates with a loss per head, DBTrimKV with one over all layers and heads. With
-`S_t = sum_{i <= t} beta_i^(t - i)`, the number of entries that a head in effect holds at step t,
+`S_t = sum_{i <= t} beta_i^(t - i)`, the effective number of entries of a head at step t,
 
     head    mean (or sum) over layers and heads of  1 / (T (T - M)) sum_t max(0, S_t - M)
     global  1 / (L H T (T - M)) sum_t max(0, sum_{l,h} S_t - M L H)
 
-and 0 if `T <= M`. (DBTrimKV prints no normaliser; this one is kvbench's own.)
+and 0 if `T <= M`. (DBTrimKV gives no normaliser; this one is kvbench's.)
 
-**Forward.** One `exp` for each pair `i <= t`, in blocks: `T^2 / 2` exponentials per row, and
-nothing of size `T x T` in memory. The exponentials are the bottleneck: a model of 36 layers and 8
-KV heads (288 rows) at T = 128K needs 2.5e12 of them and 7.4e12 other flops, and moves 0.30 GB (log
-beta in, S out). An H100 computes 3.7e12 exponentials per second, so 667 ms at best (10.4 ms at
-16K); its memory would allow 0.09 ms. This is arithmetic, not a measurement. From 64K (`EXACT`) on,
-the linear forward of `factored` is used instead, on any device; its sums are within 2e-6 of these.
-On the torch path most of the work is matrix products: over blocks of 64 steps, `exp((t0 + a - i) l)
-= exp(a l) exp((t0 - i) l)`.
+**Forward.** One `exp` per pair `i <= t`, in blocks: `T^2 / 2` exponentials per row, without a `T x T` matrix in memory.
+The exponentials are the bottleneck: a model of 36 layers and 8 KV heads (288 rows) at T = 128K needs 2.5e12 of them and
+7.4e12 other flops, and moves 0.30 GB (log beta in, S out). An H100 computes 3.7e12 exponentials per second, so 667 ms
+at best (10.4 ms at 16K); its memory would allow 0.09 ms. These are estimates, not measurements. From 64K (`EXACT`) on,
+the linear forward of `factored` is used instead, on any device; its sums are within 2e-6 of these. On the torch path,
+most of the work is matrix products over blocks of 64 steps, `exp((t0 + a - i) l) = exp(a l) exp((t0 - i) l)`.
 
-**Backward.** The gradient of `S_t` is one number wherever the hinge is active and 0 elsewhere, so
-each run of active steps is a geometric sum in closed form: exact, and linear in T for a few runs. A
-row with more than `T / 64` runs (a hinge that flickers) is computed pair by pair.
+**Backward.** The gradient of `S_t` is constant where the hinge is active and 0 elsewhere, so each run of active steps
+is a geometric sum in closed form: exact, and linear in T for a few runs. A row with more than `T / 64` runs is computed
+pair by pair.
 
-Numerics: float32 throughout (or float64, on the torch path). Sums over steps and heads exceed 2^24
-at 128K and are in float64.
+Numerics: float32 throughout (or float64, on the torch path). Sums over steps and heads exceed 2^24 at 128K and are in
+float64.
 """
 
 from __future__ import annotations
@@ -39,9 +37,9 @@ from ..gated import exp_, starts
 from . import factored
 
 BLOCK = 64
-"""Steps of a block on the torch path; above `T / BLOCK` runs, going pair by pair is cheaper."""
+"""Steps per block on the torch path; above `T / BLOCK` runs, the pairwise path is cheaper."""
 EXACT = 1 << 16
-"""Number of steps from which the forward is `factored`; float64 stays pair by pair."""
+"""Number of steps from which the `factored` forward is used; float64 stays pairwise."""
 
 
 def capacity_loss(
@@ -52,19 +50,17 @@ def capacity_loss(
     reduce: Literal["mean", "sum"] = "mean",
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Mean over the batch of the entries held beyond `budget` per head, a scalar.
+    """Return the batch mean of the entries held beyond `budget` per head, a scalar.
 
     Args:
-        log_beta: `log beta <= 0`, finite, float32 or float64 `[B, L, H, T]` or `[B, H, T]`. Values
-            on padding are not read.
+        log_beta: `log beta <= 0`, finite, float32 or float64 `[B, L, H, T]` or `[B, H, T]`; padding is ignored.
         budget: M, entries per head, 1 or more.
         scope: `head`: one hinge per head; `global`: one hinge over all heads and layers.
-        reduce: Reduction over layers and heads for scope `head`: `mean` (kvbench's own) or `sum`.
-        valid: bool `[B, T]`, False on padding, which is on the left; T is then each sequence's own
-            length.
+        reduce: Reduction over layers and heads for scope `head`: `mean` (kvbench's choice) or `sum`.
+        valid: bool `[B, T]`, False on left padding; T is then the length of each sequence.
 
     Raises:
-        UserError: A wrong shape, type or choice.
+        UserError: An argument has a wrong shape, dtype or value.
     """
     _check(log_beta, budget, scope, reduce)
     batch_size, length = log_beta.shape[0], log_beta.shape[-1]
@@ -96,12 +92,12 @@ def _check(log_beta: Tensor, budget: int, scope: str, reduce: str) -> None:
 
 @torch.library.custom_op("kvbench::capacity_sums", mutates_args=())
 def capacity_sums(log_beta: Tensor, first_steps: Tensor, is_global: bool) -> Tensor:
-    """`S_t = sum_{start <= i <= t} exp((t - i) log_beta_i)` for every row.
+    """Return `S_t = sum_{start <= i <= t} exp((t - i) log_beta_i)` for every row.
 
     Args:
         log_beta: `[B, R, T]`.
         first_steps: First column of each sequence, int32 `[B]`; S is 0 before it.
-        is_global: Whether to sum over the rows, in float64.
+        is_global: Sum over the rows, in float64.
 
     Returns:
         `[B, R, T]` in the type of `log_beta`, or float64 `[B, 1, T]`.
@@ -119,10 +115,10 @@ def capacity_sums(log_beta: Tensor, first_steps: Tensor, is_global: bool) -> Ten
 
 @torch.library.custom_op("kvbench::capacity_sums_backward", mutates_args=())
 def capacity_sums_backward(gradient: Tensor, log_beta: Tensor, first_steps: Tensor) -> Tensor:
-    """Gradient of `capacity_sums`: `grad_i = sum_{t >= i} grad_t (t - i) exp((t - i) log_beta_i)`.
+    """Return the gradient of `capacity_sums`: `grad_i = sum_{t >= i} grad_t (t - i) exp((t - i) log_beta_i)`.
 
     Args:
-        gradient: `[B, R, T]`, or `[B, 1, T]` if all rows share it, as with the global hinge.
+        gradient: `[B, R, T]`, or `[B, 1, T]` if shared by all rows (global hinge).
         log_beta: `[B, R, T]`.
         first_steps: int32 `[B]`.
     """
@@ -161,15 +157,15 @@ capacity_sums.register_autograd(_differentiate, setup_context=_save)
 
 
 def find_runs(gradient: Tensor, run_limit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the runs in which a gradient keeps one nonzero value, without waiting for a GPU.
+    """Find runs of one nonzero gradient value, without a GPU synchronisation.
 
     Args:
         gradient: `[B, R, T]`.
-        run_limit: Number of runs per row that are listed; further runs are only counted.
+        run_limit: Maximum number of runs listed per row; further runs are only counted.
 
     Returns:
-        First steps and ends (exclusive), int32 `[B, R, run_limit]`, filled with T; counts int32
-        `[B, R]`, which may exceed `run_limit`.
+        First steps and ends (exclusive), int32 `[B, R, run_limit]`, filled with T; counts int32 `[B, R]`, which may
+        exceed `run_limit`.
     """
     length = gradient.shape[-1]
     changes = gradient[..., 1:] != gradient[..., :-1]
@@ -192,7 +188,7 @@ def find_runs(gradient: Tensor, run_limit: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _blocks(log_beta: Tensor, first_steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Rates `[B, R, n, BLOCK]`, 0 outside the sequence; what is inside, bool `[B, 1, n, BLOCK]`."""
+    """Return the rates `[B, R, n, BLOCK]` (0 outside the sequence) and the inside mask, bool `[B, 1, n, BLOCK]`."""
     length = log_beta.shape[-1]
     padded_length = -(-length // BLOCK) * BLOCK
     step_indices = torch.arange(padded_length, device=log_beta.device)
@@ -202,16 +198,13 @@ def _blocks(log_beta: Tensor, first_steps: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sums(log_beta: Tensor, first_steps: Tensor) -> Tensor:
-    """`capacity_sums` in torch, block by block of entries."""
+    """Compute `capacity_sums` in torch, one block of entries at a time."""
     log_rates, inside_mask = _blocks(log_beta, first_steps)
     retained = torch.zeros_like(log_rates)
     offsets = torch.arange(BLOCK, device=log_rates.device)
     age_matrix = offsets[:, None] - offsets
     for block_index in range(log_rates.shape[2]):
-        block_rates, block_mask = (
-            log_rates[:, :, block_index, None],
-            inside_mask[:, :, block_index, None],
-        )
+        block_rates, block_mask = log_rates[:, :, block_index, None], inside_mask[:, :, block_index, None]
         visible_mask = (age_matrix >= 0) & block_mask
         retained[:, :, block_index] += torch.where(visible_mask, exp_(age_matrix.clamp_min(0) * block_rates), 0.0).sum(
             -1
@@ -226,7 +219,7 @@ def _sums(log_beta: Tensor, first_steps: Tensor) -> Tensor:
 
 
 def _backward_direct(gradient: Tensor, log_beta: Tensor, first_steps: Tensor) -> Tensor:
-    """`capacity_sums_backward` for any gradient, block by block of entries."""
+    """Compute `capacity_sums_backward` for any gradient, one block of entries at a time."""
     log_rates, inside_mask = _blocks(log_beta, first_steps)
     block_count = log_rates.shape[2]
     gradient_blocks = torch.nn.functional.pad(gradient, (0, block_count * BLOCK - gradient.shape[-1]))
@@ -251,7 +244,7 @@ def _backward_direct(gradient: Tensor, log_beta: Tensor, first_steps: Tensor) ->
 def _backward_runs(
     gradient: Tensor, log_beta: Tensor, first_steps: Tensor, runs: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
-    """`capacity_sums_backward` by runs; the recursion is explained in `triton.backward_runs`."""
+    """Compute `capacity_sums_backward` by runs; `triton.backward_runs` explains the recursion."""
     run_starts, run_ends, run_counts = runs
     length = log_beta.shape[-1]
     step_indices = torch.arange(length, device=gradient.device)
@@ -259,18 +252,11 @@ def _backward_runs(
     log_rates = log_beta.masked_fill(~inside_mask, 0.0)
     rate_gradient = torch.zeros_like(log_rates)
     for run_index in range(int(run_counts.max()) if run_counts.numel() else 0):
-        open_steps, close_steps = (
-            run_starts[..., run_index, None].long(),
-            run_ends[..., run_index, None],
-        )
+        open_steps, close_steps = run_starts[..., run_index, None].long(), run_ends[..., run_index, None]
         run_gradient = gradient.gather(-1, open_steps.clamp_max(length - 1))
         begin_steps = torch.maximum(open_steps, step_indices)
         n = (close_steps - begin_steps).clamp_min(0)
-        k, a, b = (
-            torch.zeros_like(n),
-            torch.zeros_like(rate_gradient),
-            torch.zeros_like(rate_gradient),
-        )
+        k, a, b = torch.zeros_like(n), torch.zeros_like(rate_gradient), torch.zeros_like(rate_gradient)
         for shift in reversed(range(int(n.max()).bit_length())):
             step_weights = exp_(k * log_rates)
             b = b + step_weights * (k * a + b)

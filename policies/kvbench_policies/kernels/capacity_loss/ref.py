@@ -1,4 +1,4 @@
-"""Oracle of the capacity loss: the equation, with every pair of tokens in memory."""
+"""Reference implementation of the capacity loss, with every pair of tokens in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sums(log_beta: Tensor) -> Tensor:
-    """Entries retained at every step, `S_t = sum_{i <= t} beta_i^(t - i)`, `[..., T]`.
+    """Return the entries retained at every step, `S_t = sum_{i <= t} beta_i^(t - i)`, `[..., T]`.
 
     Args:
         log_beta: `log beta <= 0` of a sequence without padding, `[..., T]`; exact in float64.
@@ -26,7 +26,7 @@ def capacity_loss(
     reduce: str = "mean",
     valid: Tensor | None = None,
 ) -> Tensor:
-    """The loss of `op.capacity_loss`, sequence by sequence with the padding cut off."""
+    """Compute `op.capacity_loss` one unpadded sequence at a time."""
     sequences = log_beta.flatten(1, -2)
     losses = []
     for batch_index in range(len(sequences)):

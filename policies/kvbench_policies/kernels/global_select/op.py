@@ -1,9 +1,8 @@
 """`global_select`: the N best entries of a whole cache.
 
-The allocator `global` (DBTrimKV; Layer-DefensiveKV, arXiv 2510.13334) needs one threshold over all
-layers and heads. Every entry has one integer that is larger the more the entry is worth keeping
-(`kvbench.parts.entry_key`, 63 bits). On a CPU a partial sort finds the threshold; on CUDA a radix
-select does, in 6 passes over the keys and without waiting for the GPU. Nothing has a gradient.
+The allocator `global` (DBTrimKV; Layer-DefensiveKV, arXiv 2510.13334) needs one threshold over all layers and heads.
+Every entry has a 63-bit integer rank key (`kvbench.parts.entry_key`). On a CPU, a partial sort finds the threshold; on
+CUDA, a radix select in 6 passes over the keys, without a GPU synchronisation. Not differentiable.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from kvbench.parts import best, entry_key
 def global_select(
     score: Tensor, position: Tensor, valid: Tensor, count: Tensor, protect: Tensor | None = None
 ) -> Tensor:
-    """Mark the `count` best entries of every sequence, all layers and heads together.
+    """Select the `count` best entries of every sequence over all layers and heads.
 
-    Entries are ranked by score; ties go to the more recent entry, then to the lower head. The order
-    does not depend on the device.
+    Entries are ranked by score; ties go to the more recent entry, then to the lower head. The order is the same on
+    every device.
 
     Args:
         score: `[B, K, n]`, K = layers x heads, read as float32; finite where valid.
         position: Distinct within a head, below 2^28, int64 `[B, K, n]`.
-        valid: Which entries exist, bool `[B, K, n]`.
+        valid: Entries that exist, bool `[B, K, n]`.
         count: int64 `[B]`, at most the number of valid entries.
         protect: Classes of `kvbench.plugin.Scores`, int8 `[B, K, n]`; None protects nothing.
 
@@ -49,13 +48,13 @@ def global_select(
 
 
 def select_largest(key: Tensor, count: Tensor) -> Tensor:
-    """Mark the `count` largest keys of every sequence; ties go to the first.
+    """Select the `count` largest keys of every sequence; ties go to the first.
 
-    Negative keys never count. The same as `kvbench.parts.best` on the flattened rows.
+    Negative keys are never selected. Equivalent to `kvbench.parts.best` on the flattened rows.
 
     Args:
         key: int64 `[B, K, n]`.
-        count: int64 `[B]`, at most the number of keys that are not negative.
+        count: int64 `[B]`, at most the number of non-negative keys.
 
     Returns:
         bool `[B, K, n]`.
@@ -73,7 +72,7 @@ def select_largest(key: Tensor, count: Tensor) -> Tensor:
 
 @torch.library.custom_op("kvbench::select_largest", mutates_args=())
 def largest(key: Tensor, count: Tensor) -> Tensor:
-    """`select_largest` for checked arguments."""
+    """Run `select_largest` on validated arguments."""
     if by_triton(key):
         from .triton import largest as kernel
 

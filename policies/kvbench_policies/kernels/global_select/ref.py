@@ -1,4 +1,4 @@
-"""`global_select` as plain loops: the oracle of its tests."""
+"""Reference implementation of `global_select` in plain loops."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ def global_select(
 ) -> Tensor:
     """Sort the entries of every sequence and keep the first `count`; shapes as in `op.py`.
 
-    Protected entries come first, by class, and within a class by recency (class 1 by score; class
-    3, the sinks, by position from the first on). The others follow by score; ties go to the more
-    recent entry, then to the lower head.
+    Protected entries come first, ordered by class and within a class by recency (class 1 by score; class 3, the sinks,
+    by ascending position). The others follow by score; ties go to the more recent entry, then to the lower head.
     """
     keep_mask = torch.zeros(score.shape, dtype=torch.bool)
     for batch_index in range(score.shape[0]):

@@ -1,24 +1,21 @@
 """Causal attention under retention gates, with gradients for the gates.
 
-The student's attention in gate training: the model's own attention, whose logits
-`z = scale q_t . k_i` are discounted by the gate's `beta_i <= 1` of token i and its age,
+This is the student's attention in gate training: the model's attention, whose logits `z = scale q_t . k_i` are
+discounted by the gate's `beta_i <= 1` of token i and its age,
 
     additive        z + (t - i) log beta_i         a forgotten token has weight 0 (DBTrimKV)
     multiplicative  beta_i^(t - i) z               a forgotten token has logit 0 (TRIM-KV, Eq. 3)
 
-over `i <= t`, followed by the usual softmax and sum. Positions are token indices: padding is on the
-left and does not count.
+over `i <= t`, followed by the usual softmax and sum. Positions are token indices, without the left padding.
 
-Cost per layer with `P = B H_q T^2 / 2` pairs: forward `4 P d` flops and P exponentials (2 P if
-multiplicative); backward `10 P d` in two kernels that recompute the logits, so `14 P d` are
-executed, with `2 P` exponentials (4 P). Bytes in bfloat16: forward
-`2 B T d (2 H_q + 2 H) + 4 B T (H + H_q)`, backward twice as much plus `8 B T H_q`; nothing of size
-`T x T`. For 32 query heads on 8 KV heads of 128 at T = 16K: 2.2e12 flops, 2.75 ms on an H100 at 800
-TFLOP/s, and 5.5e12 in 6.9 ms (9.6 with recomputation); 0.34 GB take 0.1 ms. This is arithmetic, not
-a measurement.
+Cost per layer with `P = B H_q T^2 / 2` pairs: forward `4 P d` flops and P exponentials (2 P if multiplicative);
+backward `10 P d` in two kernels, which recompute the logits (`14 P d` executed), with `2 P` exponentials (4 P). Bytes
+in bfloat16: forward `2 B T d (2 H_q + 2 H) + 4 B T (H + H_q)`, backward twice as much plus `8 B T H_q`; no `T x T`
+matrix is stored. For 32 query heads on 8 KV heads of 128 at T = 16K: 2.2e12 flops, 2.75 ms on an H100 at 800 TFLOP/s,
+and 5.5e12 in 6.9 ms (9.6 with recomputation); 0.34 GB take 0.1 ms. These are estimates, not measurements.
 
-Triton handles head dims up to 128 (padded to a power of two in registers). The torch path handles
-any; it goes by blocks of queries and holds `BLOCK x T` logits of a head at a time.
+Triton handles head dims up to 128 (padded to a power of two in registers). The torch path handles any head dim, in
+blocks of queries with `BLOCK x T` logits per head in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from kvbench.errors import UserError
 from ..gated import exp_, starts
 
 BLOCK = 128
-"""Number of queries of a block on the torch path."""
+"""Queries per block on the torch path."""
 LARGEST_DIM = 128
 """Largest head dim at which the kernels do not spill registers."""
 
@@ -50,23 +47,22 @@ def retention_attention(
     gating: Literal["additive", "multiplicative"] = "additive",
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Attend under retention gates; differentiable in `q`, `k`, `v` and `log_beta`.
+    """Apply attention under retention gates; differentiable in `q`, `k`, `v` and `log_beta`.
 
     Args:
         q: Queries after RoPE `[B, H_q, T, d]`, bfloat16, float16, float32 or float64.
         k: Keys after RoPE `[B, H, T, d]`, `H_q = G H`; query head `h` reads KV head `h // G`.
         v: Values `[B, H, T, d]`.
         log_beta: `log beta <= 0`, finite, `[B, H, T]`, float32 (float64 if `q` is).
-        scale: Factor of the products, usually `d ** -0.5`.
+        scale: Factor of the dot products, usually `d ** -0.5`.
         gating: `additive` or `multiplicative`.
-        valid: bool `[B, T]`, False on padding, which is on the left. Inputs on padding are not
-            read; its outputs and gradients are 0.
+        valid: bool `[B, T]`, False on left padding, whose inputs are ignored and whose outputs and gradients are 0.
 
     Returns:
         `[B, H_q, T, d]` in the type of `q`; sums and softmax in float32 (float64 for float64).
 
     Raises:
-        UserError: A wrong shape, type or choice.
+        UserError: An argument has a wrong shape, dtype or value.
     """
     _check(q, k, v, log_beta, gating)
     first_steps = starts(valid, q.shape[0], q.shape[2], q.device)
@@ -109,7 +105,7 @@ def attend(
     scale: float,
     multiplicative: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, H_q, T, d]`, and log sums `[B, H_q, T]` of the rows in the path's own base.
+    """Return outputs `[B, H_q, T, d]` and row log sums `[B, H_q, T]` in the backend's own base.
 
     `first_steps` is int32 `[B]`: columns before it are masked, but must be finite.
     """
@@ -133,7 +129,7 @@ def attend_backward(
     scale: float,
     multiplicative: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and log_beta from the gradient of the outputs."""
+    """Return the gradients of q, k, v and log_beta from the gradient of the outputs."""
     if by_triton(q) and q.shape[-1] <= LARGEST_DIM:
         from .triton import backward as run
 
@@ -189,9 +185,9 @@ attend.register_autograd(_differentiate, setup_context=_save)
 
 
 class _Block(NamedTuple):
-    """Queries `rows` of every head against the `n` keys up to the last of them.
+    """Queries `rows` of every head against the `n` keys up to the last query.
 
-    The G heads of a group and the queries share one axis, so that products are plain matrices.
+    The G heads of a group and the queries share one axis, so that products are plain matrix products.
     """
 
     rows: slice
@@ -199,7 +195,7 @@ class _Block(NamedTuple):
     age: Tensor  # [queries, n], at least 0
     product: Tensor  # scale q . k, [B, H, G, queries, n]
     fade: Tensor  # beta^age [B, H, 1, queries, n] (1 for additive gating)
-    logit: Tensor  # [B, H, G, queries, n], -inf where nothing is seen
+    logit: Tensor  # [B, H, G, queries, n], -inf where masked
 
 
 def _blocks(
@@ -236,14 +232,14 @@ def _attend(
     scale: float,
     multiplicative: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` in torch."""
+    """Compute `attend` in torch."""
     queries, keys, values = (tensor.to(log_beta.dtype) for tensor in (q, k, v))
     queries = queries.unflatten(1, (k.shape[1], -1))
     outputs = torch.empty_like(queries)
     log_sums = outputs.new_empty(outputs.shape[:-1])
     for block in _blocks(queries, keys, log_beta, first_steps, scale, multiplicative):
         row_maxima = block.logit.amax(-1, keepdim=True)
-        # A padded query sees nothing
+        # The row of a padded query is fully masked.
         row_maxima = row_maxima.masked_fill_(row_maxima.isneginf(), 0.0)
         attention = exp_(block.logit.sub_(row_maxima))
         row_sums = attention.sum(-1, keepdim=True)
@@ -266,7 +262,7 @@ def _backward(
     scale: float,
     multiplicative: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`attend_backward` in torch."""
+    """Compute `attend_backward` in torch."""
     keys, values = k.to(log_beta.dtype), v.to(log_beta.dtype)
     queries, output_gradient, results = (
         tensor.to(log_beta.dtype).unflatten(1, (k.shape[1], -1)) for tensor in (q, gradient, outputs)

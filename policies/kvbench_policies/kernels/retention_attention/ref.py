@@ -1,4 +1,4 @@
-"""Oracle of retention-gated attention: the equation, with every logit in memory."""
+"""Reference implementation of retention-gated attention, with every logit in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def retention_attention(
     gating: str = "additive",
     valid: Tensor | None = None,
 ) -> Tensor:
-    """The attention of `op.retention_attention`, 0 for padded queries; best in float64."""
+    """Compute `op.retention_attention`, 0 for padded queries; use float64 for checks."""
     group_size = q.shape[1] // k.shape[1]
     k, v, log_beta = (tensor.repeat_interleave(group_size, 1) for tensor in (k, v, log_beta))
     steps = torch.arange(q.shape[2], device=q.device)
@@ -28,6 +28,6 @@ def retention_attention(
     log_fades = age_matrix.clamp_min(0) * log_beta[:, :, None]
     logits = logits + log_fades if gating == "additive" else logits * log_fades.exp()
     logits = logits.masked_fill(~visible_mask, -torch.inf)
-    # A padded query's row is all NaN
+    # The row of a padded query is all NaN.
     attention = logits.softmax(-1).masked_fill(~visible_mask, 0.0)
     return attention @ v

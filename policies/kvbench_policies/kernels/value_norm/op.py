@@ -1,8 +1,7 @@
-"""`value_norm`: norm of values after the output projection, without holding `V W_O` whole.
+"""`value_norm`: norm of values after the output projection, without materialising `V W_O`.
 
-The norm of CriticalKV (Feng et al., arXiv 2502.03805) and DefensiveKV (arXiv 2510.13334). On a CPU
-it runs in torch by blocks of tokens, on CUDA in the Triton kernel of `triton.py`. It ranks entries
-and has no gradient.
+The norm of CriticalKV (Feng et al., arXiv 2502.03805) and DefensiveKV (arXiv 2510.13334). It runs in torch on a CPU,
+one block of tokens at a time, and in the Triton kernel of `triton.py` on CUDA. Not differentiable.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from kvbench.engine.kernels.launch import by_triton
 from kvbench.errors import UserError
 
 _BLOCK = 1 << 22
-"""Number of elements of `V W_O` that the CPU holds at once for each sequence, in float32."""
+"""Maximum elements of `V W_O` in memory per sequence on a CPU, in float32."""
 
 
 def value_norm(value: Tensor, weight: Tensor, norm: str = "l1") -> Tensor:
-    """Norm of every projected value, averaged over the query heads of its KV head.
+    """Return the norm of every projected value, averaged over the query heads of its KV head.
 
         out[b, h, i] = mean_{g in group} || value[b, h, i] @ weight[h * G + g] ||
 
-    Computed in float32 for any input type; products of bfloat16 and float16 are exact in it. Costs
-    `2 H_q n d D` flops per sequence. Not differentiable: the result is detached from the graph.
+    Computed in float32, in which products of bfloat16 and float16 are exact. Costs `2 H_q n d D` flops per sequence.
+    The result is detached.
 
     Args:
         value: `[B, H, n, d]`.
-        weight: The output projection by query head, `[H_q, d, D]`, `H_q` a multiple of `H`. On CUDA
-            the view `o_proj.weight.view(D, H_q, d).permute(1, 2, 0)` is used without a copy.
+        weight: Output projection per query head, `[H_q, d, D]`, `H_q` a multiple of `H`. On CUDA the view
+            `o_proj.weight.view(D, H_q, d).permute(1, 2, 0)` is used without a copy.
         norm: `l1` or `l2`.
 
     Returns:
@@ -55,7 +54,7 @@ def _check(value: Tensor, weight: Tensor, norm: str) -> None:
 
 @torch.library.custom_op("kvbench::value_norm", mutates_args=())
 def projected_norm(value: Tensor, weight: Tensor, norm: str) -> Tensor:
-    """`value_norm` for checked arguments."""
+    """Run `value_norm` on validated arguments."""
     if by_triton(value):
         from .triton import value_norm as kernel
 
@@ -69,7 +68,7 @@ def _(value: Tensor, weight: Tensor, norm: str) -> Tensor:
 
 
 def _blocked(values: Tensor, weight: Tensor, norm: str) -> Tensor:
-    """`value_norm` in torch, block by block of tokens."""
+    """Compute `value_norm` in torch, one block of tokens at a time."""
     head_count, entry_count = values.shape[1:3]
     group_size = len(weight) // head_count
     head_weights = weight.float().unflatten(0, (head_count, group_size))
@@ -79,7 +78,7 @@ def _blocked(values: Tensor, weight: Tensor, norm: str) -> Tensor:
         value_block = values[:, :, block_start : block_start + block_size].float()
         for group_index in range(group_size):
             projected = value_block @ head_weights[:, group_index]
-            # On a CPU a sum of absolute values is several times as fast as a norm of order 1.
+            # On a CPU, a sum of absolute values is several times as fast as a norm of order 1.
             block_norms = projected.abs_().sum(-1) if norm == "l1" else projected.norm(dim=-1)
             norm_sums[:, :, block_start : block_start + block_size] += block_norms
     return norm_sums / group_size

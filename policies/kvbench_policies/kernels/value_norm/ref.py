@@ -1,4 +1,4 @@
-"""`value_norm` written plainly: the oracle of its tests."""
+"""Reference implementation of `value_norm`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def value_norm(value: Tensor, weight: Tensor, norm: str = "l1") -> Tensor:
-    """Norm of every projected value, averaged over the group; holds all of `V W_O`.
+    """Return the norm of every projected value, averaged over the group, with all of `V W_O` in memory.
 
         out[b, h, i] = mean_{g in group} || value[b, h, i] @ weight[h * G + g] ||
 
