@@ -16,7 +16,7 @@ from kvbench.cli.screen import FAILED, complain, console, progress, stopping
 from kvbench.runs.options import ANALYSIS
 
 if TYPE_CHECKING:
-    from kvbench.analysis.write import AnalysisOutput
+    from kvbench.analysis.output import AnalysisOutput
     from kvbench.progress import Reporter
 
 app = typer.Typer(
@@ -88,7 +88,7 @@ def allocation(**grid_values: Any) -> None:
     """Show how many entries each layer and KV head keeps: a table and a heat map per policy."""
 
     def work(reporter: Reporter) -> AnalysisOutput:
-        from kvbench.analysis.allocation.write import write_allocation
+        from kvbench.analysis.allocation import write_allocation
 
         return write_allocation(given_values(grid_values), reporter, command=command_line())
 

@@ -12,7 +12,7 @@ from kvbench.progress import Reporter
 from kvbench.runs.options import MODEL, OUTPUT, PROMPTS
 
 if TYPE_CHECKING:
-    from kvbench.analysis.write import AnalysisOutput
+    from kvbench.analysis.output import AnalysisOutput
 
 
 @grid_options("policies", "budgets")
@@ -70,7 +70,7 @@ def bench(
     )
 
     def work(reporter: Reporter) -> AnalysisOutput:
-        from kvbench.analysis.speed.write import write_bench
+        from kvbench.analysis.speed.bench import write_bench
 
         return write_bench(bench_settings, out, reporter, command=command_line())
 

@@ -12,7 +12,7 @@ from kvbench.errors import UserError, nearest, quoted
 from kvbench.harness import catalogue
 from kvbench.harness.optional import lacking
 from kvbench.named import NamedModel
-from kvbench.tables.table import Cell, Column, Lines, Name, Table, TableRow
+from kvbench.tables.table import Column, Lines, Name, Table, TableCell, TableRow
 
 Record = dict[str, Any]
 """Column names to JSON values."""
@@ -244,7 +244,7 @@ def table(list_kind: str, list_records: list[Record]) -> Table:
     )
 
 
-def _policy_row(record: Record) -> tuple[Cell, ...]:
+def _policy_row(record: Record) -> tuple[TableCell, ...]:
     alias_text = f"the same as {record['is']}; " if record["is"] != record["name"] else ""
     policy_lines = [
         alias_text + record["summary"],
@@ -263,7 +263,7 @@ def _pairs(parameters: Record) -> str:
     )
 
 
-def _task_row(record: Record) -> tuple[Cell, ...]:
+def _task_row(record: Record) -> tuple[TableCell, ...]:
     hub_text = ", ".join(record["needs_hub"]) or "no"
     if record["needs_hub"] == record["tasks"]:
         hub_text = "yes"
@@ -280,7 +280,7 @@ def _task_row(record: Record) -> tuple[Cell, ...]:
     return Name(record["name"]), Lines((tuple(task_cells), summary)), hub_text
 
 
-def _run_row(record: Record) -> tuple[Cell, ...]:
+def _run_row(record: Record) -> tuple[TableCell, ...]:
     cell_text = f"{record['ok']} ok" + f", {record['failed']} failed" * bool(record["failed"])
     state_text = record["state"] + f": {record['problem']}" * bool(record["problem"])
     name_lists = [_few(record[field_name]) for field_name in ("models", "policies", "tasks")]
@@ -298,22 +298,22 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + remainder
 
 
-def _layout_row(record: Record) -> tuple[Cell, ...]:
+def _layout_row(record: Record) -> tuple[TableCell, ...]:
     return Name(record["name"]), record["title"], record["lacking"]
 
 
-def _recipe_row(record: Record) -> tuple[Cell, ...]:
+def _recipe_row(record: Record) -> tuple[TableCell, ...]:
     recipe_title = record["title"] + f"; also {record['also']}" * bool(record["also"])
     if record["command"] != "kvbench run":
         recipe_title += f" (made by {record['command']})"
     return Name(record["name"]), recipe_title, Lines(tuple(record["missing"]) or ("nothing",))
 
 
-def _model_row(record: Record) -> tuple[Cell, ...]:
+def _model_row(record: Record) -> tuple[TableCell, ...]:
     return Name(record["name"]), record["note"]
 
 
-_TABLES: dict[str, tuple[tuple[str, ...], Callable[[Record], tuple[Cell, ...]]]] = {
+_TABLES: dict[str, tuple[tuple[str, ...], Callable[[Record], tuple[TableCell, ...]]]] = {
     "policies": (("policy", "what it keeps, paper, parts, parameters with defaults"), _policy_row),
     "tasks": (("group", "tasks, and what they are", "needs the hub"), _task_row),
     "models": (("model", "what to know"), _model_row),

@@ -12,7 +12,7 @@ from kvbench.regression.compare import POINT, Comparison, Outcome, Regression
 from kvbench.regression.pairs import CellLabel
 from kvbench.tables.numbers import NumberFormat, number, score_kind
 from kvbench.tables.outputs import markdown, markdown_text
-from kvbench.tables.table import Cell, Column, Interval, Name, Phrase, Table, beside
+from kvbench.tables.table import Column, Interval, Name, Phrase, Table, TableCell, beside
 from kvbench.tables.text import counted, plain, tokens
 
 _MOST = 6
@@ -172,12 +172,12 @@ def _table(
     number_kind = score_kind(unit_scaled=unit_scaled)
     better_direction: Literal["higher", "lower"] = "higher" if higher_is_better else "lower"
     places = [comparison.pair.place for comparison in comparisons]
-    table_columns: list[tuple[Column, list[Cell]]] = [
+    table_columns: list[tuple[Column, list[TableCell]]] = [
         (Column("result"), [comparison.outcome.value for comparison in comparisons]),
         *place_columns(places, [comparison.pair.place for comparison in result.cells]),
     ]
-    change_cells: list[Cell] = [_interval(comparison) for comparison in comparisons]
-    visible_cells: list[Cell] = [
+    change_cells: list[TableCell] = [_interval(comparison) for comparison in comparisons]
+    visible_cells: list[TableCell] = [
         comparison.visible if math.isfinite(comparison.visible) else _NO_DROP * math.isinf(comparison.visible) or None
         for comparison in comparisons
     ]
@@ -204,14 +204,14 @@ _NO_DROP = "none"
 
 def place_columns(
     table_places: Sequence[CellLabel], all_places: Sequence[CellLabel]
-) -> list[tuple[Column, list[Cell]]]:
+) -> list[tuple[Column, list[TableCell]]]:
     """Return the columns that identify cells.
 
     Args:
         table_places: The cells of the table.
         all_places: All cells; moment, length and seed get a column only if they vary.
     """
-    table_columns: list[tuple[Column, list[Cell]]] = []
+    table_columns: list[tuple[Column, list[TableCell]]] = []
     for field_name in ("task", "policy", "budget", "moment", "length", "seed"):
         field_values = {getattr(place, field_name) for place in all_places} - {""}
         if field_name in ("task", "policy", "budget") or len(field_values) > 1:

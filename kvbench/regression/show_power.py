@@ -10,7 +10,7 @@ from typing import Any
 from kvbench.regression.power import MOST, Goal, PowerPlan, SampleNeed
 from kvbench.regression.show import place_columns, points
 from kvbench.tables.numbers import NumberFormat, number, score_kind
-from kvbench.tables.table import Cell, Column, Name, Phrase, Table, beside
+from kvbench.tables.table import Column, Name, Phrase, Table, TableCell, beside
 from kvbench.tables.text import counted
 
 
@@ -78,13 +78,15 @@ def needs_json(needs: Sequence[SampleNeed], goal: Goal) -> dict[str, Any]:
 
 def _table(model_name: str, unit_scaled: bool, needs: list[SampleNeed], goal: Goal) -> Table:
     number_kind = score_kind(unit_scaled=unit_scaled)
-    drop_cells: list[Cell] = [need.seen if math.isfinite(need.seen) else "none" for need in needs]
-    context_cells: list[Cell] = [cell_need.needed if cell_need.needed < MOST else "too many" for cell_need in needs]
-    sample_cells: list[Cell] = [
+    drop_cells: list[TableCell] = [need.seen if math.isfinite(need.seen) else "none" for need in needs]
+    context_cells: list[TableCell] = [
+        cell_need.needed if cell_need.needed < MOST else "too many" for cell_need in needs
+    ]
+    sample_cells: list[TableCell] = [
         cell_need.needed_samples if cell_need.needed < MOST else "too many" for cell_need in needs
     ]
-    effect_cells: list[Cell] = [_finite(need.design_effect) for need in needs]
-    table_columns: list[tuple[Column, Sequence[Cell]]] = [
+    effect_cells: list[TableCell] = [_finite(need.design_effect) for need in needs]
+    table_columns: list[tuple[Column, Sequence[TableCell]]] = [
         *place_columns([need.place for need in needs], [need.place for need in needs]),
         (Column("contexts", NumberFormat.COUNT), [need.contexts for need in needs]),
         (Column("minimum detectable drop", number_kind), drop_cells),

@@ -14,7 +14,7 @@ from kvbench.report.overall import SETTING, group_means
 from kvbench.report.sorted_samples import Samples
 from kvbench.tables.numbers import score_kind
 from kvbench.tables.outputs import markdown
-from kvbench.tables.table import Cell, Column, Interval, Name, Table, beside
+from kvbench.tables.table import Column, Interval, Name, Table, TableCell, beside
 from kvbench.tables.text import code, tokens
 
 _PANEL = [*SETTING, "dtype", "device", "attention", "moment", "budget"]
@@ -95,11 +95,13 @@ def write(difference_frame: pd.DataFrame, base: str, output_path: Path) -> Path:
     return output_path
 
 
-def _columns(panel_rows: pd.DataFrame, base: str) -> list[tuple[Column, list[Cell]]]:
+def _columns(panel_rows: pd.DataFrame, base: str) -> list[tuple[Column, list[TableCell]]]:
     row_records = records(panel_rows)
     scores = panel_rows[["base_score", "score"]]
     number_kind = score_kind(unit_scaled=bool(((scores >= 0) & (scores <= 1)).all(axis=None)))
-    gap_cells: list[Cell] = [Interval(record["diff"], record["diff_lo"], record["diff_hi"]) for record in row_records]
+    gap_cells: list[TableCell] = [
+        Interval(record["diff"], record["diff_lo"], record["diff_hi"]) for record in row_records
+    ]
     better_direction: Literal["higher", "lower"] = "higher" if panel_rows["higher_is_better"].iloc[0] else "lower"
     return [
         (Column("budget", align="right"), [Name(record["budget"]) for record in row_records]),

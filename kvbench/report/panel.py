@@ -23,7 +23,7 @@ from kvbench.report.frames import (
 from kvbench.report.overall import CONFIG
 from kvbench.report.pareto import HELD, READ, MemoryMetric, front
 from kvbench.tables.numbers import NumberFormat, score_kind
-from kvbench.tables.table import Cell, Column, Compared, Interval, Name, Phrase
+from kvbench.tables.table import Column, Compared, Interval, Name, Phrase, TableCell
 
 DOWN = " ↓"
 """Marks a task for which a lower score is better."""
@@ -32,7 +32,7 @@ MARK = "°"
 MOST_TASKS = 8
 """Maximum number of tasks in one table."""
 
-Filled: TypeAlias = tuple[Column, Sequence[Cell]]
+Filled: TypeAlias = tuple[Column, Sequence[TableCell]]
 """A column with its cells, one per element of `Panel.configs`."""
 Config: TypeAlias = tuple[str, ...]
 """Policy, budget and moment."""
@@ -119,7 +119,7 @@ class Panel:
             return []
         return [(Column("KV allocated", NumberFormat.PERCENT), self._shares("allocated_share"))]
 
-    def _shares(self, share_column: str) -> list[Cell]:
+    def _shares(self, share_column: str) -> list[TableCell]:
         """Return shares of the full cache's bytes: of the mean over tasks, else of the tasks with scores."""
         mean_rows = _by_config(self.overall)
         task_shares = self.cells[self.cells["status"] == "ok"].groupby(CONFIG)[share_column].mean().to_dict()
@@ -139,8 +139,8 @@ class Panel:
         self,
         head_column: Column,
         frame: pd.DataFrame,
-        cell_of: Callable[[Mapping[str, Any]], Cell],
-        failed: Cell = "failed",
+        cell_of: Callable[[Mapping[str, Any]], TableCell],
+        failed: TableCell = "failed",
     ) -> Filled:
         """Fill a column from the rows of a frame.
 
@@ -165,7 +165,7 @@ class Panel:
         column_title: Phrase,
         *,
         bounds: bool = False,
-        failed: Cell = "failed",
+        failed: TableCell = "failed",
     ) -> Filled:
         """Return the column of a frame's scores, with or without intervals."""
         return self.column(
@@ -175,7 +175,7 @@ class Panel:
             failed,
         )
 
-    def gaps(self, frame: pd.DataFrame, *, failed: Cell = None) -> Filled:
+    def gaps(self, frame: pd.DataFrame, *, failed: TableCell = None) -> Filled:
         """Return the column of paired differences from full."""
         gap_column = _score_column(frame, "difference to full", signed=True)
         return self.column(
@@ -188,7 +188,7 @@ class Panel:
     def compared(self, frame: pd.DataFrame, column_title: Phrase) -> Filled:
         """Return one column of scores with their paired differences from full."""
 
-        def cell_of(score_row: Mapping[str, Any]) -> Cell:
+        def cell_of(score_row: Mapping[str, Any]) -> TableCell:
             is_full = score_row["policy"] == "full"
             return score_row["score"] if is_full else Compared(score_row["score"], _interval(score_row, "diff"))
 

@@ -13,7 +13,7 @@ from kvbench.report.frames import extras, tasks_at_chance
 from kvbench.report.overall import group_means
 from kvbench.report.panel import Filled, Panel
 from kvbench.report.sorted_samples import Samples
-from kvbench.tables.table import Cell, Compared, Interval, Name, Table, beside
+from kvbench.tables.table import Compared, Interval, Name, Table, TableCell, beside
 
 MOST = 12
 """Maximum number of values of a field that divides a task."""
@@ -86,7 +86,7 @@ def _table(panel: Panel, samples: pd.DataFrame, task_name: str, field_name: str)
     full_cells = task_cells.loc[task_cells["policy"] == "full", "cell"]
     full_scores = cell_scores.get(str(full_cells.iloc[0]), {}) if len(full_cells) else {}
 
-    def cell_of(cell_id: str, field_value: str) -> Cell:
+    def cell_of(cell_id: str, field_value: str) -> TableCell:
         value_scores = cell_scores[cell_id].get(field_value)
         if not value_scores:
             return None

@@ -25,7 +25,6 @@ from rich.text import Text
 
 from kvbench.tables.numbers import BETTER, DASH, MINUS, WORSE, interval, number
 from kvbench.tables.table import (
-    Cell,
     Column,
     Compared,
     Graded,
@@ -34,6 +33,7 @@ from kvbench.tables.table import (
     Name,
     Phrase,
     Table,
+    TableCell,
     TableRow,
 )
 from kvbench.tables.text import code, md, plain, tex
@@ -92,7 +92,7 @@ class _Markup:
             return self.text_after(phrase)
         return self.phrase(phrase)
 
-    def cell(self, cell: Cell, column: Column, rank: int = 0) -> str:
+    def cell(self, cell: TableCell, column: Column, rank: int = 0) -> str:
         """Return a cell as markup; `rank` is 1 for the best number and 2 for the second best."""
         match cell:
             case None:
@@ -349,7 +349,7 @@ def _ends_group(table: Table, row_index: int) -> bool:
 # --- terminal -------------------------------------------------------------------------------------
 
 
-def _names(cell: Cell) -> list[str]:
+def _names(cell: TableCell) -> list[str]:
     match cell:
         case Name():
             return [cell.text]
@@ -371,7 +371,7 @@ def _broken(column_title: str) -> str:
     return "\n".join(title_line.rstrip() for title_line in title_lines)
 
 
-def _style(cell: Cell, column: Column, rank: int) -> Style:
+def _style(cell: TableCell, column: Column, rank: int) -> Style:
     rank = cell.rank if isinstance(cell, Graded) else rank
     lacks_number = column.right and isinstance(cell, str) and bool(cell)
     colour = "red" if column.is_worse(cell) or (lacks_number and column.kind != "text") else None
@@ -441,7 +441,7 @@ Values: TypeAlias = "list[float | str]"
 
 
 def csv_columns(
-    column_title: str, column_cells: Sequence[Cell], write_phrase: Callable[[Phrase], str]
+    column_title: str, column_cells: Sequence[TableCell], write_phrase: Callable[[Phrase], str]
 ) -> tuple[list[str], list[Values]]:
     """Convert a column to one to four CSV columns, with separate columns for intervals and p-values.
 
@@ -471,7 +471,7 @@ def csv_columns(
     return column_titles, [_values(cell, len(suffixes), write_phrase) for cell in column_cells]
 
 
-def _values(cell: Cell, column_count: int, write_phrase: Callable[[Phrase], str]) -> Values:
+def _values(cell: TableCell, column_count: int, write_phrase: Callable[[Phrase], str]) -> Values:
     match cell:
         case Compared():
             numbers = [cell.score, cell.gap.mean, cell.gap.lo, cell.gap.hi]

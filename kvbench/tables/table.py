@@ -77,7 +77,7 @@ class Graded:
         return number(self.value, self.kind, signed=self.signed)
 
 
-Cell: TypeAlias = "float | int | Interval | Compared | Graded | Phrase | None"
+TableCell: TypeAlias = "float | int | Interval | Compared | Graded | Phrase | None"
 """Content of a table cell. None is written as a dash. Text in a number column explains a missing number."""
 
 
@@ -109,7 +109,7 @@ class Column:
         """Whether the column is aligned to the right."""
         return self.align == "right" or (not self.align and self.kind is not NumberFormat.TEXT)
 
-    def is_worse(self, cell: Cell) -> bool:
+    def is_worse(self, cell: TableCell) -> bool:
         """Return whether the whole interval of a difference is on the worse side."""
         if not (self.signed and self.better and isinstance(cell, Interval)):
             return False
@@ -126,7 +126,7 @@ class TableRow:
             full cache's, does not compete.
     """
 
-    cells: tuple[Cell, ...]
+    cells: tuple[TableCell, ...]
     group: str = ""
 
 
@@ -209,7 +209,7 @@ def first_two(values: Mapping[Key, tuple[float, str]]) -> dict[Key, int]:
 
 def beside(
     table_title: Phrase,
-    columns: Iterable[tuple[Column, Sequence[Cell]]],
+    columns: Iterable[tuple[Column, Sequence[TableCell]]],
     *,
     groups: Sequence[str] = (),
     notes: Iterable[Phrase] = (),
@@ -234,7 +234,7 @@ def beside(
     return Table(table_title, head_columns, table_rows, tuple(notes))
 
 
-def value_of(cell: Cell) -> float:
+def value_of(cell: TableCell) -> float:
     """Return the number of a cell, or the mean of its interval; NaN if it has none."""
     match cell:
         case Interval():

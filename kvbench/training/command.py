@@ -37,12 +37,12 @@ from kvbench.training.folder import (
     check_same,
     claim,
     describe,
+    draw,
     is_finished,
     latest_checkpoint,
     truncate_log,
 )
 from kvbench.training.method import Method
-from kvbench.training.plot import draw
 from kvbench.training.recipes import recipe_of
 from kvbench.training.replays import ReplayStudent, agreement, describe_agreement
 from kvbench.training.settings import complete

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from kvbench.errors import UserError
 from kvbench.files import cannot, replacing
+from kvbench.tables.plot_style import marker_styles, plot_style
 
 RUN = "training.json"
 """All settings that affect the gates."""
@@ -117,3 +120,36 @@ def describe(record: Mapping[str, Any]) -> str:
     loss_names = ("loss", "kl", "ntp", "capacity", "retained", "fit", "smooth")
     loss_texts = [f"{loss_name} {record[loss_name]:.4g}" for loss_name in loss_names if loss_name in record]
     return f"step {record['step']}: {', '.join(loss_texts)}"
+
+
+_TITLES = {
+    "kl": "KL",
+    "ntp": "next token",
+    "capacity": "capacity",
+    "fit": "fit",
+    "smooth": "neighbours",
+    "retained": "fraction retained at the end",
+}
+
+
+def draw(log_records: Sequence[Mapping[str, Any]], figure_path: Path, title: str) -> None:
+    """Draw a training log.
+
+    Args:
+        log_records: Log records, at least one.
+        figure_path: Output PNG file.
+        title: Figure title.
+    """
+    steps = [record["step"] for record in log_records]
+    loss_names = [loss_name for loss_name in _TITLES if loss_name in log_records[0]]
+    colour = marker_styles([title])[title][0]
+    with plot_style():
+        figure = Figure(figsize=(3.2 * len(loss_names), 2.6), layout="constrained", dpi=120)
+        axes = figure.subplots(1, len(loss_names), squeeze=False)[0]
+        for loss_axes, loss_name in zip(axes, loss_names, strict=True):
+            loss_axes.plot(steps, [record[loss_name] for record in log_records], color=colour)
+            loss_axes.set_title(_TITLES[loss_name])
+            loss_axes.set_xlabel("step")
+            loss_axes.set_ylim(bottom=0)
+        figure.suptitle(title)
+        figure.savefig(figure_path, metadata={"Software": None})

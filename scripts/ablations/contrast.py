@@ -13,7 +13,7 @@ from kvbench.report.against import differences
 from kvbench.report.frames import records
 from kvbench.tables import outputs
 from kvbench.tables.numbers import NumberFormat, number
-from kvbench.tables.table import Cell, Column, Interval, Table, TableRow
+from kvbench.tables.table import Column, Interval, Table, TableCell, TableRow
 from kvbench.tables.text import tokens
 from scripts.ablations.recipe import Ablation, Variant
 
@@ -156,7 +156,7 @@ def markdown(table: Ablation, by_variant: Mapping[str, Sequence[Contrast]]) -> s
             group, length, moment, budget = c.place
             known = not math.isnan(c.diff)
             here = _verdict(c.direction(first[c.place]), direction)
-            cells: tuple[Cell, ...] = (
+            cells: tuple[TableCell, ...] = (
                 variant.name,
                 f"{group}, {tokens(length)}, {moment}, {budget}",
                 c.score,

@@ -9,7 +9,7 @@ import pandas as pd
 
 from kvbench.analysis.scopes import Row, rows_by_budget, rows_in_scope, scope_heading, scopes
 from kvbench.tables.numbers import NumberFormat
-from kvbench.tables.table import Cell, Column, Interval, Name, Table, beside
+from kvbench.tables.table import Column, Interval, Name, Table, TableCell, beside
 
 READING = (
     "l1: L1 distance, for the same query, between a query head's output with the full cache and "
@@ -82,13 +82,13 @@ def perturbation_tables(
             )
 
 
-def _names(records: Sequence[Row], *columns: str) -> list[tuple[Column, list[Cell]]]:
+def _names(records: Sequence[Row], *columns: str) -> list[tuple[Column, list[TableCell]]]:
     return [(Column(column), [Name(record[column]) for record in records]) for column in columns]
 
 
 def _of_bounds(
     records: Sequence[Row], measure: str, group: str, column_format: NumberFormat
-) -> list[tuple[Column, list[Cell]]]:
+) -> list[tuple[Column, list[TableCell]]]:
     """Return one column per bound."""
     return [
         (
@@ -99,7 +99,7 @@ def _of_bounds(
     ]
 
 
-def _intervals(records: Sequence[Row], measure: str) -> list[Cell]:
+def _intervals(records: Sequence[Row], measure: str) -> list[TableCell]:
     """Return means with their intervals, if informative."""
     return [
         Interval(record[measure], *(record[f"{measure}{suffix}"] for suffix in ("_lo", "_hi")))

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.analysis.common import make_grid
+from kvbench.analysis.output import AnalysisOutput, make_output_folder, require_results, write_all
 from kvbench.analysis.perturbation import comparison, probe
 from kvbench.analysis.perturbation.figures import draw_perturbation, shown_pairs
 from kvbench.analysis.perturbation.tables import READING, perturbation_tables
 from kvbench.analysis.summary import notes
-from kvbench.analysis.write import AnalysisOutput, make_output_folder, require_results, write_all
 from kvbench.progress import Reporter
 
 

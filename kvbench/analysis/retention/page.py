@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from kvbench.analysis.retention.figures import RetentionFigure
+from kvbench.analysis.retention.plots import RetentionFigure
 from kvbench.analysis.retention.steps import Trace
 from kvbench.analysis.retention.survival import RetentionResult, RetentionText, TaskRetention
 from kvbench.analysis.scopes import scope_heading

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench.analysis.retention.survival import RetentionResult, RetentionText, TaskRetention
 from kvbench.analysis.scopes import scope_heading
 from kvbench.tables.numbers import NumberFormat
-from kvbench.tables.table import Cell, Column, Name, Phrase, Table, TableRow, beside
+from kvbench.tables.table import Column, Name, Phrase, Table, TableCell, TableRow, beside
 from kvbench.tables.text import counted
 
 Title: TypeAlias = tuple[Phrase, ...]
@@ -205,7 +205,7 @@ def _sparsity_table(task: TaskRetention, title: Title) -> Table:
 
 
 def _tokens_table(task: TaskRetention, policy: str, token_rows: list[dict[str, Any]], title: Title) -> Table:
-    columns: list[tuple[Column, list[Cell]]] = []
+    columns: list[tuple[Column, list[TableCell]]] = []
     for group, extremes in (
         ("most", token_rows[:EXTREMES]),
         ("least", token_rows[::-1][:EXTREMES]),

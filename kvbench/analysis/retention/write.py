@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from kvbench.analysis.common import make_grid
-from kvbench.analysis.retention.figures import draw
+from kvbench.analysis.output import AnalysisOutput, make_output_folder, write_all
 from kvbench.analysis.retention.options import RetentionOptions
 from kvbench.analysis.retention.page import page
+from kvbench.analysis.retention.plots import draw
 from kvbench.analysis.retention.survival import analyze
 from kvbench.analysis.retention.tables import READING, frames, retention_tables
 from kvbench.analysis.summary import notes
-from kvbench.analysis.write import AnalysisOutput, make_output_folder, write_all
 from kvbench.errors import UserError
 from kvbench.files import replacing
 from kvbench.progress import Reporter

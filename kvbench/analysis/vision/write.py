@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.analysis.common import make_grid
+from kvbench.analysis.output import AnalysisOutput, make_output_folder, require_results, write_all
 from kvbench.analysis.summary import notes
 from kvbench.analysis.vision.figures import draw
 from kvbench.analysis.vision.image_shares import analyze
 from kvbench.analysis.vision.options import MOMENTS, VisionOptions
 from kvbench.analysis.vision.tables import READING, frames, vision_tables
-from kvbench.analysis.write import AnalysisOutput, make_output_folder, require_results, write_all
 from kvbench.progress import Reporter
 from kvbench.tables.text import listed
 

@@ -12,7 +12,7 @@ from kvbench.papers.layouts.notes import Tests, notes
 from kvbench.papers.layouts.slots import ComputedSlot, Layout, MeasuredSlot, Slot, Value
 from kvbench.regression import significance
 from kvbench.tables.numbers import NumberFormat, number, score_kind
-from kvbench.tables.table import Cell, Column, Graded, Table, TableRow, first_two
+from kvbench.tables.table import Column, Graded, Table, TableCell, TableRow, first_two
 
 ALPHA = 0.05
 _RESOLUTION = 10
@@ -53,7 +53,7 @@ def fill(layout: Layout, measures: Measures, against: str = "") -> Table:
     slot_tests = _tests(layout, filler, against) if against else {}
     slot_ranks = _ranks(layout, filler)
 
-    def cell(slot: Slot | None) -> Cell:
+    def cell(slot: Slot | None) -> TableCell:
         if slot is None or math.isnan(slot_value := filler.value(slot)):
             return None
         number_kind, signed = filler.format(slot)

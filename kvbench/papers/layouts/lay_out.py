@@ -14,7 +14,7 @@ from kvbench.papers.layouts.substitutes import Substitutes
 from kvbench.papers.published.beside import MOMENTS
 from kvbench.papers.published.claims import Claim, claims
 from kvbench.papers.published.results import SCORES, Figure, papers
-from kvbench.tables.table import Cell, Column, Name, Phrase
+from kvbench.tables.table import Column, Name, Phrase, TableCell
 from kvbench.tables.text import listed, tokens
 
 _BETTER = {"loss %": "lower", "share %": "higher", "change %": "higher"}
@@ -134,7 +134,7 @@ class _Builder:
                     (figure.kept for figure in row_figures.values() if figure.kept != "full"),
                     "full",
                 )
-                lead_cells: list[Cell] = [Name(model_name)] * (len(self.models) > 1)
+                lead_cells: list[TableCell] = [Name(model_name)] * (len(self.models) > 1)
                 lead_cells += [Name(row_budget)] * has_parts
                 group_name = f"{model_name}\0{row_part}"
                 if not has_parts and all(figure.policy == "full" for figure in row_figures.values()):

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from kvbench.papers.layouts.measures import Config, Weights
-from kvbench.tables.table import Cell, Column, Phrase
+from kvbench.tables.table import Column, Phrase, TableCell
 
 
 class Value(StrEnum):
@@ -95,7 +95,7 @@ class LayoutRow:
         group: Group of adjacent rows; a line separates groups.
     """
 
-    lead: tuple[Cell, ...]
+    lead: tuple[TableCell, ...]
     slots: tuple[Slot | None, ...]
     group: str = ""
 

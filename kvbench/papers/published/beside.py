@@ -18,7 +18,7 @@ from kvbench.report.frames import prepare, records, unit_scale
 from kvbench.report.overall import group_means
 from kvbench.tables.numbers import NumberFormat
 from kvbench.tables.outputs import csv, latex, markdown
-from kvbench.tables.table import Cell, Column, Name, Phrase, Table, beside
+from kvbench.tables.table import Column, Name, Phrase, Table, TableCell, beside
 from kvbench.tables.text import listed, md, tokens
 
 MOMENTS = {
@@ -123,7 +123,7 @@ def beside_table(score_pairs: Sequence[PublishedPair]) -> Table:
         (Column("budget"), [("budget ", Name(pair.budget)) for pair in score_pairs]),
     ]
     setting_cells: list[Phrase] = [pair.setting for pair in score_pairs]
-    table_columns: list[tuple[Column, Sequence[Cell]]] = [
+    table_columns: list[tuple[Column, Sequence[TableCell]]] = [
         (Column("task"), [Name(pair.task) for pair in score_pairs]),
         *((head_column, column_cells) for head_column, column_cells in place_columns if _vary(column_cells)),
         (Column("policy"), [Name(pair.policy) for pair in score_pairs]),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvbench.errors import unknown
 from kvbench.papers.published.results import Figure, Paper, PublishedTable, papers
-from kvbench.tables.table import Cell, Column, Name, Table, TableRow
+from kvbench.tables.table import Column, Name, Table, TableCell, TableRow
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def as_printed(paper: Paper, table: PublishedTable, figures: Sequence[Figure]) -
     table_rows = []
     previous_part = None
     for (row_part, row_label), cell_values in values_by_cell.items():
-        lead_cells: list[Cell] = [row_part if row_part != previous_part else ""] if has_parts else []
+        lead_cells: list[TableCell] = [row_part if row_part != previous_part else ""] if has_parts else []
         previous_part = row_part
         # A cell can hold two numbers, such as a score and a time.
         printed_cells = [

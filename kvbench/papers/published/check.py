@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvbench.papers.published.claims import Claim, claims
 from kvbench.papers.published.results import Figure, Paper
-from kvbench.tables.table import Cell, Column, Name, Table, TableRow
+from kvbench.tables.table import Column, Name, Table, TableCell, TableRow
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def findings_table(check_result: Checked) -> Table:
     return Table("", head_columns, table_rows)
 
 
-def _cells(finding: Finding) -> tuple[Cell, ...]:
+def _cells(finding: Finding) -> tuple[TableCell, ...]:
     figure = finding.figure
     return (
         Name(figure.paper),

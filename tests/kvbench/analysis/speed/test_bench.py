@@ -13,9 +13,9 @@ import torch
 
 import kvbench
 from kvbench.analysis.speed import timing
+from kvbench.analysis.speed.bench import write_bench
 from kvbench.analysis.speed.ratios import summarize
 from kvbench.analysis.speed.settings import Setting, SpeedSettings
-from kvbench.analysis.speed.write import write_bench
 from kvbench.budget import Budget
 from kvbench.engine.driver import engine
 from kvbench.errors import UserError

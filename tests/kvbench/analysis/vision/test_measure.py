@@ -174,7 +174,7 @@ def test_policies_that_prune_in_the_prefill_hold_the_same_in_all_heads(
 
 @torch.no_grad()
 def test_other_analyses_show_the_images_too(models: dict[str, str], task: str) -> None:
-    from kvbench.analysis.allocation.count import analyze as count
+    from kvbench.analysis.allocation import analyze as count
 
     folder = models["qwen2_vl"]
     grid = make_grid({

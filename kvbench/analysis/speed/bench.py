@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from kvbench.analysis.output import AnalysisOutput, prepare_folder, write_files
 from kvbench.analysis.speed.figures import draw_bench
-from kvbench.analysis.speed.ratios import summarize
+from kvbench.analysis.speed.ratios import bench_tables, summarize
 from kvbench.analysis.speed.settings import SpeedSettings
-from kvbench.analysis.speed.tables import bench_tables
 from kvbench.analysis.speed.timing import run_bench
-from kvbench.analysis.write import AnalysisOutput, prepare_folder, write_files
 from kvbench.errors import UserError
 from kvbench.files import digest_of
 from kvbench.progress import Reporter

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from kvbench.analysis import maps
-from kvbench.analysis.allocation.figures import draw_allocation
+from kvbench.analysis.allocation import draw_allocation
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, moment: str, compressions: int) -> Any:

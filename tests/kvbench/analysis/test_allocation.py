@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.analysis.allocation.count import analyze
+from kvbench.analysis.allocation import analyze
 from kvbench.analysis.common import make_grid, stages
 from kvbench.progress import Silent
 

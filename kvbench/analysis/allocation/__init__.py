@@ -1,1 +1,0 @@
-"""How policies distribute a budget over layers and KV heads."""
