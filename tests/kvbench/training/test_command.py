@@ -209,7 +209,7 @@ def test_no_checkpoint_holds_weights_of_the_model(
         ("--policy seerattn_r --length 100", "--length 100 holds no two blocks of 64 tokens"),
         ("--policy seerattn_r --block 0", "--block 0 is too small; use 1 or more"),
         ("--policy trimkv --block 16", "--block does not apply to trimkv"),
-        ("--policy trimkv --data reference", "which .* does not know"),
+        ("--policy trimkv --data reference", "which .* does not have"),
         ("--policy trimkv --data nosuch.jsonl", "cannot read nosuch.jsonl"),
         ("--policy trimkv", "no recipe for trimkv gates .* name data, such as --data chats"),
         ("--policy trimkv --data nosuchtask", "unknown task 'nosuchtask'"),
