@@ -75,14 +75,14 @@ def parse_integers(flag: str, numerals: list[str], example: str) -> tuple[int, .
     """
     for numeral in numerals:
         if not (numeral.isascii() and numeral.isdecimal()):
-            raise UserError(f"--{flag} {numeral}: use whole numbers with commas, such as {example}")
+            raise UserError(f"--{flag} {numeral}: use comma-separated whole numbers, such as {example}")
     if not numerals:
         raise UserError(f"--{flag} names nothing; use {example}")
     return tuple(int(numeral) for numeral in numerals)
 
 
 def integers_or_all(flag: str) -> Callable[[Any], tuple[int, ...] | None]:
-    """Return a parser of integers with commas: None gives None, and `all` an empty tuple."""
+    """Return a parser of comma-separated integers: None gives None, and `all` an empty tuple."""
 
     def read(value: Any) -> tuple[int, ...] | None:
         if value is None or isinstance(value, tuple):

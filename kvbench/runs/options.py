@@ -111,18 +111,18 @@ class GridOptions(Options):
 
     policies: tuple[str, ...] = declare(
         ..., values.names("policies"), list, WHAT, "NAME",
-        "Policies, with commas: snapkv:window=64,criticalkv, ./my_policy.py:MyPolicy, or all "
+        "Policies, comma-separated: snapkv:window=64,criticalkv, ./my_policy.py:MyPolicy, or all "
         "(kvbench list policies).",
         flag="policy", complete="policies",
     )  # fmt: skip
     tasks: tuple[str, ...] = declare(
         ..., values.names("tasks"), list, WHAT, "NAME",
-        "Benchmarks or tasks, with commas: ruler,vt, or your own ./mine.jsonl (kvbench list tasks).",
+        "Benchmarks or tasks, comma-separated: ruler,vt, or your own ./mine.jsonl (kvbench list tasks).",
         flag="task", complete="tasks",
     )  # fmt: skip
     models: tuple[str, ...] = declare(
         ("reference",), values.names("models"), list, MODEL, "NAME",
-        "Models, with commas: reference (the default), a name of kvbench list models, a folder, a "
+        "Models, comma-separated: reference (the default), a name of kvbench list models, a folder, a "
         "GGUF file or a hub id.",
         flag="model", complete="models",
     )  # fmt: skip
@@ -168,7 +168,7 @@ class GridOptions(Options):
     )  # fmt: skip
     lengths: tuple[int, ...] = declare(
         (1024,), values.lengths, list, PROMPTS, "TOKENS",
-        "Length of prompt and answer together, with commas: 1024,4096. Default: 1024.",
+        "Length of prompt and answer together, comma-separated: 1024,4096. Default: 1024.",
         flag="length",
     )  # fmt: skip
     truncate: str | None = declare(
@@ -220,14 +220,14 @@ class GridOptions(Options):
     )  # fmt: skip
     budgets: tuple[str, ...] = declare(
         ("0.2",), values.budgets, list, CACHE, "B",
-        "Part of the cache that is KEPT, per layer and KV head, with commas: a fraction (0.2), a number of "
+        "Part of the cache that is KEPT, per layer and KV head, comma-separated: a fraction (0.2), a number of "
         "tokens (512), full, or all text and some visual tokens (visual:64). Default: 0.2. "
         "In kvpress a ratio is the fraction removed.",
         flag="budget", complete="budgets",
     )  # fmt: skip
     moments: tuple[str, ...] = declare(
         ("context",), values.moments, list, CACHE, "WHEN",
-        "When to compress, with commas. context: before the question (the default); question: "
+        "When to compress, comma-separated. context: before the question (the default); question: "
         "after it; decode: during the answer; chunked or chunked:512: after each chunk of the "
         "prompt; turns: before each turn of a dialogue.",
         flag="moment", complete="moments",

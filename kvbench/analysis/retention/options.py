@@ -32,7 +32,7 @@ def _shares(value: Any) -> tuple[float, ...]:
     try:
         shares = tuple(float(numeral) for numeral in numerals)
     except ValueError:
-        raise UserError(f"--mass {','.join(numerals)}: use shares with commas, such as 0.9,0.99") from None
+        raise UserError(f"--mass {','.join(numerals)}: use comma-separated shares, such as 0.9,0.99") from None
     for share in shares:
         if not 0 < share < 1:
             raise UserError(f"--mass {share:g}: use shares between 0 and 1, such as 0.9")

@@ -132,7 +132,7 @@ def test_a_policy_that_fails_leaves_the_others_and_exit_code_1(
     ("more", "says"),
     [
         (["--layers", "9"], "full-attention layers are 0 to 1"),
-        (["--heads", "one"], "--heads one: use whole numbers with commas"),
+        (["--heads", "one"], "--heads one: use comma-separated whole numbers"),
         (["--steps", "0"], "--steps 0: use a whole number from 1"),
         (["--questions", "lst"], "did you mean last?"),
         (["--new-tokens", "0"], "--new-tokens 0"),
