@@ -18,6 +18,7 @@ from kvbench.spelling import policy
 from kvbench_policies.expected_attention import QueryMoments
 from kvbench_policies.non_causal import ChunkAttention
 from kvbench_policies.projections import gaussian
+from tests.sweeps import slow_but
 
 from . import oracles_agnostic as oa
 from . import oracles_attention as o
@@ -72,7 +73,7 @@ SCORES: dict[str, Score] = {
 SHAPES = [((63,), 1), ((63, 40, 20), 4), ((70, 69, 33), 2), ((40, 7, 1), 2)]
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"T{s[0]}-G{s[1]}")
+@pytest.fixture(scope="module", params=slow_but(SHAPES, SHAPES[1], SHAPES[-1]), ids=lambda s: f"T{s[0]}-G{s[1]}")
 def case(request: pytest.FixtureRequest) -> tuple[Case, list[list[Layer]]]:
     lengths, group = request.param
     made = random_case(lengths, group=group, seed=5 * len(lengths) + group)

@@ -15,6 +15,7 @@ from kvbench.plugin import Scores
 from kvbench.spelling import policy
 from kvbench_policies.defensivekv import share_of_heads
 from kvbench_policies.pyramidkv import pyramid_shares
+from tests.sweeps import slow_but
 
 from . import oracles as o
 from . import oracles_allocation as oa
@@ -53,7 +54,7 @@ ORACLES: dict[str, Oracle] = {
 SHAPES = [((63,), 1), ((63, 40, 20), 4), ((100, 99, 33), 2), ((129,), 2), ((100, 7, 64), 1)]
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"T{s[0]}-G{s[1]}")
+@pytest.fixture(scope="module", params=slow_but(SHAPES, SHAPES[1], SHAPES[-1]), ids=lambda s: f"T{s[0]}-G{s[1]}")
 def case(request: pytest.FixtureRequest) -> tuple[Case, list[list[o.Layer]]]:
     lengths, group = request.param
     made = random_case(lengths, group=group, layers=LAYERS, seed=10 + len(lengths) + group)

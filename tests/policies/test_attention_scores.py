@@ -15,6 +15,7 @@ from kvbench.plugin import AttentionMass, Moment, Policy, Scores, View, protect_
 from kvbench.spelling import policy
 from kvbench_policies import obcache, rkv
 from kvbench_policies.tova import sum_over_holders
+from tests.sweeps import slow_but
 
 from . import oracles_attention as o
 from .oracles import Layer
@@ -50,7 +51,7 @@ SCORES: dict[str, Score] = {
 SHAPES = [((63,), 1), ((63, 40, 20), 4), ((70, 69, 33), 2), ((101,), 4), ((40, 7, 1), 2)]
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"T{s[0]}-G{s[1]}")
+@pytest.fixture(scope="module", params=slow_but(SHAPES, SHAPES[1], SHAPES[-1]), ids=lambda s: f"T{s[0]}-G{s[1]}")
 def case(request: pytest.FixtureRequest) -> tuple[Case, list[list[Layer]]]:
     lengths, group = request.param
     made = random_case(lengths, group=group, seed=3 * len(lengths) + group)

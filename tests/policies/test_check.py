@@ -28,7 +28,6 @@ def shipped() -> list[str]:
 
 
 QUICK = (
-    "random",
     "h2o",
     "criticalkv:variant=release",
     "d2o",
@@ -36,10 +35,9 @@ QUICK = (
     "headkv",
     "quest",
     "kvzip",
-    "simlayerkv",
     "prumerge",
 )
-"""One of each: nothing observed, sums, two stages, merging, gates, profile, reader, passes, layers, images."""
+"""One of each: sums, two stages, merging, gates, a profile, a reader, a second pass, images."""
 
 
 @pytest.mark.parametrize("spec", slow_but(shipped(), *QUICK))

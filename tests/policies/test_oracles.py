@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from kvbench.spelling import policy
+from tests.sweeps import slow_but
 
 from . import oracles as o
 from .views import Case, random_case
@@ -76,7 +77,7 @@ ORACLES: dict[str, Oracle] = {
 SHAPES = [((63,), 1), ((63, 40, 20), 4), ((100, 99, 33), 2), ((257,), 4), ((100, 7, 64), 1)]
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"T{s[0]}-G{s[1]}")
+@pytest.fixture(scope="module", params=slow_but(SHAPES, SHAPES[1], SHAPES[-1]), ids=lambda s: f"T{s[0]}-G{s[1]}")
 def case(request: pytest.FixtureRequest) -> tuple[Case, list[list[o.Layer]]]:
     lengths, group = request.param
     made = random_case(lengths, group=group, seed=len(lengths) + group)

@@ -83,7 +83,7 @@ def test_the_same_entries_are_kept(policy: str, family: str) -> None:
     [
         slow("context", "0.3", "vt", "snapkv,criticalkv,trimkv,duo_attention"),
         slow("decode", "24", "longgen_list", "h2o:buffer=4,cam:buffer=4,sirllm:buffer=4"),
-        ("turns", "0.5", "dialogue", "dbtrimkv"),
+        slow("turns", "0.5", "dialogue", "dbtrimkv"),
     ],
 )
 def test_a_run_gives_the_same_answers(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # every test starts processes that import torch
+
 # What torchvision/_meta_registrations.py does on import.
 STAND_IN = """
 import torch
@@ -63,7 +65,6 @@ def test_any_other_failure_of_torchvision_is_its_own(tmp_path: Path) -> None:
     ],
     ids=["torchvision", "its namespace", "one of its operators"],
 )
-@pytest.mark.slow
 def test_what_was_imported_or_declared_before_kvbench_does_no_harm(tmp_path: Path, before: str) -> None:
     done = run(f"{before}import kvbench, torchvision; print(torchvision.count)", stand_in(tmp_path))
     assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
