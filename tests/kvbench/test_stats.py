@@ -145,6 +145,7 @@ def test_scores_outside_zero_to_one_are_bootstrapped():
 
 
 @pytest.mark.parametrize("level", [0.5, 0.8, 0.93, 0.98])
+@pytest.mark.slow
 def test_coverage_of_single_questions(level):
     """95% is claimed. 400 runs have a standard error of 1.1 points, and the percentile bootstrap
     is known to fall a little short at n = 50, so 90% to 100% is what can be asked."""
@@ -157,6 +158,7 @@ def test_coverage_of_single_questions(level):
     assert 0.90 <= covered / 400 <= 1.0
 
 
+@pytest.mark.slow
 def test_coverage_of_questions_that_share_a_context():
     """Contexts agree within themselves, so the naive interval covers far too seldom."""
     rng = np.random.default_rng(8)
@@ -222,6 +224,7 @@ def test_no_common_key_is_nan():
     assert math.isnan(got.mean)
 
 
+@pytest.mark.slow
 def test_coverage_of_paired_differences_with_few_losses():
     rng = np.random.default_rng(12)
     keys = [f"{i:02d}" for i in range(50)]

@@ -53,10 +53,14 @@ def values(kind: Any) -> list[Any]:
     return {int: list(WHOLE), float: list(REAL), bool: [False, True]}.get(kind, [])
 
 
+EVERY = [(kind, name) for kind, names in PARTS.items() for name in names]
+"""Every registered part: its kind and name."""
+
+
 @st.composite
-def parts(draw: st.DrawFn, kind: str) -> Part:
-    """A part with a few parameters other than their defaults."""
-    made = spelling.part(kind, draw(st.sampled_from(PARTS[kind])))
+def parts(draw: st.DrawFn, kind: str, name: str = "") -> Part:
+    """The part of a name, or any, with a few parameters other than their defaults."""
+    made = spelling.part(kind, name or draw(st.sampled_from(PARTS[kind])))
     for name, sort in made.parameter_types().items():
         options = values(sort)
         if options and draw(st.integers(0, 2)) == 0:
@@ -70,10 +74,11 @@ def parts(draw: st.DrawFn, kind: str) -> Part:
 
 
 @st.composite
-def policies(draw: st.DrawFn) -> Policy:
-    """Any choice of parts."""
-    merge = st.none() | parts("merge") if PARTS["merge"] else st.none()
-    made: Any = [draw(parts(kind)) for kind in ("score", "allocate", "select")]
+def policies(draw: st.DrawFn, kind: str = "", name: str = "") -> Policy:
+    """Any choice of parts, with the one of this kind and name."""
+    named = {kind: name}
+    made: Any = [draw(parts(sort, named.get(sort, ""))) for sort in ("score", "allocate", "select")]
+    merge: Any = parts("merge", name) if kind == "merge" else st.none() | parts("merge")
     buffer = draw(st.sampled_from((0, 1, 3, 8)))
     return Policy("drawn", *made, merge=draw(merge), buffer=buffer)
 

@@ -18,6 +18,7 @@ from kvbench.spelling import policy
 from kvbench_policies.expected_attention import QueryMoments
 from kvbench_policies.non_causal import ChunkAttention
 from kvbench_policies.projections import gaussian
+from tests.sweeps import slow_but
 
 from . import oracles_agnostic as oa
 from . import oracles_attention as o
@@ -72,7 +73,7 @@ SCORES: dict[str, Score] = {
 SHAPES = [((63,), 1), ((63, 40, 20), 4), ((70, 69, 33), 2), ((40, 7, 1), 2)]
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"T{s[0]}-G{s[1]}")
+@pytest.fixture(scope="module", params=slow_but(SHAPES, SHAPES[1], SHAPES[-1]), ids=lambda s: f"T{s[0]}-G{s[1]}")
 def case(request: pytest.FixtureRequest) -> tuple[Case, list[list[Layer]]]:
     lengths, group = request.param
     made = random_case(lengths, group=group, seed=5 * len(lengths) + group)
@@ -224,23 +225,6 @@ def test_expected_attention_finds_keys_where_queries_spread() -> None:
     scores = chosen.score.score(view)  # type: ignore[union-attr]
     assert int(scores.value[0, 0].argmax()) == 33  # type: ignore[union-attr]
     assert float(scores.value.sum()) == pytest.approx(1.0)  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("spec", ["lagkv:lag=8:sinks=4", "expected_attention", "compactor", "curdkv", "curdkv:local=7"])
-@pytest.mark.parametrize("rubbish", [float("nan"), float("inf"), 1e30])
-def test_padding_may_hold_anything(spec: str, rubbish: float) -> None:
-    made, chosen, budget = random_case((40, 20, 3), layers=1), policy(spec), [9, 7, 2]
-    expected = [made.kept_tokens(chosen, budget, r) for r in range(3)]
-    (view,) = made.views(chosen, budget)
-    gap = ~view.valid[..., None]
-    view.key = view.key.masked_fill(gap, rubbish)
-    view.value = view.value.masked_fill(gap, rubbish)
-    before = [x.clone() for x in (view.key, view.value)]
-    kept = later_kept(chosen, [view], budget)
-    for r, t in enumerate(made.lengths):
-        assert tokens(kept[0][r], 40 - t) == expected[r][0]
-    for x, y in zip((view.key, view.value), before, strict=True):
-        assert torch.equal(x.nan_to_num(), y.nan_to_num())  # nothing is changed in place
 
 
 @pytest.mark.parametrize(

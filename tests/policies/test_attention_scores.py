@@ -15,6 +15,7 @@ from kvbench.plugin import AttentionMass, Moment, Policy, Scores, View, protect_
 from kvbench.spelling import policy
 from kvbench_policies import obcache, rkv
 from kvbench_policies.tova import sum_over_holders
+from tests.sweeps import slow_but
 
 from . import oracles_attention as o
 from .oracles import Layer
@@ -50,7 +51,7 @@ SCORES: dict[str, Score] = {
 SHAPES = [((63,), 1), ((63, 40, 20), 4), ((70, 69, 33), 2), ((101,), 4), ((40, 7, 1), 2)]
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"T{s[0]}-G{s[1]}")
+@pytest.fixture(scope="module", params=slow_but(SHAPES, SHAPES[1], SHAPES[-1]), ids=lambda s: f"T{s[0]}-G{s[1]}")
 def case(request: pytest.FixtureRequest) -> tuple[Case, list[list[Layer]]]:
     lengths, group = request.param
     made = random_case(lengths, group=group, seed=3 * len(lengths) + group)
@@ -325,46 +326,6 @@ def test_rkv_holds_blocks_and_does_not_depend_on_them(monkeypatch: pytest.Monkey
 
 
 # --- any input ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("spec", ["tova", "roco", "obcache:window=8", "rkv"])
-def test_bfloat16_is_scored_in_float32(spec: str) -> None:
-    score = of(o.obcache, window=8) if "obcache" in spec else SCORES[spec]
-    made = random_case((63, 50), group=2, dtype=torch.bfloat16)
-    got = made.keep(policy(spec), [17, 14])
-    for r, budget in enumerate((17, 14)):
-        for i, layer in enumerate(made.row(r)):
-            held = o.everything(layer)
-            expected = o.kept(score(layer, held, budget), held, budget)
-            assert tokens(got[i][r], max(made.lengths) - made.lengths[r]) == expected
-
-
-@pytest.mark.parametrize("spec", ["tova", "roco", "obcache:window=6", "rkv"])
-@pytest.mark.parametrize("rubbish", [float("nan"), float("inf"), 1e30])
-def test_padding_may_hold_anything(spec: str, rubbish: float) -> None:
-    made = random_case((40, 20, 3), group=2, layers=1)
-    budget = [9, 7, 2]
-    expected = [made.kept_tokens(policy(spec), budget, r) for r in range(3)]
-    (view,) = made.views(policy(spec), budget)
-    gap = ~view.valid[..., None]
-    view.key = view.key.masked_fill(gap, rubbish)
-    view.value = view.value.masked_fill(gap, rubbish)
-    before = [x.clone() for x in (view.key, view.value, *view.obs.values())]
-    kept = later_kept(policy(spec), [view], budget)
-    for r, t in enumerate(made.lengths):
-        assert tokens(kept[0][r], 40 - t) == expected[r][0]
-    for x, y in zip((view.key, view.value, *view.obs.values()), before, strict=True):
-        assert torch.equal(x.nan_to_num(), y.nan_to_num())  # nothing is changed in place
-
-
-@pytest.mark.parametrize("spec", ["tova", "roco:b_std=0.4", "obcache:window=4", "rkv:window=3"])
-@pytest.mark.parametrize("allocate", ["uniform", "head_adaptive", "global"])
-@pytest.mark.parametrize("select", ["topk", "two_stage"])
-def test_any_allocator_and_selector_keep_exactly_the_budget(spec: str, allocate: str, select: str) -> None:
-    made = random_case((30, 13, 1), group=2, seed=9)
-    for budget in ([1, 1, 1], [9, 4, 1], [30, 13, 1]):
-        kept = made.keep(policy(f"{spec}:allocate={allocate}:select={select}"), budget)
-        assert torch.stack(kept).sum((0, 2, 3)).tolist() == [4 * b for b in budget]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from kvbench import registry
 from kvbench.checks import run_checks
 from kvbench.spelling import policy
+from tests.sweeps import slow_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:(duo_attention|simlayerkv)")
 
@@ -26,7 +27,20 @@ def shipped() -> list[str]:
     return names + released
 
 
-@pytest.mark.parametrize("spec", shipped())
+QUICK = (
+    "h2o",
+    "criticalkv:variant=release",
+    "d2o",
+    "trimkv",
+    "headkv",
+    "quest",
+    "kvzip",
+    "prumerge",
+)
+"""One of each: sums, two stages, merging, gates, a profile, a reader, a second pass, images."""
+
+
+@pytest.mark.parametrize("spec", slow_but(shipped(), *QUICK))
 def test_every_invariant_holds(spec: str) -> None:
     assert [r for r in run_checks(spec) if not r.ok] == []
 

@@ -21,9 +21,10 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.driver import engine, forward
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import Moment, Policy, View
+from kvbench.plugin import ModelInfo, Moment, Policy, Scores, View
 
 from .drawing import (
+    EVERY,
     HEADS,
     LAYERS,
     PARTS,
@@ -62,35 +63,57 @@ def merged(policy: Policy, views: Sequence[View], kept: Sequence[Tensor]) -> lis
     return found
 
 
-@fixed(max_examples=150)
+def shown(case: Case, policy: Policy, budget: Sequence[int], rubbish: float) -> list[View]:
+    """Every layer, with rubbish where keys and values are padding."""
+    views = case.views(policy, budget)
+    for view in views:
+        gap = ~view.valid[..., None]
+        view.key, view.value = (x.masked_fill(gap, rubbish) for x in (view.key, view.value))
+    return views
+
+
+def given_to(views: Sequence[View]) -> list[Tensor]:
+    return [x for v in views for x in (v.key, v.value, v.valid, v.position, v.col, *v.obs.values())]
+
+
+RUBBISH = (100.0, 1e30, float("inf"), float("nan"))
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY)
+@fixed(max_examples=8)
 @given(
-    policy=policies(),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     group=st.sampled_from([1, 2, 4]),
     heads=st.integers(1, 3),
     layers=st.integers(1, 3),
     bf16=st.booleans(),
+    rubbish=st.sampled_from(RUBBISH),
     data=st.data(),
 )
-def test_on_bare_layers_padding_is_never_seen(
-    policy: Policy,
+def test_every_part_meets_budgets_sees_no_padding_and_changes_no_input(
+    kind: str,
+    name: str,
     lengths: list[int],
     group: int,
     heads: int,
     layers: int,
     bf16: bool,
+    rubbish: float,
     data: st.DataObject,
 ) -> None:
+    """A row keeps and merges what it keeps and merges alone."""
+    policy = data.draw(policies(kind, name))
     budget = [data.draw(st.integers(1, t)) for t in lengths]
-    note(repr((policy, lengths, budget, group, heads, layers, bf16)))
     dtype = torch.bfloat16 if bf16 else torch.float32
     case = random_case(lengths, group=group, heads=heads, layers=layers, seed=sum(lengths), dtype=dtype)
     policy = equipped(policy, case.info)
-    before = [x.clone() for xs in (case.q, case.k, case.v) for x in xs]
     with unless_refused():
-        views = case.views(policy, budget)
+        views = shown(case, policy, budget, rubbish)
+        before = [x.clone() for x in given_to(views)]
         kept = decide(policy, views, budget)  # checks shares, validity, counts and finite scores
         found = merged(policy, views, kept)
+        for x, y in zip(given_to(views), before, strict=True):
+            assert torch.equal(x.nan_to_num(), y.nan_to_num())
         for r, t in enumerate(lengths):
             own = (x[r : r + 1, :, -t:] for xs in (case.q, case.k, case.v) for x in xs)
             q, k, v = ([next(own) for _ in range(layers)] for _ in range(3))
@@ -106,8 +129,47 @@ def test_on_bare_layers_padding_is_never_seen(
                 assert torch.equal(kept[layer][r, :, -t:], mine[layer][0])
                 rows = kept[layer].nonzero()[:, 0] == r
                 torch.testing.assert_close(found[layer][rows], expected[layer])
-    after = [x for xs in (case.q, case.k, case.v) for x in xs]
-    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+
+
+def plain(scores: Scores | Tensor) -> Tensor:
+    return scores.value if isinstance(scores, Scores) else scores
+
+
+class Wide(Case):
+    """A case of bfloat16 in float32: the same numbers."""
+
+    def __init__(self, narrow: Case) -> None:
+        self.narrow = narrow
+        every = (narrow.q, narrow.k, narrow.v, narrow.w_o)
+        super().__init__(narrow.lengths, *([x.float() for x in xs] for xs in every))
+
+    @property
+    def info(self) -> ModelInfo:
+        project = self.narrow.info.project
+        return dataclasses.replace(super().info, project=lambda layer, x: project(layer, x.bfloat16()).float())
+
+    def hidden(self, layer: int) -> Tensor:
+        return self.narrow.hidden(layer).float()
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY)
+@fixed(max_examples=3)
+@given(data=st.data(), group=st.sampled_from([1, 2, 4]))
+def test_every_part_computes_in_float32(kind: str, name: str, data: st.DataObject, group: int) -> None:
+    policy = data.draw(policies(kind, name))
+    case = random_case((63, 50), group=group, dtype=torch.bfloat16)
+    policy = equipped(policy, case.info)
+    with unless_refused():
+        kept, found, scores = [], [], []
+        for views in (case.views(policy, [13, 10]), Wide(case).views(policy, [13, 10])):
+            assert policy.score is not None
+            scores.append([plain(policy.score.score(v)) * v.valid for v in views])
+            kept.append(decide(policy, views, [13, 10]))
+            found.append(merged(policy, views, kept[0]))
+    for narrow, wide in (*zip(*scores, strict=True), *zip(*kept, strict=True)):
+        assert torch.equal(narrow, wide)
+    for narrow, wide in zip(*found, strict=True):
+        assert torch.equal(narrow, wide.bfloat16())
 
 
 lengths_of = st.lists(st.integers(1, 40), min_size=1, max_size=3)

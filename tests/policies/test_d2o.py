@@ -230,21 +230,6 @@ def test_between_turns_the_variance_is_that_of_what_every_head_holds(options: st
         assert [k[r].sum(-1).tolist() for k in kept] == expected
 
 
-def test_any_score_takes_the_selector_and_the_allocator() -> None:
-    case = random_case((50, 31), layers=3)
-    for spec in (
-        "snapkv:window=4:select=important_recent",
-        "adakv:window=4:select=important_recent:recent=0.4",
-        "knorm:allocate=inverse_variance",
-        "random:allocate=inverse_variance:select=important_recent",
-        "d2o:allocate=global",
-        "d2o:select=topk",
-    ):
-        for budget in ([1, 1], [9, 6], [40, 30]):
-            kept = case.keep(policy(spec), budget)
-            assert torch.stack(kept).sum((0, 2, 3)).tolist() == [6 * b for b in budget]
-
-
 def test_bad_parameters_are_refused() -> None:
     for spec, text in (
         ("d2o:ema=1.5", "ema=1.5"),

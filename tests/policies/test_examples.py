@@ -37,6 +37,7 @@ def test_a_policy_in_a_file_is_spelled_with_its_file(monkeypatch: pytest.MonkeyP
         kvbench.policy("./examples/my_policy.py:MyPolicy:window=-1")
 
 
+@pytest.mark.slow
 def test_an_installed_package_is_found_by_its_entry_point(tmp_path: Path) -> None:
     source = shutil.copytree(EXAMPLES / "kvbench_example_policy", tmp_path / "source")
     target = tmp_path / "site"

@@ -17,6 +17,7 @@ from kvbench.errors import UserError
 from kvbench.plugin import Policy, Scored, Scores
 from kvbench.profiles.allocators import Profiled
 from kvbench.spelling import policy
+from tests.sweeps import slow_but
 
 from . import oracles as o
 from . import oracles_profile as op
@@ -93,7 +94,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write(folder / f"{i}.json", p) for i, (name, p) in enumerate(PROFILES.items())}
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"T{s[0]}-G{s[1]}")
+@pytest.fixture(scope="module", params=slow_but(SHAPES, SHAPES[1]), ids=lambda s: f"T{s[0]}-G{s[1]}")
 def case(request: pytest.FixtureRequest) -> tuple[Case, list[list[o.Layer]]]:
     lengths, group = request.param
     made = random_case(lengths, heads=HEADS, layers=LAYERS, group=group, seed=group)

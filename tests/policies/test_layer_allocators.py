@@ -11,6 +11,7 @@ import torch
 from kvbench.errors import UserError
 from kvbench.plugin import Scored, Scores, protect_nothing
 from kvbench.spelling import policy
+from tests.sweeps import slow_but
 
 from . import oracles as o
 from . import oracles_layers as ol
@@ -62,7 +63,7 @@ ORACLES: dict[str, Callable[[list[o.Layer], int], Kept]] = {
 SHAPES = [((63,), 1), ((63, 40, 20), 4), ((100, 99, 33), 2), ((40, 7, 1), 2)]
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"T{s[0]}-G{s[1]}")
+@pytest.fixture(scope="module", params=slow_but(SHAPES, SHAPES[1], SHAPES[-1]), ids=lambda s: f"T{s[0]}-G{s[1]}")
 def case(request: pytest.FixtureRequest) -> tuple[Case, list[list[o.Layer]]]:
     lengths, group = request.param
     made = random_case(lengths, group=group, layers=LAYERS, seed=20 + len(lengths) + group)

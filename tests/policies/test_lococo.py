@@ -152,18 +152,6 @@ def test_a_convolution_of_no_weight_takes_the_mean(tmp_path: Path) -> None:
         torch.testing.assert_close(mine[0, 0, order[3:6]], mean.expand(3, -1))
 
 
-def test_merging_is_in_float32_and_cast_back(tmp_path: Path) -> None:
-    merger = merger_of(chosen(made(info(2, 2)), tmp_path))
-    rng = np.random.default_rng(0)
-    cache = Cache([50, 31], heads=2, group=2, rng=rng, dtype=torch.bfloat16)
-    v, wide = cache.view("context", [1, 1]), cache.view("context", [1, 1])
-    keep = random_keep(v, "half", rng)
-    wide.key, wide.value = wide.key.float(), wide.value.float()
-    for mine, theirs in zip(merger.merge(v, keep, {}), merger.merge(wide, keep, {}), strict=True):
-        assert mine.dtype == torch.bfloat16
-        assert torch.equal(mine[keep], theirs[keep].bfloat16())
-
-
 def test_any_score_takes_the_merger(tmp_path: Path) -> None:
     gates = str(save(made(info(2)), tmp_path))
     cache = Cache([40, 21], heads=2, group=1, rng=np.random.default_rng(1))

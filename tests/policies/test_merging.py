@@ -11,7 +11,6 @@ from kvbench.plugin import Merger, View
 from kvbench.spelling import policy
 
 from .caches import Cache, Oracle, ema_oracle, ema_release_oracle, value_oracle
-from .views import decide, random_case
 
 
 def oracle_of(spec: str, cache: Cache) -> Oracle:
@@ -88,40 +87,6 @@ def test_merged_entries_agree_with_the_oracle_over_several_cuts(
             v = cache.view("decode" if turn else "context", [1] * len(lengths))
             assert cache.cut(v, random_keep(v, how, rng), merger, oracle) < 1e-5
             cache.append([(7 * turn + 3 * r) % 11 + 1 for r in range(len(lengths))])
-
-
-@pytest.mark.parametrize("spec", MERGERS)
-def test_merging_is_in_float32_and_cast_back(spec: str) -> None:
-    rng = np.random.default_rng(0)
-    cache = Cache([50, 31], heads=2, group=2, rng=rng, dtype=torch.bfloat16)
-    v = cache.view("context", [1, 1])
-    keep = random_keep(v, "half", rng)
-    wide = cache.view("context", [1, 1])
-    wide.key, wide.value = wide.key.float(), wide.value.float()
-    merger = merger_of(spec)
-    expected = merger.merge(wide, keep, {})
-    for mine, theirs in zip(merger.merge(v, keep, {}), expected, strict=True):
-        assert mine.dtype == torch.bfloat16
-        assert torch.equal(mine[keep], theirs[keep].bfloat16())
-
-
-@pytest.mark.parametrize("spec", MERGERS)
-def test_a_row_is_merged_as_it_is_alone(spec: str) -> None:
-    merger = merger_of(spec)
-    rng = np.random.default_rng(3)
-    cache = Cache([40, 23, 9], heads=2, group=2, rng=rng)
-    v = cache.view("context", [1] * 3)
-    keep = random_keep(v, "ragged", rng)
-    together = merger.merge(v, keep, {})
-    for r, t in enumerate(cache.lengths):
-        alone = cache.view("context", [1] * 3)
-        for name in ("position", "col", "valid", "key", "value"):
-            setattr(alone, name, getattr(v, name)[r : r + 1, :, -t:])
-        alone.length, alone.seed = v.length[r : r + 1], v.seed[r : r + 1]
-        alone.obs = {need: x[r : r + 1, :, -t:] for need, x in v.obs.items()}
-        mine = keep[r : r + 1, :, -t:]
-        for a, b in zip(merger.merge(alone, mine, {}), together, strict=True):
-            torch.testing.assert_close(a[mine], b[r : r + 1, :, -t:][mine], rtol=0, atol=1e-6)
 
 
 def test_what_receives_nothing_does_not_change() -> None:
@@ -207,16 +172,3 @@ def test_a_threshold_that_was_never_set_may_be_stored_as_zeros() -> None:
         zeros = {name: torch.zeros_like(x) for name, x in state.items()}
         for a, b in zip(merger.merge(v, keep, zeros), expected, strict=True):
             assert torch.equal(a[keep], b[keep])
-
-
-def test_other_parts_take_the_merger() -> None:
-    case = random_case((50, 31), layers=2)
-    for spec in ("snapkv:window=4:merge=ema", "adakv:window=4:merge=value", "knorm:merge=ema"):
-        chosen = policy(spec)
-        views = case.views(chosen, [9, 9])
-        kept = decide(chosen, views, [9, 9])
-        assert torch.stack(kept).sum((0, 2, 3)).tolist() == [36, 36]
-        for v, keep in zip(views, kept, strict=True):
-            assert chosen.merge is not None
-            for x in chosen.merge.merge(v, keep, {}):
-                assert bool(x[keep].isfinite().all())

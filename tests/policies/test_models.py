@@ -30,6 +30,7 @@ from kvbench import registry
 from kvbench.engine.loading import load_model
 from kvbench.profiles.summaries import FILTERS, SummaryNotes
 from kvbench.spelling import policy
+from tests.sweeps import slow
 
 from . import oracles as o
 from . import oracles_agnostic as agnostic
@@ -158,7 +159,7 @@ def test_every_training_free_policy_is_here() -> None:
     assert {spec.partition(":")[0] for spec in ORACLES} == names - APART - trained - aliases
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "reference"])
+@pytest.fixture(scope="module", params=["llama", slow("qwen3"), slow("reference")])
 def model(request: pytest.FixtureRequest) -> nn.Module:
     if request.param == "reference":
         return load_model("reference", None, torch.device("cpu"), torch.float32)

@@ -21,6 +21,7 @@ from kvbench.plugin import ModelInfo, Policy, View
 from kvbench.spelling import policy
 from kvbench_policies.gates import load
 from kvbench_policies.gates.learned import GateOutput, Learned
+from tests.sweeps import slow
 
 from . import oracles_retention as o
 from .drawing import HEADS, LAYERS, llama, padded, tokens
@@ -114,7 +115,7 @@ RANGES = {"all": (1e-9, 20.0), "bias 18": (1e-9, 1e-7), "near the switch": (1e-4
 
 @pytest.mark.parametrize("which", RANGES)
 @pytest.mark.parametrize("spec", WORTH)
-@pytest.mark.parametrize("lengths", [(1,), (2,), (33,), (33, 20, 3)])
+@pytest.mark.parametrize("lengths", [slow((1,)), slow((2,)), slow((33,)), (33, 20, 3)])
 def test_a_context_is_cut_to_the_entry(spec: str, lengths: tuple[int, ...], which: str) -> None:
     chosen, worth = policy(spec), WORTH[spec]
     everywhere = chosen.allocate.name == "global"
@@ -265,7 +266,7 @@ def held_by(cache: RaggedCache, row: int, first: int) -> set[o.Entry]:
 
 
 @pytest.mark.parametrize("buffer", [0, 3])
-@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("group", [slow(1), 2, slow(4)])
 @pytest.mark.parametrize("spec", ["trimkv", "trimkv:variant=release", "dbtrimkv"])
 @torch.no_grad()
 def test_decode_is_cut_to_the_entry(
@@ -335,7 +336,7 @@ def test_locret_is_told_which_cut_is_the_last(tmp_path: Path) -> None:
         assert any(not {40, 41, 42} <= mine for mine in newest), "no stabilizers at the last cut"
 
 
-@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("group", [slow(1), 2, slow(4)])
 @pytest.mark.parametrize("spec", ["trimkv", "dbtrimkv", "locret"])
 @torch.no_grad()
 def test_what_stays_beside_an_entry_is_the_gate_on_the_hidden_state(spec: str, group: int, tmp_path: Path) -> None:

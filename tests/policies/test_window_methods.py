@@ -17,6 +17,7 @@ from kvbench.parts import TopK, Uniform
 from kvbench.plugin import Policy, Score, View
 from kvbench.spelling import policy
 from kvbench_policies.finch import EveryChunk, QuestionAttention
+from tests.sweeps import slow_but
 
 from . import oracles as o
 from . import oracles_windows as windows
@@ -66,7 +67,7 @@ ORACLES: dict[str, Callable[..., Kept]] = {
 SHAPES = [((63,), 1), ((45, 40, 17), 4), ((50, 7, 1), 2)]
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"T{s[0]}-G{s[1]}")
+@pytest.fixture(scope="module", params=slow_but(SHAPES, SHAPES[1], SHAPES[-1]), ids=lambda s: f"T{s[0]}-G{s[1]}")
 def case(request: pytest.FixtureRequest) -> tuple[Case, list[list[o.Layer]]]:
     lengths, group = request.param
     made = random_case(lengths, group=group, layers=3, seed=5 * len(lengths) + group)

@@ -39,6 +39,7 @@ def package() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_an_installed_package_is_found_by_its_entry_point_and_runs(tmp_path: Path) -> None:
     source = shutil.copytree(EXAMPLE, tmp_path / "source")
     target = tmp_path / "site"

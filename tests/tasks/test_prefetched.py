@@ -60,6 +60,7 @@ def qwen3_folder(tmp_path_factory: pytest.TempPathFactory, bpe_tokenizer: Any) -
     return str(folder)
 
 
+@pytest.mark.slow
 def test_one_command_runs_them_all(
     llama_folder: str, qwen3_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvbench_tasks.synthetic.words import prose
+from tests.sweeps import slow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-@pytest.fixture(scope="session", params=[1, 2, 4])
+@pytest.fixture(scope="session", params=[slow(1), 2, slow(4)])
 def folder(
     request: pytest.FixtureRequest,
     bpe_tokenizer: PreTrainedTokenizerFast,

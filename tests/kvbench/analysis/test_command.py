@@ -149,12 +149,12 @@ def test_a_full_disk_leaves_no_unfinished_figure(
         assert [path.suffix for path in files] == [".png"] and files[0].stat().st_size
 
 
-@pytest.mark.parametrize("more", [[], ["perturbation"], ["allocation"], ["retention"], ["vision"]])
-def test_help_imports_nothing_heavy(more: list[str]) -> None:
+def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from kvbench import cli; "
-        f"status = cli.call(['analyze', *{more!r}, '--help']); "
+        "commands = [], ['perturbation'], ['allocation'], ['retention'], ['vision']; "
+        "status = [cli.call(['analyze', *more, '--help']) for more in commands]; "
         "print(sorted({'torch', 'pandas', 'numpy', 'matplotlib'} & set(sys.modules)), status)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[] 0"
+    assert done.stdout.splitlines()[-1] == "[] [0, 0, 0, 0, 0]"

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from kvbench import cli
 from kvbench.progress import Silent
+from tests.sweeps import slow
 
 EVIL = """
 import torch
@@ -97,8 +99,8 @@ def test_json_and_dry_run_exclude_each_other(run: list[str], capsys: pytest.Capt
     "environment",
     [
         {"PYTHONIOENCODING": "ascii"},
-        {"PYTHONIOENCODING": "latin-1"},
-        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        slow({"PYTHONIOENCODING": "latin-1"}),
+        slow({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
     ],
 )
 def test_names_and_exceptions_reach_no_terminal_as_they_are(run: list[str], environment: dict[str, str]) -> None:
@@ -120,17 +122,24 @@ def test_help_can_be_shown_in_ascii() -> None:
     assert done.stdout.isascii()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["list", "policies"], ["list", "tasks"]])
-def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
+FULL = "kvbench: cannot write the output: No space left on device\n"
+
+
+def test_a_full_disk_is_one_line_of_the_program() -> None:
     with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvbench", *arguments],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            check=False,
-        )
+        done = subprocess.run([sys.executable, "-m", "kvbench", "--help"], stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 1
-    assert done.stderr == b"kvbench: cannot write the output: No space left on device\n"
+    assert done.stderr.decode() == FULL
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["list", "policies"], ["list", "tasks"]])
+def test_a_full_disk_is_one_line(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert cli.call(arguments) == 1
+    assert capsys.readouterr().err == FULL
 
 
 def test_a_reader_that_has_gone_is_no_error() -> None:
@@ -176,10 +185,14 @@ def test_long_lists_of_options_are_grouped(command: str, capsys: pytest.CaptureF
     assert rest is not None and rest[0].count(" --") == 1  # --help
 
 
-def complete(line: str) -> list[str]:
-    done = program(_KVBENCH_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(len(line.split(" ")) - 1))
-    assert done.returncode == 0, done.stderr
-    return done.stdout.decode().split()
+def completing(line: str) -> dict[str, str]:
+    """What bash sets at Tab."""
+    return {"_KVBENCH_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+
+
+def test_the_program_completes() -> None:
+    done = program(**completing("kvbench run --policy critical_s"))
+    assert (done.returncode, done.stdout.split()) == (0, [b"critical_snapkv"]), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -200,7 +213,8 @@ def complete(line: str) -> list[str]:
     ],
 )
 def test_values_are_completed(line: str, offered: list[str]) -> None:
-    assert complete(line) == offered
+    done = CliRunner().invoke(cli.app.app, [], env=completing(line), prog_name="kvbench")
+    assert (done.exit_code, done.output.split()) == (0, offered)
 
 
 def test_completion_imports_nothing_heavy() -> None:

@@ -196,6 +196,7 @@ def test_errors_of_this_machine_are_not_blamed_on_the_hub(tmp_path: Path, monkey
         rows(SQUAD, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_killed_fetch_and_two_at_once(hub: Hub, tmp_path: Path) -> None:
     content = squad(2000)
     hub.add(SQUAD.dataset, "data/validation-00000-of-00001.parquet", parquet(content))
@@ -218,6 +219,7 @@ def test_a_killed_fetch_and_two_at_once(hub: Hub, tmp_path: Path) -> None:
     assert len(list((tmp_path / "hub").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_the_newest_commit_is_fetched_on_request(hub: Hub, tmp_path: Path) -> None:
     source = Source("org/raw", file="a.jsonl")
     hub.add("org/raw", "a.jsonl", lines([{"a": 1}]))
@@ -233,6 +235,7 @@ def test_the_newest_commit_is_fetched_on_request(hub: Hub, tmp_path: Path) -> No
     assert read(hub, tmp_path, source) == [[{"a": 2}]]
 
 
+@pytest.mark.slow
 def test_an_older_commit_is_not_taken_for_the_newest(hub: Hub, tmp_path: Path) -> None:
     """`datasets` falls back on what it has cached, whatever the error."""
     source = Source("org/tables", split="validation")
@@ -249,6 +252,7 @@ def test_an_older_commit_is_not_taken_for_the_newest(hub: Hub, tmp_path: Path) -
 # --- the commands ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_fetches_what_is_missing(hub: Hub, tmp_path: Path) -> None:
     hub.add(SQUAD.dataset, "data/validation-00000-of-00001.parquet", parquet(squad(5)))
     hub.add(HOTPOT.dataset, "distractor/validation-00000-of-00001.parquet", parquet(squad(5)))

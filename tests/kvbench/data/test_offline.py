@@ -12,6 +12,7 @@ from kvbench.benchmark import Source
 from kvbench.data.fetching import fetch, verify
 from kvbench.data.records import Damaged, NotFetched, head
 from kvbench.data.sources import rows
+from tests.sweeps import slow
 
 from .test_fetching import SHA, lines, parquet, squad
 
@@ -94,6 +95,7 @@ def test_files_that_other_tools_have_downloaded_are_read(offline: Hub, tmp_path:
     )
 
 
+@pytest.mark.slow
 def test_a_pinned_commit_is_read_and_otherwise_the_newest(offline: Hub, tmp_path: Path) -> None:
     get = "hf_hub_download('org/raw', 'a.jsonl', repo_type='dataset'"
     offline.add("org/raw", "a.jsonl", lines(RAW[:1]))
@@ -119,6 +121,7 @@ def test_a_pinned_commit_is_read_and_otherwise_the_newest(offline: Hub, tmp_path
     assert fetch(Source("org/raw", file="a.jsonl"), tmp_path / "newer").revision == NEW
 
 
+@pytest.mark.slow
 def test_parts_of_a_table_are_not_taken_for_it(offline: Hub, tmp_path: Path) -> None:
     for shard in range(2):
         offline.add("org/tables", f"data/test-{shard:05}-of-00002.parquet", parquet(squad(2)))
@@ -136,6 +139,7 @@ def test_parts_of_a_table_are_not_taken_for_it(offline: Hub, tmp_path: Path) -> 
     assert not Path("ran").exists()
 
 
+@pytest.mark.slow
 def test_the_default_configuration_is_read_where_several_are_cached(offline: Hub, tmp_path: Path) -> None:
     card = (
         "---\nconfigs:\n- config_name: a\n  data_files: a.jsonl\n"
@@ -172,7 +176,7 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "pattern"),
     [
-        (Source("org/tables"), "datasets/**/*-test.arrow"),
+        slow(Source("org/tables"), "datasets/**/*-test.arrow"),
         (Source("org/tables", file="*.jsonl"), "hub/**/test.jsonl"),
     ],
 )

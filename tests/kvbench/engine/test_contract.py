@@ -49,7 +49,14 @@ NOT_YET = {
     "diffllama": ({}, "diffllama attention changes keys or values between cache and attention, w"),
     "deepseek_v3": (LATENT, "deepseek_v3 attention changes keys or values between cache and atten"),
     "gemma4_text": (
-        {**SLIDING, "global_head_dim": 32, "head_dim": 16, "num_kv_shared_layers": 0},
+        {
+            **SLIDING,
+            "global_head_dim": 32,
+            "head_dim": 16,
+            "num_kv_shared_layers": 0,
+            "vocab_size_per_layer_input": 128,
+            "hidden_size_per_layer_input": 8,
+        },
         "Gemma4ForCausalLM has no head_dim that holds for all its layers, which kvbench needs",
     ),
     "jetmoe": ({}, "kvbench cannot find the attention of JetMoeForCausalLM: layer 0 has no self_a"),

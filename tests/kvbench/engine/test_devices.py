@@ -11,6 +11,7 @@ import torch
 
 import kvbench
 from kvbench.runs import worker
+from tests.sweeps import slow
 
 from .conftest import batch, build
 from .devices import Devices, spread
@@ -80,9 +81,9 @@ def test_the_same_entries_are_kept(policy: str, family: str) -> None:
 @pytest.mark.parametrize(
     ("moment", "budget", "task", "policies"),
     [
-        ("context", "0.3", "vt", "snapkv,criticalkv,trimkv,duo_attention"),
-        ("decode", "24", "longgen_list", "h2o:buffer=4,cam:buffer=4,sirllm:buffer=4"),
-        ("turns", "0.5", "dialogue", "dbtrimkv"),
+        slow("context", "0.3", "vt", "snapkv,criticalkv,trimkv,duo_attention"),
+        slow("decode", "24", "longgen_list", "h2o:buffer=4,cam:buffer=4,sirllm:buffer=4"),
+        slow("turns", "0.5", "dialogue", "dbtrimkv"),
     ],
 )
 def test_a_run_gives_the_same_answers(

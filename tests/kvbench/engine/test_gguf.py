@@ -23,6 +23,7 @@ from kvbench.engine.models import model_info
 from kvbench.errors import UserError
 from kvbench.files import cache_dir
 from kvbench.named import model_digest, resolve_model
+from tests.tiny import byte_tokenizer, random_llama
 
 from ..gguf_files import dequantised_q8_0, readable, write_llama
 
@@ -30,6 +31,25 @@ pytestmark = readable
 CPU = torch.device("cpu")
 TEXT = "The special number is 1234567.\n\n2. the  34 words"
 Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def bpe_tokenizer() -> Any:
+    """Of few ids: every reading of a file takes as long as it has tokens."""
+    return byte_tokenizer(300)
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(bpe_tokenizer: Any) -> Any:
+    return random_llama(bpe_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tiny_llama: Any, bpe_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("models") / "tiny-llama")
+    tiny_llama.save_pretrained(folder)
+    bpe_tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
@@ -118,14 +138,16 @@ def test_the_tokenizer_is_the_written_one(write: Write, bpe_tokenizer: Any) -> N
         assert getattr(tokenizer, role) == getattr(bpe_tokenizer, role)
 
 
-def test_digits_are_split_off_where_the_file_says_so(write: Write, bpe_tokenizer: Any) -> None:
-    splitting = copy.deepcopy(bpe_tokenizer)
+def test_digits_are_split_off_where_the_file_says_so(tmp_path: Path, cache: Path) -> None:
+    whole = byte_tokenizer(2000)  # enough ids for numbers of several digits
+    splitting = copy.deepcopy(whole)
     splitting.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     )
     expected = splitting(TEXT)["input_ids"]
-    assert expected != bpe_tokenizer(TEXT)["input_ids"]
-    assert load_tokenizer(str(write(pre="smollm")))(TEXT)["input_ids"] == expected
+    assert expected != whole(TEXT)["input_ids"]
+    path = write_llama(tmp_path / "tiny.gguf", random_llama(whole), whole, pre="smollm")
+    assert load_tokenizer(str(path))(TEXT)["input_ids"] == expected
 
 
 # --- names, digests and copies --------------------------------------------------------------------

@@ -13,6 +13,7 @@ from kvbench import registry
 from kvbench.engine.models import model_info
 from kvbench.plugin import Policy
 from kvbench.spelling import policy
+from tests.sweeps import slow_but
 
 from .conftest import batch, build, step
 
@@ -27,6 +28,8 @@ SPECS = [
     "random:allocate=inverse_variance:share=layer_decay:merge=ema",
     "tova:allocate=head_profile:pool_share=2",
 ]
+
+SWEEP = slow_but(SPECS, "h2o", "criticalkv", "d2o", "trimkv", "kvzip", *SPECS[-4:])
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def entries(cache: Any, row: int) -> int:
     return live
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", SWEEP)
 @torch.no_grad()
 def test_decode(llama: Any, spec: str, tmp_path: Path) -> None:
     pads, budget, buffer = [0, 17], 9, 2
@@ -63,7 +66,7 @@ def test_decode(llama: Any, spec: str, tmp_path: Path) -> None:
                 assert held % 6 == 0, "appended entries go to every head"
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", SWEEP)
 @torch.no_grad()
 def test_chunked(llama: Any, spec: str, tmp_path: Path) -> None:
     pads, budget = [0, 17], 13
@@ -76,7 +79,7 @@ def test_chunked(llama: Any, spec: str, tmp_path: Path) -> None:
                 assert entries(cache, row) == 6 * min(first + 20 - pad, budget)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", SWEEP)
 @torch.no_grad()
 def test_turns(llama: Any, spec: str, tmp_path: Path) -> None:
     pads = [0, 17]

@@ -19,6 +19,7 @@ from kvbench.engine.driver import engine, forward
 from kvbench.engine.pool import Pool, Pooled
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.plugin import Policy
+from tests.sweeps import slow
 
 from .conftest import batch, build
 
@@ -36,7 +37,7 @@ class Words:
         return " ".join(map(str, tokens))
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", slow("qwen3")])
 def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     made = build(request.param)
     with torch.no_grad(), engine(made):

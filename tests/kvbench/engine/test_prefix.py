@@ -15,6 +15,7 @@ from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import BudgetError
 from kvbench.parts import FunctionScore, TopK, Uniform
 from kvbench.plugin import Policy, Score, Scores, Selector, View
+from tests.sweeps import slow
 
 from .conftest import batch, build
 
@@ -99,7 +100,7 @@ def test_question_is_compressed_in_a_fork(llama: Any) -> None:
 OBSERVING = ("h2o", "obcache", "sirllm", "expected_attention", "compactor:chunk=7", "kvzip")
 
 
-@pytest.mark.parametrize("pads", [[0, 7, 29], [0, 0, 0]])
+@pytest.mark.parametrize("pads", [[0, 7, 29], slow([0, 0, 0])])
 @torch.no_grad()
 def test_the_sequences_of_a_batch_are_prefixes_of_their_own(family: Any, pads: list[int]) -> None:
     ids, mask = batch(3, 45, pads)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # every test starts processes that import torch
+
 # What torchvision/_meta_registrations.py does on import.
 STAND_IN = """
 import torch

@@ -143,6 +143,7 @@ def test_a_missing_package_is_named_with_what_to_do(tmp_path: Path, monkeypatch:
     assert lacking(videos) == ""
 
 
+@pytest.mark.slow
 def test_an_import_of_a_definition_that_fails_is_named(tmp_path: Path) -> None:
     pytest.importorskip("lmms_eval", reason="lmms-eval is not installed (make vision)")
     code = (

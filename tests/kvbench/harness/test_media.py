@@ -172,6 +172,7 @@ def test_a_text_task_of_a_vision_language_model_has_no_media(tmp_path: Path) -> 
     assert request.context.endswith("user\nNo image. ")
 
 
+@pytest.mark.slow
 def test_text_tasks_need_no_vision_package(tmp_path: Path) -> None:
     # An import of a blocked package fails, as if it were not installed.
     code = (

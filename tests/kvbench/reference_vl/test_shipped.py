@@ -36,6 +36,7 @@ def test_the_log_has_the_accuracy_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize("task", list(TASKS))
+@pytest.mark.slow
 def test_it_answers_most_questions_about_fresh_pictures(task: str) -> None:
     reader = Reader(reference_vl.path())
     model = AutoModelForImageTextToText.from_pretrained(reference_vl.path(), dtype=torch.float32).eval()

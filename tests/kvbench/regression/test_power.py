@@ -39,6 +39,7 @@ def seen(contexts: int, questions: int, loss: float, gain: float, icc: float) ->
     ("drop", "discordance", "questions", "icc"),
     [(5, 0.1, 1, 1.0), (5, 0.05, 1, 1.0), (10, 0.3, 1, 1.0), (10, 0.2, 4, 0.3), (10, 0.2, 4, 1.0)],
 )
+@pytest.mark.slow
 def test_the_contexts_that_are_named_see_the_drop(drop: float, discordance: float, questions: int, icc: float) -> None:
     """200 comparisons have a standard error of 2.8 points; half of the contexts see far less."""
     plan = assume(Goal(drop=drop), 0.6, discordance, questions, icc)

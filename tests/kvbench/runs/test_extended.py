@@ -46,6 +46,7 @@ def undisturbed_digest() -> str:
     return small_grid(Path("unused")).digest
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_extends_goes_on(tmp_path: Path, undisturbed: Any) -> None:
     grid = small_grid(tmp_path / "run", **SMALL)
     execute(grid)

@@ -23,6 +23,7 @@ from kvbench.runs import worker
 from kvbench.runs.runner import execute
 from tests.kvbench.runs.children import INTERRUPTED, MISUSE, Child, lines
 from tests.kvbench.runs.small import small_grid
+from tests.sweeps import slow
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def resumed(grid: Any, undisturbed: Any) -> None:
     assert problems(grid.path, undisturbed.path) == []
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, INTERRUPTED), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(("sent", "status"), [slow(signal.SIGINT, INTERRUPTED), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_stopped_run_goes_on(tmp_path: Path, undisturbed: Any, place: dict[str, Any], sent: int, status: int) -> None:
     grid = small_grid(tmp_path / "run", **place)
     child = Child(grid, pause=1)
@@ -142,7 +143,7 @@ def test_a_truncated_table_is_one_line_and_is_written_again(
     assert problems(grid.path, undisturbed.path) == []
 
 
-@pytest.mark.parametrize("name", ["cells.parquet", "samples.parquet", "grid.yaml"])
+@pytest.mark.parametrize("name", [slow("cells.parquet"), slow("samples.parquet"), "grid.yaml"])
 def test_what_a_killed_run_has_half_written_is_no_result_and_is_removed(
     tmp_path: Path, undisturbed: Any, name: str
 ) -> None:

@@ -19,6 +19,7 @@ from kvbench.errors import UserError
 from kvbench.runs.folders import summarise
 from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA
 from kvbench.runs.store import RunStore
+from tests.sweeps import slow_but
 
 TABLES = ("cells.parquet", "samples.parquet")
 FLIPS = 120
@@ -94,7 +95,7 @@ def loaded(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame] | None:
         return None
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", slow_but(TABLES, TABLES[0]))
 def test_no_flipped_bit_changes_data_unnoticed(run: Path, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
@@ -109,7 +110,7 @@ def test_no_flipped_bit_changes_data_unnoticed(run: Path, tmp_path: Path, name: 
     assert noticed == FLIPS if name == "samples.parquet" else noticed  # some bytes hold no data
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", slow_but(TABLES, TABLES[0]))
 def test_a_flipped_bit_in_an_older_table_is_never_a_traceback(run: Path, tmp_path: Path, name: str) -> None:
     folder = without_record(run, tmp_path / "run")
     assert loaded(folder) is not None

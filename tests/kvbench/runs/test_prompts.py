@@ -64,6 +64,7 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kB on Linux")
+@pytest.mark.slow
 def test_planning_takes_little_more_than_the_data_once(tmp_path: Path) -> None:
     """12,000 contexts of 2.4 kB: 29 MB of text, whose token ids alone would take 170 MB."""
     command = [sys.executable, "-c", MEASURE, str(Path(__file__).parent), str(tmp_path), "12000"]

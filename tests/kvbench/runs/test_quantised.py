@@ -28,6 +28,7 @@ DECODE = {
     "task": "longgen_copy",
     "length": 64,
     "samples": 2,
+    "max_new_tokens": 32,
     "device": "cpu",
 }
 HQQ = {**GRID, "policy": f"full:bits=2{SMALL}:quantizer=hqq,snapkv:bits=4{SMALL}:quantizer=hqq"}

@@ -26,6 +26,7 @@ GRIDS: dict[str, dict[str, Any]] = {
         "budget": "20",
         "task": "longgen_copy",
         "moment": "decode",
+        "max_new_tokens": 32,
     },
     "chunked": {"policy": "quest", "budget": "0.3", "task": "vt", "moment": "chunked:60"},
     "turns": {"policy": "quest:page=8", "budget": "0.4", "task": "dialogue", "moment": "turns"},

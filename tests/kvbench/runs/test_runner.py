@@ -21,6 +21,7 @@ from kvbench.runs.grid import Grid
 from kvbench.runs.runner import describe, execute
 from kvbench.runs.store import RunStore
 from kvbench_tasks.synthetic.words import prose
+from tests.sweeps import slow
 
 OWN: list[str] = []
 
@@ -114,7 +115,7 @@ def test_one_prefill_serves_the_grid(
     assert count["prefixes"] == prefills, "one per context, or per two of them; not per cell"
 
 
-@pytest.mark.parametrize("moment", ["context,question", "chunked:100"])
+@pytest.mark.parametrize("moment", ["context,question", slow("chunked:100")])
 def test_contexts_that_are_prefilled_together_are_answered_alike(
     llama_folder: str, tmp_path: Path, moment: str
 ) -> None:

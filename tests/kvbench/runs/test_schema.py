@@ -69,6 +69,7 @@ assert "`watts`" in make_results.page(make_results.PAGE.read_text(encoding="utf-
 """
 
 
+@pytest.mark.slow
 def test_a_new_cost_column_is_one_declaration() -> None:
     """Declaring it reaches both tables, the means, the page and the documentation."""
     done = subprocess.run(

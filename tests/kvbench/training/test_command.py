@@ -100,6 +100,7 @@ def test_gates_log_and_picture_are_written(llama_folder: str, rows: str, tmp_pat
     assert not (out / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_training_continues_to_the_same_weights(llama_folder: str, rows: str, tmp_path: Path) -> None:
     """Killed between two checkpoints; another kill left a torn checkpoint."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"

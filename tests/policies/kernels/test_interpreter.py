@@ -22,6 +22,7 @@ IN_A_MODEL = (
     "test_attachment.py::test_ragged_eviction_equals_masking[llama-gap]",
 )
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
     pytest.mark.skipif(INTERPRETED, reason="this is the process of its own"),
 ]

@@ -29,6 +29,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @has_triton
+@pytest.mark.slow
 def test_kernels_compile_without_spills() -> None:
     done = run(str(GATE), "--quick", "--jobs", "2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,6 +54,7 @@ print(gate.examine(case, 80).complaint)
 
 
 @has_triton
+@pytest.mark.slow
 def test_the_gate_sees_spills_and_missing_instructions() -> None:
     done = run("-c", BLOATED.format(folder=str(GATE.parent)))
     assert "spills" in done.stdout, done.stderr
@@ -83,6 +85,7 @@ def test_a_cpu_needs_no_triton() -> None:
 
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="there is a GPU")
+@pytest.mark.slow
 def test_the_benchmark_says_that_it_needs_a_gpu() -> None:
     done = run(str(GATE.parent / "kernels.py"))
     assert done.returncode == 2

@@ -55,6 +55,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> lis
     return trained
 
 
+@pytest.mark.slow
 def test_a_stopped_recipe_continues_and_writes_its_tables(
     recipe: Path,
     tmp_path: Path,

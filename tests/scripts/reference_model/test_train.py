@@ -50,6 +50,7 @@ def test_shipped_model_has_a_little_over_a_million_parameters() -> None:
     assert 1_000_000 < sum(p.numel() for p in model.parameters()) < 1_300_000
 
 
+@pytest.mark.slow
 def test_training_reduces_the_loss_and_resumes_exactly(tiny_config: Qwen3Config, tmp_path: Path) -> None:
     whole = train.train(tmp_path / "whole", _SHORT, tiny_config)
     (line,) = (tmp_path / "whole" / "training.jsonl").read_text().splitlines()

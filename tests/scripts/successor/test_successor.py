@@ -107,6 +107,7 @@ def _words(*texts: str) -> int:
     return sum(len(text.split()) for text in texts)
 
 
+@pytest.mark.slow
 def test_training_reduces_the_loss(tiny_config: Qwen3Config) -> None:
     torch.manual_seed(0)
     model: Any = Qwen3ForCausalLM(tiny_config)

@@ -62,6 +62,7 @@ def test_only_ten_tests_are_run(allowed: None) -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_limits_of_time_memory_and_output(allowed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "_SECONDS", 1)
     monkeypatch.setattr(code, "_OUTPUT", 1 << 20)

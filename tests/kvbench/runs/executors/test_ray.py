@@ -29,6 +29,7 @@ class Listening(Silent):
         self.said.append(text)
 
 
+@pytest.mark.slow
 def test_a_run_on_ray_is_that_of_one_process(tmp_path: Path, undisturbed: Any) -> None:
     pytest.importorskip("ray", reason="ray is not installed: pip install 'kvbench[ray]'")
     listening = Listening()
