@@ -22,12 +22,12 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from kvbench.engine.eviction_state import EvictionState
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.observers import SurprisalObserver
 from kvbench.engine.pruning import Pruning, TowerFacts
 from kvbench.engine.reading import Reading
 from kvbench.engine.segments import starts
-from kvbench.engine.upkeep import EvictionState
 from kvbench.errors import UserError, out_of_memory
 from kvbench.plugin import Need, Observer, Separable
 
@@ -50,7 +50,7 @@ class RaggedCache(Cache):
         token_observers: Token observers by need.
         turns: First logical column of every turn after the first, per sequence.
         asked: Length in tokens of the question at the end of every sequence; 0 if there is none.
-        upkeep: Decode-time eviction state, if the cache can be evicted from again.
+        eviction_state: Decode-time eviction state, if the cache can be evicted from again.
         readings: What the queries of every sequence read; empty if they read all entries.
         budget_entries, held_entries: Entries that each sequence may keep over all layers and heads (with a reader: that
             a query may read), and the number held right after the last compression (None before the first).
@@ -73,7 +73,7 @@ class RaggedCache(Cache):
         super().__init__(layers=layers)
         self.observers: dict[Need, Observer] = {}
         self.token_observers: dict[Need, SurprisalObserver] = {}
-        self.upkeep: EvictionState | None = None
+        self.eviction_state: EvictionState | None = None
         self.pruning: Pruning | None = None
         self.tower: TowerFacts | None = None
         self.reset_sequences()
@@ -127,6 +127,11 @@ class RaggedCache(Cache):
     def packed(self) -> bool:
         """Return whether all full-attention layers are compressed."""
         return all(layer.packed for layer in self.ragged)
+
+    @property
+    def upkeep(self) -> EvictionState | None:
+        """Return `eviction_state`, whose earlier name this is."""
+        return self.eviction_state
 
     def lengths(self) -> Tensor:
         """Return the number of tokens each sequence has seen, int64 `[B]`."""
@@ -240,7 +245,7 @@ class RaggedCache(Cache):
         forked.broken = dict(self.broken)
         forked.budget_entries = None if self.budget_entries is None else [*self.budget_entries]
         forked.held_entries = None if self.held_entries is None else [*self.held_entries]
-        forked.upkeep = None if self.upkeep is None else self.upkeep.fork()
+        forked.eviction_state = None if self.eviction_state is None else self.eviction_state.fork()
         return forked
 
     @contextmanager
@@ -322,9 +327,9 @@ class RaggedCache(Cache):
             stacked.visual = torch.cat(padded_visual)
         stacked.ids = None
         stacked.broken = {need: error for source_cache in caches for need, error in source_cache.broken.items()}
-        if all(source_cache.upkeep is not None for source_cache in caches):
-            stacked.upkeep = EvictionState.stack(
-                [source_cache.upkeep for source_cache in caches if source_cache.upkeep is not None]
+        if all(source_cache.eviction_state is not None for source_cache in caches):
+            stacked.eviction_state = EvictionState.stack(
+                [source_cache.eviction_state for source_cache in caches if source_cache.eviction_state is not None]
             )
             observer_items = caches[0].observers.items()
             stacked.observers = {
@@ -345,7 +350,7 @@ class RaggedCache(Cache):
                 for sequence_index in range(source_cache.batch)
             ]
         else:
-            stacked.upkeep, stacked.observers, stacked.token_observers, stacked.turns = None, {}, {}, []
+            stacked.eviction_state, stacked.observers, stacked.token_observers, stacked.turns = None, {}, {}, []
         stacked.readings = [reading for source_cache in caches for reading in source_cache.readings]
         stacked.budget_entries = [item for source_cache in caches for item in (source_cache.budget_entries or [])]
         stacked.held_entries = [item for source_cache in caches for item in (source_cache.held_entries or [])]
@@ -362,7 +367,7 @@ class RaggedCache(Cache):
 
     def detach_state(self) -> None:
         """Free the state of later eviction steps; none will follow."""
-        self.upkeep, self.observers, self.token_observers = None, {}, {}
+        self.eviction_state, self.observers, self.token_observers = None, {}, {}
         for layer in self.ragged:
             layer.extras, layer.state = {}, []
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvbench.engine.eviction_state import goes_on
 from kvbench.engine.showing import CachedScores, ViewBuilder
 from kvbench.engine.threads import now
-from kvbench.engine.upkeep import goes_on
 from kvbench.errors import BudgetError
 from kvbench.parts import apportion
 from kvbench.plugin import (

@@ -257,7 +257,7 @@ class Batch:
     ) -> Tensor:
         """Append tokens; return the last logits, `[rows, logit_count, vocabulary]`."""
         # A repeated row gets no token if rows have eviction state or are read one by one.
-        separate_rows = self.cache.upkeep is not None or bool(self.cache.readings)
+        separate_rows = self.cache.eviction_state is not None or bool(self.cache.readings)
         filler_tokens = () if separate_rows else row_tokens[-1]
         slot_tokens = [*row_tokens, *[filler_tokens] * (self.slots - self.rows)]
         token_ids, token_mask = left_padded(slot_tokens, width)
@@ -296,7 +296,7 @@ class Batch:
             responses: One response per row of the batch.
             logits: Logits after each row's last prompt token, `[rows, vocabulary]`.
         """
-        width = 1 if self.cache.upkeep is not None or self.cache.slides else BLOCK
+        width = 1 if self.cache.eviction_state is not None or self.cache.slides else BLOCK
         for response, row_logits in zip(responses, logits, strict=True):
             response.measure(row_logits[None])
         while not all(response.reason for response in responses):

@@ -53,8 +53,8 @@ class Driver:
 
     def before(self, cache: RaggedCache, forward: Forward) -> None:
         """Prepare a forward."""
-        if cache.upkeep is not None:
-            attention_needs = [need for need in cache.upkeep.policy.needs if isinstance(need, AttentionMass)]
+        if cache.eviction_state is not None:
+            attention_needs = [need for need in cache.eviction_state.policy.needs if isinstance(need, AttentionMass)]
             forward.powers = tuple(sorted({need.power for need in attention_needs}))
         forward.on_layer = self._on_layer
 
@@ -62,7 +62,7 @@ class Driver:
         """Finish a forward: observe its tokens and run the eviction steps that are due."""
         if cache.token_observers:
             _observe_tokens(cache, forward, self._head)
-        if cache.upkeep is not None:
+        if cache.eviction_state is not None:
             after_forward(cache, forward.new_columns)
 
     def dense_layer(self, cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
@@ -70,7 +70,7 @@ class Driver:
 
     def _on_layer(self, forward: Forward, layer: RaggedLayer, step: Step) -> None:
         cache = forward.cache
-        if cache.upkeep is not None:
+        if cache.eviction_state is not None:
             _observe(cache, layer, step)
             _update_entry_state(cache, layer, step)
         elif not layer.packed:
@@ -226,7 +226,7 @@ def _observe_tokens(cache: RaggedCache, finished: Forward, output_head: Callable
 
 def _update_entry_state(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
     """Update the per-entry state of a packed layer that can be evicted from again."""
-    eviction_state = cache.upkeep
+    eviction_state = cache.eviction_state
     assert eviction_state is not None
     for need in eviction_state.policy.needs:
         if isinstance(need, AttentionMass):

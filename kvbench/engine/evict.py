@@ -11,10 +11,10 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.channels import channel_order, reordered
 from kvbench.engine.codes import Coding
 from kvbench.engine.decide import Decision, EvictionStep
+from kvbench.engine.eviction_state import EvictionState, goes_on, spare_entries
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.reading import readings
 from kvbench.engine.threads import now
-from kvbench.engine.upkeep import EvictionState, goes_on, spare_entries
 from kvbench.plugin import ModelInfo, Policy
 
 
@@ -163,7 +163,7 @@ def start_eviction_state(eviction_step: EvictionStep, cache: RaggedCache, budget
         return
     entry_counts = [cache.live_entries(sequence_index) for sequence_index in range(cache.batch)]
     byte_counts = [cache.live_bytes(sequence_index) for sequence_index in range(cache.batch)]
-    cache.upkeep = EvictionState(
+    cache.eviction_state = EvictionState(
         policy,
         eviction_step.info,
         eviction_step.moment,
@@ -201,7 +201,7 @@ def after_forward(cache: RaggedCache, column_count: int) -> None:
         cache: A cache with decode-time eviction state.
         column_count: Columns of the forward. A prefill chunk has more than one.
     """
-    eviction_state = cache.upkeep
+    eviction_state = cache.eviction_state
     assert eviction_state is not None
     entry_counts = [cache.live_entries(sequence_index) for sequence_index in range(cache.batch)]
     eviction_state.peak = [max(peak, current) for peak, current in zip(eviction_state.peak, entry_counts, strict=True)]
@@ -226,7 +226,7 @@ def after_forward(cache: RaggedCache, column_count: int) -> None:
 
 def restore(cache: RaggedCache, sequence_indices: Iterable[int]) -> None:
     """Evict from the given sequences that exceed their budget."""
-    eviction_state = cache.upkeep
+    eviction_state = cache.eviction_state
     if eviction_state is None:
         return
     due_sequences = [
@@ -244,7 +244,7 @@ def evict_sequences(cache: RaggedCache, sequence_indices: Sequence[int]) -> None
     Raises:
         BudgetError: The policy did not keep exactly its budget.
     """
-    eviction_state = cache.upkeep
+    eviction_state = cache.eviction_state
     assert eviction_state is not None
     started = now(eviction_state.seeds.device)
     # On a CPU, process every sequence alone, so that results do not depend on the batch bit by bit.

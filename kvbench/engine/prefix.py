@@ -15,6 +15,7 @@ from kvbench.engine.decide import EvictionStep
 from kvbench.engine.draw import row_seeds
 from kvbench.engine.driver import forward, start_observers
 from kvbench.engine.evict import compress_cache, compress_together, start_eviction_state
+from kvbench.engine.eviction_state import first_budget, goes_on
 from kvbench.engine.integrity import Ledger
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info
@@ -22,7 +23,6 @@ from kvbench.engine.pruning import Pruning, watching
 from kvbench.engine.replay import observe_replays
 from kvbench.engine.showing import PrefixCache
 from kvbench.engine.threads import now
-from kvbench.engine.upkeep import first_budget, goes_on
 from kvbench.errors import BudgetError, out_of_memory
 from kvbench.moments import Moment
 from kvbench.plugin import Policy, Replay

@@ -25,11 +25,11 @@ from kvbench.engine.evict import (
     restore,
     start_eviction_state,
 )
+from kvbench.engine.eviction_state import first_budget
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, model_info, visual_ids
 from kvbench.engine.pruning import pruning_of, watching
 from kvbench.engine.replay import ReplayCache, observe_replays
-from kvbench.engine.upkeep import first_budget
 from kvbench.engine.vision import Pixels
 from kvbench.errors import UserError
 from kvbench.moments import LATER, Moment
@@ -68,7 +68,7 @@ class AttachedCache(RaggedCache):
     def _start(self) -> None:
         start_observers(self, self.policy.needs, self.info)
         self.pruning = pruning_of(self.policy, self.budget)
-        self.upkeep = None
+        self.eviction_state = None
         self.first_cut: EvictionStep | None = None
         self.compressing = self.in_forward = False
 
@@ -99,8 +99,8 @@ class AttachedCache(RaggedCache):
         else:
             head_budgets = self._allowed()
             read_few(self, self.policy, self.info, head_budgets)
-            if self.upkeep is not None:
-                self.upkeep.budget = head_budgets
+            if self.eviction_state is not None:
+                self.eviction_state.budget = head_budgets
                 restore(self, range(self.batch))
         self.turns = [[*turn_starts, self.get_seq_length()] for turn_starts in self.turns or [[]] * self.batch]
 
@@ -219,8 +219,8 @@ def attach(
         budget: `"0.2"`, `0.2` (the fraction kept), `512` (tokens) or `"full"`.
         moment: `context`: compress once. `decode`: keep an absolute budget during generation; evict when the policy's
             buffer beyond the budget is full. `chunked`: restore an absolute budget after every forward of more than one
-            token (for policies that treat the last chunk differently, set `cache.upkeep.final = False` while more
-            chunks follow). `turns`: compress whenever `cache.compress()` is called, which belongs before every new
+            token (for policies that treat the last chunk differently, set `cache.eviction_state.final = False` while
+            more chunks follow). `turns`: compress whenever `cache.compress()` is called, which belongs before every new
             turn.
         compress: `auto` or `manual`.
         seed: Seed of policies that draw noise.

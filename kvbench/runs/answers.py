@@ -155,20 +155,20 @@ def finished(answers: Sequence[PendingAnswer], cache: RaggedCache, seconds: floa
         seconds: Decode time.
     """
     responses = []
-    evict_seconds = 0.0 if cache.upkeep is None else cache.upkeep.seconds
+    evict_seconds = 0.0 if cache.eviction_state is None else cache.eviction_state.seconds
     for answer_index, answer in enumerate(answers):
         response = replace(
             ended(answer.response, answer.row, (seconds - evict_seconds) / len(answers)),
             compress_s=answer.response.compress_s + evict_seconds / len(answers),
         )
-        if cache.upkeep is not None:
-            allocated = cache.upkeep.room[answer_index : answer_index + 1] or [response.kv_bytes_allocated]
+        if cache.eviction_state is not None:
+            allocated = cache.eviction_state.room[answer_index : answer_index + 1] or [response.kv_bytes_allocated]
             response = replace(
                 response,
-                budget_entries=cache.upkeep.heads * cache.upkeep.budget[answer_index],
-                held_entries=cache.upkeep.peak[answer_index],
-                kv_bytes_live=cache.upkeep.live[answer_index],
-                kv_bytes_read=cache.upkeep.live[answer_index],
+                budget_entries=cache.eviction_state.heads * cache.eviction_state.budget[answer_index],
+                held_entries=cache.eviction_state.peak[answer_index],
+                kv_bytes_live=cache.eviction_state.live[answer_index],
+                kv_bytes_read=cache.eviction_state.live[answer_index],
                 kv_bytes_allocated=allocated[0],
                 kv_bytes_full=cache.full_bytes(answer_index),
                 held_visual=cache.visual_entries(answer_index),

@@ -16,11 +16,11 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import BLOCK, Batch
 from kvbench.engine.driver import forward
 from kvbench.engine.evict import restore
+from kvbench.engine.eviction_state import tail_of
 from kvbench.engine.pool import Pooled
 from kvbench.engine.prefix import Prefix
 from kvbench.engine.pruning import prunes, pruning_of
 from kvbench.engine.threads import now
-from kvbench.engine.upkeep import tail_of
 from kvbench.errors import PluginError
 from kvbench.moments import LATER
 from kvbench.runs.answers import (
@@ -314,9 +314,9 @@ class _Contexts:
             return
         evict_seconds = 0.0
         cache.held_entries = [cache.live_entries(0)]
-        if cache.upkeep is not None:
-            evict_seconds = cache.upkeep.seconds
-            cache.budget_entries = [cache.upkeep.heads * cache.upkeep.budget[0]]
+        if cache.eviction_state is not None:
+            evict_seconds = cache.eviction_state.seconds
+            cache.budget_entries = [cache.eviction_state.heads * cache.eviction_state.budget[0]]
         cache.detach_state()
         prefill_s = prefix.seconds + now(worker.device) - start_time - evict_seconds
         for prompt, forked in zip(repeats, forks(len(repeats), cache), strict=True):
@@ -331,19 +331,19 @@ class _Contexts:
         trailing_tokens: int,
     ) -> Tensor:
         """Prefill the chunks after the first and the tail; return the logits after them."""
-        worker, upkeep, body_length = self.worker, cache.upkeep, len(token_ids) - trailing_tokens
-        budgets = [] if upkeep is None else upkeep.budget
+        worker, eviction_state, body_length = self.worker, cache.eviction_state, len(token_ids) - trailing_tokens
+        budgets = [] if eviction_state is None else eviction_state.budget
         for chunk_start in range(cell.chunk, body_length, cell.chunk):
-            if upkeep is not None:
-                upkeep.final = chunk_start + cell.chunk >= body_length
-                if upkeep.final:  # the last cut leaves room for the tail
-                    upkeep.coming = trailing_tokens
-                    upkeep.budget = [budget - trailing_tokens for budget in budgets]
+            if eviction_state is not None:
+                eviction_state.final = chunk_start + cell.chunk >= body_length
+                if eviction_state.final:  # the last cut leaves room for the tail
+                    eviction_state.coming = trailing_tokens
+                    eviction_state.budget = [budget - trailing_tokens for budget in budgets]
             chunk = worker.tensor(token_ids[chunk_start : min(chunk_start + cell.chunk, body_length)])
             logits = forward(worker.model, cache, chunk)
             restore(cache, [0])  # a chunk of one token is not cut when its forward ends
-        if upkeep is not None:
-            upkeep.budget, upkeep.coming = budgets, 0
+        if eviction_state is not None:
+            eviction_state.budget, eviction_state.coming = budgets, 0
         if trailing_tokens:
             logits = forward(worker.model, cache, worker.tensor(token_ids[body_length:]))
         return logits
@@ -365,7 +365,7 @@ class _Contexts:
         response = begun(cell, prompt, cache, prefill_s, compress_s)
         row = self.worker.row(cell, prompt)
         coding = cache.ragged[0].coding
-        runs = cache.upkeep is not None or cell.policy.read is not None
+        runs = cache.eviction_state is not None or cell.policy.read is not None
         if not (runs or coding is not None or cache.slides or row.given):
             cache.detach_state()
             question_ids = prompt.question_ids
@@ -430,6 +430,6 @@ class _Contexts:
         if rows[0].given:
             batch.measure(rows, logits)
         else:
-            pauses = batch.cache.upkeep is not None or bool(batch.cache.readings)
+            pauses = batch.cache.eviction_state is not None or bool(batch.cache.readings)
             batch.answer(rows, logits, pause_ended=pauses)
         return finished(answers, batch.cache, now(worker.device) - start_time)

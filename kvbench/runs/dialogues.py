@@ -122,7 +122,7 @@ def _turns(worker: Worker, dialogues: list[Dialogue], turn_width: int) -> Iterat
     has_media = _shows(dialogues[0].turns)
     batch_slots = 1 if has_media else worker.batching.slots(len(dialogues))
     batch = Batch(worker.model, [dialogue.cache for dialogue in dialogues], batch_slots)
-    cache, upkeep, model_facts = batch.cache, batch.cache.upkeep, model_info(worker.model)
+    cache, eviction_state, model_facts = batch.cache, batch.cache.eviction_state, model_info(worker.model)
     last_rows: list[DecodeRow] = []
     failures = [False] * len(dialogues)
     for turn in range(max(len(dialogue.turns) for dialogue in dialogues)):
@@ -132,7 +132,7 @@ def _turns(worker: Worker, dialogues: list[Dialogue], turn_width: int) -> Iterat
         ]
         if not any(alive):
             return
-        evict_seconds = 0.0 if upkeep is None else upkeep.seconds
+        evict_seconds = 0.0 if eviction_state is None else eviction_state.seconds
         start_time = now(worker.device)
         if turn == 0:
             logits = torch.cat([dialogue.logits for dialogue in dialogues])
@@ -158,7 +158,7 @@ def _turns(worker: Worker, dialogues: list[Dialogue], turn_width: int) -> Iterat
         for row, is_alive in zip(rows, alive, strict=True):
             row.reason = "" if is_alive else "over"
         batch.answer(rows, logits, pause_ended=True)
-        evict_seconds = (0.0 if upkeep is None else upkeep.seconds) - evict_seconds
+        evict_seconds = (0.0 if eviction_state is None else eviction_state.seconds) - evict_seconds
         row_seconds = (now(worker.device) - start_time - evict_seconds) / max(1, sum(alive))
         for start_response, row, is_alive in zip(start_responses, rows, alive, strict=True):
             if is_alive:
@@ -181,10 +181,10 @@ def _cut(cache: RaggedCache, dialogues: list[Dialogue], alive: list[bool], model
         cell.budget.per_head(token_count, visual_count)
         for cell, token_count, visual_count in zip(cells, token_counts, visual_counts, strict=True)
     ]
-    if cache.upkeep is None:
+    if cache.eviction_state is None:
         read_few(cache, policy, model_facts, budgets)
         return
-    cache.upkeep.budget[: len(dialogues)] = budgets[: len(dialogues)]
+    cache.eviction_state.budget[: len(dialogues)] = budgets[: len(dialogues)]
     restore(cache, [row_index for row_index, is_alive in enumerate(alive) if is_alive])
     # Everything from here on belongs to the new turn.
     cache_width = cache.get_seq_length()
@@ -195,9 +195,9 @@ def _state(cache: RaggedCache, row_index: int, dialogue: Dialogue, turn: int) ->
     """What a dialogue holds when a turn begins."""
     prompt = dialogue.turns[min(turn, len(dialogue.turns) - 1)]
     held_entries = cache.live_entries(row_index)
-    upkeep, budget_entries = cache.upkeep, held_entries
-    if upkeep is not None:
-        budget_entries = upkeep.heads * upkeep.budget[row_index]
+    eviction_state, budget_entries = cache.eviction_state, held_entries
+    if eviction_state is not None:
+        budget_entries = eviction_state.heads * eviction_state.budget[row_index]
     elif cache.readings and cache.budget_entries is not None:
         budget_entries = cache.budget_entries[row_index]
     return replace(

@@ -325,8 +325,8 @@ def test_locret_is_told_which_cut_is_the_last(tmp_path: Path) -> None:
             protected = [seen - 1 - j for j in range(5)]
             held = held_by(cache, 0, 0)
             assert all(o.Entry(i, h, p) in held for i in range(LAYERS) for h in range(HEADS) for p in protected)
-            assert cache.upkeep is not None
-            cache.upkeep.final = seen + n >= 45
+            assert cache.eviction_state is not None
+            cache.eviction_state.final = seen + n >= 45
             forward(model, cache, ids[None, seen : seen + n])
             seen += n
         held = held_by(cache, 0, 0)

@@ -17,8 +17,8 @@ from kvbench.benchmark import Medium
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.driver import forward
+from kvbench.engine.eviction_state import spare_entries
 from kvbench.engine.prefix import Compression, Prefix
-from kvbench.engine.upkeep import spare_entries
 from kvbench.errors import BudgetError
 from kvbench.plugin import Policy
 from kvbench.runs.worker import ModelRunner

@@ -10,7 +10,7 @@ import torch
 
 import kvbench
 from kvbench.budget import Budget
-from kvbench.engine.upkeep import tail_of
+from kvbench.engine.eviction_state import tail_of
 from kvbench.plugin import Scores, View
 from kvbench.runs.contexts import _Contexts
 from kvbench.spelling import policy
