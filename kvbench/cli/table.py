@@ -12,7 +12,7 @@ from kvbench.cli.options import Names, option, split_names
 from kvbench.cli.screen import show
 from kvbench.errors import UserError
 from kvbench.files import write_whole
-from kvbench.papers.layouts.slots import Value
+from kvbench.papers.layouts.value import Value
 from kvbench.runs.options import FLAG, OUTPUT
 from kvbench.tables.outputs import Format, format_table
 

@@ -253,7 +253,7 @@ def test_discriminative(lo, chance, tells):
 
 
 def test_what_has_no_interval_is_refused():
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="non-empty"):
         summary([], [])
     with pytest.raises(ValueError, match="2 scores but 1 contexts"):
         summary([1.0, 0.0], ["a"])

@@ -103,7 +103,7 @@ def test_quest_reads_the_newest_page_and_the_best_others_as_the_authors_kernels_
             expected = {i for i in range(held) if i // page in {newest, *others}}
             assert set(read[h, n].nonzero()[:, 0].tolist()) == expected
     docs = " ".join((PageBound.__doc__ or "").split())
-    assert "read in any case, as by the kernels of the authors' code" in docs
+    assert "always read, as in the authors' kernels" in docs
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])

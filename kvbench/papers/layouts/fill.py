@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from kvbench.errors import UserError, nearest
 from kvbench.papers.layouts.measures import Config, Measures, ScoreSource, Tested, Weights
 from kvbench.papers.layouts.notes import Tests, notes
-from kvbench.papers.layouts.slots import ComputedSlot, Layout, MeasuredSlot, Slot, Value
+from kvbench.papers.layouts.slots import ComputedSlot, Layout, MeasuredSlot, Slot
+from kvbench.papers.layouts.value import Value
 from kvbench.regression import significance
 from kvbench.tables.numbers import NumberFormat, number, score_kind
 from kvbench.tables.table import Column, Graded, Table, TableCell, TableRow, first_two

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.papers.layouts.measures import Config, Measures, ScoreSource
-from kvbench.papers.layouts.slots import ComputedSlot, Layout, MeasuredSlot, Slot, Value
+from kvbench.papers.layouts.slots import ComputedSlot, Layout, MeasuredSlot, Slot
+from kvbench.papers.layouts.value import Value
 from kvbench.regression import significance
 from kvbench.report.frames import judged, tasks_at_chance
 from kvbench.tables.numbers import BETTER, DASH, WORSE

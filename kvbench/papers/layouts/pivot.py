@@ -11,7 +11,8 @@ import pandas as pd
 
 from kvbench.errors import UserError, unknown
 from kvbench.papers.layouts.measures import Config, Measures, ScoreSource, Weights
-from kvbench.papers.layouts.slots import Layout, LayoutRow, MeasuredSlot, Value
+from kvbench.papers.layouts.slots import Layout, LayoutRow, MeasuredSlot
+from kvbench.papers.layouts.value import Value
 from kvbench.report.frames import budget_order, lower_is_better_tasks, records
 from kvbench.report.panel import DOWN
 from kvbench.tables.table import Column, Name, Phrase

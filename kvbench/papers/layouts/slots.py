@@ -4,26 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TypeAlias
 
 from kvbench.papers.layouts.measures import Config, Weights
+from kvbench.papers.layouts.value import Value
 from kvbench.tables.table import Column, Phrase, TableCell
-
-
-class Value(StrEnum):
-    """Value of a cell, derived from a mean of scores."""
-
-    SCORE = "score"
-    """The mean itself."""
-    DIFF = "diff"
-    """Difference from the full cache."""
-    RELATIVE = "relative"
-    """Change from the full cache, as a fraction of the full cache's score."""
-    LOSS = "loss"
-    """Loss: the relative change with the opposite sign."""
-    KV = "kv"
-    """Bytes held, as a fraction of the full cache's; mean over tasks."""
 
 
 @dataclass(frozen=True)

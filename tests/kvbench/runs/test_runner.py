@@ -216,7 +216,7 @@ def test_a_run_goes_on_in_smaller_batches_when_memory_runs_out(
     monkeypatch.setattr(pool, "forward", scarce)
     said = Said()
     found = execute(make(llama_folder, tmp_path / "run"), said)
-    rows = [m.split()[6] for m in said.messages if m.startswith("out of memory")]
+    rows = [m.split()[5] for m in said.messages if m.startswith("out of memory")]
     assert rows == ["32", "16", "8"]
     assert not found.failed
     assert texts(found.path) == texts(unbroken.path)

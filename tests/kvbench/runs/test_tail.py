@@ -31,10 +31,10 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> tuple[Seen, list[Any]]:
             cuts.append((int(v.length), v.final, v.coming))
         return score(self, v)
 
-    def kept(self: _Contexts, lane: str, cell: Any, prompt: Any, cache: Any, *rest: Any) -> None:
+    def kept(self: _Contexts, cell: Any, prompt: Any, cache: Any, *rest: Any) -> None:
         if not cell.is_full:
             caches.append((prompt, cache))
-        add(self, lane, cell, prompt, cache, *rest)
+        add(self, cell, prompt, cache, *rest)
 
     monkeypatch.setattr(PredictedLogit, "score", watched)
     monkeypatch.setattr(_Contexts, "_add", kept)

@@ -34,7 +34,7 @@ def test_answers_of_reference_samples_are_supervised(word_tokenizer: Any) -> Non
 
 
 def test_reference_samples_are_in_the_words_of_its_model(bpe_tokenizer: Any) -> None:
-    with pytest.raises(UserError, match="does not know"):
+    with pytest.raises(UserError, match="needs the reference model's vocabulary"):
         _open("reference", bpe_tokenizer)
 
 

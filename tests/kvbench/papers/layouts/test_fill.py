@@ -12,7 +12,7 @@ from kvbench.errors import UserError
 from kvbench.papers.layouts.fill import fill
 from kvbench.papers.layouts.measures import Measures
 from kvbench.papers.layouts.pivot import Axes, pivot
-from kvbench.papers.layouts.slots import Value
+from kvbench.papers.layouts.value import Value
 from kvbench.regression import significance
 from kvbench.tables.outputs import csv, plain_text
 from kvbench.tables.table import Graded, Table

@@ -216,7 +216,7 @@ def test_a_run_of_something_else_is_one_line() -> None:
     ("name", "message"),
     [
         ("trimkv-5", r"it needs Throughput \(tok/sec\), Decode Time \(s\) at fixed batches"),
-        ("dbtrimkv-3", r"kvbench has no task for MMDU Answer Accuracy, MMDU Overall; --use"),
+        ("dbtrimkv-3", r"kvbench has no task for MMDU Answer Accuracy, MMDU Overall; use --use"),
     ],
 )
 def test_layouts_of_what_is_not_measured_say_so(name: str, message: str) -> None:

@@ -5,7 +5,7 @@ import pytest
 from kvbench.errors import UserError
 from kvbench.papers.layouts.fill import fill
 from kvbench.papers.layouts.pivot import Axes, default_rows, pivot
-from kvbench.papers.layouts.slots import Value
+from kvbench.papers.layouts.value import Value
 from kvbench.tables.outputs import csv, markdown
 from kvbench.tables.table import Graded, Name, Table
 

@@ -103,7 +103,7 @@ def test_another_model_and_moment_are_labelled() -> None:
     assert {p.setting for p in later} == {"question-agnostic (another moment)"}
     assert {p.setting for p in pairs(other)} == {"question-agnostic"}
     text = markdown(beside_table(pairs(other)))
-    assert "are of other models, prompts, lengths and data, unless" in text
+    assert "are for other models (unless a row" in text
     assert "Setting of the published scores: question-agnostic." in text
 
 
