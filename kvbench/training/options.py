@@ -19,7 +19,7 @@ GATES, LOSS, TRAINING = "Gates", "Loss", "Training"
 
 
 @dataclass(frozen=True)
-class Setting(Option):
+class TrainingSetting(Option):
     """How a setting is given and read.
 
     Attributes:
@@ -34,7 +34,7 @@ class Setting(Option):
 
 def _setting(kind: type, panel: str, metavar: str, help: str, check: Callable[[str, Any], Any], **more: Any) -> Any:
     """Declare a setting; a field that is None was not given."""
-    return field(default=None, metadata={OPTION: Setting(_Reader(check), kind, panel, metavar, help, **more)})
+    return field(default=None, metadata={OPTION: TrainingSetting(_Reader(check), kind, panel, metavar, help, **more)})
 
 
 @dataclass
@@ -213,7 +213,7 @@ class TrainingOptions(Options):
     log_steps: int | None = _setting(int, OUTPUT, "N", "Steps between log records.", _count(), default=None)
 
 
-def settings_table() -> Iterator[tuple[str, Setting]]:
+def settings_table() -> Iterator[tuple[str, TrainingSetting]]:
     """Yield each setting with its name."""
     for entry in fields(TrainingOptions):
         yield entry.name, entry.metadata[OPTION]
