@@ -5,15 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvbench.analysis.perturbation.options import PerturbationOptions
 from kvbench.analysis.retention.options import RetentionOptions
 from kvbench.analysis.vision.options import VisionOptions
-from kvbench.cli.options import declared_options, given_values, grid_options, option, split_options
+from kvbench.cli.options import declared_options, given_values, grid_options, split_options
 from kvbench.cli.screen import FAILED, complain, console, progress, stopping
-from kvbench.runs.options import ANALYSIS
 
 if TYPE_CHECKING:
     from kvbench.analysis.output import AnalysisOutput
@@ -44,40 +44,16 @@ def _root() -> None:
 @app.command("perturbation")
 @grid_options(*_GRID, help_texts=_HELP)
 @grid_options("out", anchor="first_stage", help_texts=_HELP)
-def perturbation(
-    query: Annotated[
-        str,
-        option(
-            ANALYSIS,
-            "WHOSE",
-            "Query to measure with: answer, the first decoded token's (the default), or "
-            "question, that of the question's last token.",
-            show_default=False,
-        ),
-    ] = "answer",
-    first_stage: Annotated[
-        float,
-        option(
-            ANALYSIS,
-            "ALPHA",
-            "Fraction for the first stage, for policies without the parameter first_stage. Default: 0.5.",
-            show_default=False,
-        ),
-    ] = 0.5,
-    **grid_values: Any,
-) -> None:
+@declared_options(PerturbationOptions)
+def perturbation(**flag_values: Any) -> None:
     """Measure how far eviction moves each head's output, and check CriticalKV's bounds."""
+    own_values, grid_values = split_options(flag_values, PerturbationOptions)
 
     def work(reporter: Reporter) -> AnalysisOutput:
         from kvbench.analysis.perturbation.write import write_perturbation
 
-        return write_perturbation(
-            given_values(grid_values),
-            reporter,
-            query=query,
-            first_stage=first_stage,
-            command=command_line(),
-        )
+        settings = PerturbationOptions.of(own_values).to_dict()
+        return write_perturbation(given_values(grid_values), reporter, **settings, command=command_line())
 
     carry_out(work)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
 import pandas as pd
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from kvbench.analysis.common import analysis_runner, contexts, kept_masks, stages
 from kvbench.analysis.perturbation.head_outputs import FullCacheQuery, Perturbed, value_norms
+from kvbench.analysis.perturbation.options import PerturbationOptions
 from kvbench.analysis.perturbation.rows import QuestionRow, Rows
 from kvbench.analysis.perturbation.stages import record_stage1
 from kvbench.engine.cache import RaggedCache
@@ -36,8 +36,6 @@ from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
 from kvbench.runs.worker import ModelRunner
 
-Query = Literal["answer", "question"]
-QUERIES: tuple[Query, ...] = ("answer", "question")
 _LAST = Queries(1)
 
 
@@ -96,7 +94,7 @@ def analyze(
     grid: Grid,
     reporter: Reporter,
     *,
-    query: Query = "answer",
+    query: str = "answer",
     first_stage: float = 0.5,
 ) -> Perturbation:
     """Measure the output perturbation of all cells of a grid.
@@ -110,7 +108,7 @@ def analyze(
     Raises:
         UserError: A value in the grid is unknown or out of range.
     """
-    check(query, first_stage)
+    PerturbationOptions(query, first_stage)  # checks them before any work is done
     row_arrays = Rows()
     failures: dict[str, str] = {}
     for stage in stages(grid, reporter.message):
@@ -127,20 +125,6 @@ def analyze(
     return Perturbation(heads.reset_index(drop=True), layers.reset_index(drop=True), failures)
 
 
-def check(query: str, first_stage: float) -> Query:
-    """Validate the two parameters before any work is done.
-
-    Raises:
-        UserError: A parameter is out of range.
-    """
-    for supported in QUERIES:
-        if query == supported and 0 <= first_stage <= 1:
-            return supported
-    if query not in QUERIES:
-        raise UserError(f"--query {query}: use {' or '.join(QUERIES)}")
-    raise UserError(f"--first-stage {first_stage}: use a share in [0, 1]")
-
-
 @dataclass
 class Probe:
     """Measurement of the cells of one task, one context at a time.
@@ -154,7 +138,7 @@ class Probe:
 
     runner: ModelRunner
     cells: Sequence[Cell]
-    query: Query
+    query: str
     first_stage: float
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from kvbench.analysis.common import make_grid
 from kvbench.analysis.output import AnalysisOutput, make_output_folder, require_results, write_all
 from kvbench.analysis.perturbation import comparison, probe
 from kvbench.analysis.perturbation.figures import draw_perturbation, shown_pairs
+from kvbench.analysis.perturbation.options import PerturbationOptions
 from kvbench.analysis.perturbation.tables import READING, perturbation_tables
 from kvbench.analysis.summary import notes
 from kvbench.progress import Reporter
@@ -35,9 +36,9 @@ def write_perturbation(
         UserError: A value in the grid is unknown or out of range, or the output is not writable.
     """
     grid = make_grid(grid_options)
-    query_kind = probe.check(query, first_stage)
+    PerturbationOptions(query, first_stage)
     folder = make_output_folder(grid, "perturbation", query, first_stage)
-    perturbation = probe.analyze(grid, reporter, query=query_kind, first_stage=first_stage)
+    perturbation = probe.analyze(grid, reporter, query=query, first_stage=first_stage)
     require_results(perturbation.heads, perturbation.failed)
     pairs, cells = comparison.pairs(perturbation.heads), comparison.cells(perturbation.heads)
     frames = {

@@ -93,7 +93,7 @@ def test_a_policy_that_fails_leaves_the_others_and_exit_code_1(
         (["--policy", "full"], "evicts nothing"),
         (["--policy", "snapkv", "--budget", "full"], "evicts nothing"),
         (["--policy", "snapkv", "--budget", "1.5"], "out of range"),
-        (["--policy", "snapkv", "--query", "asnwer"], "answer or question"),
+        (["--policy", "snapkv", "--query", "asnwer"], "did you mean answer?"),
         (["--policy", "snapkv", "--first-stage", "2"], "share in [0, 1]"),
         (["--policy", "snapkv", "--moment", "decode"], "moment"),
         (["--policy", "snpkv"], "snapkv"),

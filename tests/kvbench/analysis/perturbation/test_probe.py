@@ -345,8 +345,8 @@ def test_what_cannot_be_analysed_is_said_at_once(
 
 def test_parameters_are_checked(grouped: str, questions: str) -> None:
     wanted = grid(grouped, questions)
-    with pytest.raises(UserError, match="answer or question"):
-        analyze(wanted, Silent(), query="asnwer")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="did you mean answer"):
+        analyze(wanted, Silent(), query="asnwer")
     with pytest.raises(UserError, match="share in"):
         analyze(wanted, Silent(), first_stage=1.5)
 
