@@ -18,6 +18,7 @@ from kvbench.cli import (
     compare,
     complete,
     data,
+    harnesses,
     listing,
     page,
     power,
@@ -60,6 +61,11 @@ app.command()(table.table)
 app.command()(compare.compare)
 app.command()(power.power)
 app.command()(bench.bench)
+app.command(
+    "lm-eval",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)(harnesses.lm_eval)
 app.add_typer(profile.app, name="profile")
 app.add_typer(analyze.app, name="analyze")
 app.add_typer(train.app, name="train")

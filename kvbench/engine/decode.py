@@ -248,6 +248,10 @@ class Batch:
         """
         return self._feed(row_tokens, width, 1, pixels)[:, -1]
 
+    def feed_all(self, row_tokens: Sequence[Sequence[int]], width: int) -> Tensor:
+        """Append tokens to every row as `feed`; return the logits after each column, `[rows, width, vocabulary]`."""
+        return self._feed(row_tokens, width, width)
+
     def _feed(
         self,
         row_tokens: Sequence[Sequence[int]],

@@ -1,0 +1,15 @@
+"""`kvbench lm-eval`: lm-eval's own command line, with eviction."""
+
+from __future__ import annotations
+
+import typer
+
+
+def lm_eval(context: typer.Context) -> None:
+    """Run lm-eval's own command line with one more model: --model kvbench.
+
+    Its --model_args are pretrained, policy, budget, moment and context (docs/harnesses.md); all else is lm-eval's.
+    """
+    from kvbench.lm_eval import run_lm_eval
+
+    run_lm_eval(context.args)
