@@ -8,6 +8,7 @@ import pytest
 
 from kvbench.checks import CheckResult, run_checks
 from kvbench.errors import UserError
+from tests.sweeps import slow_but
 
 HEAD = """
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ def failed(results: dict[str, CheckResult]) -> set[str]:
     return {name for name, r in results.items() if not r.ok}
 
 
-@pytest.mark.parametrize("spec", ["full", "random", "criticalkv:window=8", "h2o:allocate=global"])
+@pytest.mark.parametrize(
+    "spec", slow_but(["full", "random", "criticalkv:window=8", "h2o:allocate=global"], "criticalkv:window=8")
+)
 def test_built_in_policies_pass(spec: str) -> None:
     results = run_checks(spec)
     assert [r for r in results if not r.ok] == []

@@ -30,6 +30,7 @@ def test_the_interval_of_a_mean_covers_it_in_95_of_100_runs(contexts: int) -> No
     assert 0.93 <= np.mean(covered) <= 0.97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contexts", [15, 30, 50, 100])
 def test_the_interval_of_a_difference_covers_it_in_95_of_100_runs(contexts: int) -> None:
     """Four cases of 400 runs each: their mean has a standard error of 0.5 points."""

@@ -121,6 +121,7 @@ def test_an_article_in_curly_quotes_tells_the_two_normalisations_apart() -> None
     assert metrics.answer_words("\u201cThe end", split_first=True) == ["\u201cthe", "end"]
 
 
+@pytest.mark.slow
 @given(TEXTS, TEXTS)
 def test_rouge_l_is_that_of_rouge_score(response: str, reference: str) -> None:
     from rouge_score.rouge_scorer import RougeScorer

@@ -17,6 +17,7 @@ from kvbench.errors import UserError
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["MyPolicy", "value_norm"])
 def test_the_file_holds_every_invariant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES.parent)

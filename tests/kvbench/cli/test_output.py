@@ -95,6 +95,7 @@ def test_json_and_dry_run_exclude_each_other(run: list[str], capsys: pytest.Capt
 # --- odd terminals --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment",
     [
@@ -265,7 +266,7 @@ def test_an_unknown_name_lists_the_nearest_and_never_all(
     assert said.count("\n") == 1 and len(said) < 200
 
 
-@pytest.mark.parametrize(("budget", "lines"), [("1", 1), ("1,0.2", 1), ("1.0", 0), ("2", 0)])
+@pytest.mark.parametrize(("budget", "lines"), [slow("1", 1), ("1,0.2", 1), slow("1.0", 0), ("2", 0)])
 def test_a_budget_of_one_entry_is_pointed_out(
     run: list[str], budget: str, lines: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

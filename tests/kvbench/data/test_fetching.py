@@ -83,6 +83,7 @@ def squad(n: int) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_every_kind_of_table_is_fetched_and_every_failure_is_one_line(hub: Hub, tmp_path: Path) -> None:
     small = [{"a": 1, "b": "ü\u2028", "when": None}, {"a": 2, "b": "", "when": None}]
     hub.add("org/tables", "data/validation-00000-of-00001.parquet", parquet(squad(3)))

@@ -21,6 +21,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(
     content=st.lists(st.dictionaries(st.text(), VALUES, max_size=3), max_size=5),
     indent=st.sampled_from([None, 0, 3]),

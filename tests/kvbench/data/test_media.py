@@ -102,6 +102,7 @@ def test_only_the_wanted_rows_are_returned_and_all_are_verified(tmp_path: Path) 
         fetching.load(source, tmp_path, 1)
 
 
+@pytest.mark.slow
 def test_tables_of_the_hub_keep_their_images_encoded(hub: Hub, tmp_path: Path) -> None:
     import datasets
 
@@ -147,6 +148,7 @@ def test_the_images_of_an_archive_are_rows(tmp_path: Path) -> None:
         list(file_rows(path, "pics/*"))
 
 
+@pytest.mark.slow
 def test_the_images_of_an_archive_are_fetched_from_the_hub(hub: Hub, tmp_path: Path) -> None:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:

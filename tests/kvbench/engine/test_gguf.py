@@ -170,6 +170,7 @@ def test_a_file_is_converted_once(write: Write, monkeypatch: pytest.MonkeyPatch)
     load(path.rename(path.with_name("renamed.gguf")))
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_converted_again(write: Write, tiny_llama: Any) -> None:
     load(write())
     model = load(write(quantised=True))

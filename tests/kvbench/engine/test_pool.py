@@ -19,7 +19,7 @@ from kvbench.engine.driver import engine, forward
 from kvbench.engine.pool import Pool, Pooled
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.plugin import Policy
-from tests.sweeps import slow
+from tests.sweeps import slow, slow_but
 
 from .conftest import batch, build
 
@@ -84,7 +84,7 @@ def answers(made: Pool[int], waiting: list[Pooled[int]]) -> dict[int, list[int]]
 
 
 @pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.parametrize("room", [1, 3, 12])
+@pytest.mark.parametrize("room", slow_but([1, 3, 12], 3))
 @pytest.mark.parametrize("rows", [FIXED, LADDER])
 def test_a_response_does_not_depend_on_its_neighbours(
     model: Any, asked: bool, room: int, rows: tuple[list[int], list[int]]

@@ -134,6 +134,7 @@ def test_losses_agree_with_attention_masked_by_head(
         assert expected == [0.0] * len(sets)
 
 
+@pytest.mark.slow
 def test_a_heads_share_is_the_mean_of_its_steps_in_two_orders(model: nn.Module) -> None:
     given = [answer(model, 60, 5, 2, seed) for seed in range(2)]
     found = head_losses(model, given, 3, Silent())
@@ -221,6 +222,7 @@ def test_a_profile_whose_heads_do_not_matter_is_refused(kind: str, way: str) -> 
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.slow
 def test_the_reference_models_last_layer_is_what_matters() -> None:
     """What attention says (layers 1 and 2) does not hold; what ablation says (layer 3) does."""
     from kvbench.profiles.needle_attention import measure

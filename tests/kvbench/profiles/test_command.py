@@ -68,6 +68,7 @@ def test_a_profile_is_written_where_policies_look(small: list[str], folder: str,
     assert chosen.allocate.fingerprint(folder) == files.fingerprint(folder, None, None)
 
 
+@pytest.mark.slow
 def test_the_same_command_writes_the_same_file(small: list[str], tmp_path: Path) -> None:
     texts = []
     for name in ("a.json", "b.json"):

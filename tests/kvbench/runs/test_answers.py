@@ -129,6 +129,7 @@ def test_every_repeat_is_a_response_of_its_own(drawn: Path) -> None:
         }
 
 
+@pytest.mark.slow
 def test_drawn_responses_do_not_depend_on_the_batch_or_on_interruptions(
     drawn: Path, folder: str, own: str, tmp_path: Path
 ) -> None:

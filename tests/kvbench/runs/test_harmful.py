@@ -95,7 +95,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], flo
     return found
 
 
-@pytest.mark.parametrize("field", WRITES)
+@pytest.mark.parametrize("field", slow_but(WRITES, "valid by data", "key by numpy", "parameter"))
 def test_a_write_fails_its_cells_and_no_others(field: str, tmp_path: Path, alone: dict[tuple[str, str], float]) -> None:
     bad = plugin(tmp_path, WRITES[field])
     cells = run(tmp_path / "run", f"{bad},snapkv:window=8")

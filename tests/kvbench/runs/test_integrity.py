@@ -95,6 +95,7 @@ def loaded(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame] | None:
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(TABLES, TABLES[0]))
 def test_no_flipped_bit_changes_data_unnoticed(run: Path, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "run"

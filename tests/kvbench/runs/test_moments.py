@@ -14,6 +14,7 @@ from kvbench.engine.decode import DecodeRow, Stop
 from kvbench.engine.loading import load_model, load_tokenizer
 from kvbench.runs.dialogues import _next
 from kvbench.runs.runner import Run
+from tests.sweeps import slow_but
 
 LENGTH = 256
 KEY = ["task", "policy", "budget", "moment", "sample_id", "question_id"]
@@ -51,7 +52,7 @@ GRIDS = {
 }
 
 
-@pytest.mark.parametrize("moment", GRIDS)
+@pytest.mark.parametrize("moment", slow_but(GRIDS, next(iter(GRIDS))))
 def test_responses_depend_neither_on_the_batch_nor_on_the_other_cells(moment: str, tmp_path: Path) -> None:
     grid = GRIDS[moment]
     together = texts(run(tmp_path / "all", **grid))
@@ -70,6 +71,7 @@ def test_an_allowance_that_is_never_reached_changes_nothing(tmp_path: Path) -> N
         assert list(kept["response"]) == list(full["response"])
 
 
+@pytest.mark.slow
 def test_the_peak_at_decode_counts_the_buffer(tmp_path: Path) -> None:
     made = run(tmp_path, **{**GRIDS["decode"], "policy": "h2o:buffer=5,streaming_llm:buffer=0"})
     cells = made.cells[made.cells["policy"] != "full"]

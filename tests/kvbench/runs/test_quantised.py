@@ -47,6 +47,7 @@ def texts(made: Run) -> dict[Any, str]:
     return dict(zip(frame.index, frame["response"], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", [GRID, DECODE, HQQ], ids=["context", "decode", "hqq"])
 def test_responses_do_not_depend_on_the_batch(grid: dict[str, Any], tmp_path: Path) -> None:
     if grid is HQQ:

@@ -115,6 +115,7 @@ def test_one_prefill_serves_the_grid(
     assert count["prefixes"] == prefills, "one per context, or per two of them; not per cell"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["context,question", slow("chunked:100")])
 def test_contexts_that_are_prefilled_together_are_answered_alike(
     llama_folder: str, tmp_path: Path, moment: str

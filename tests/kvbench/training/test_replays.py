@@ -226,6 +226,7 @@ def test_trained_gates_are_read_by_the_policy(
     assert sum(int(x.sum()) for x in kept if x is not None) == 8 * sum(x.shape[1] for x in kept if x is not None)
 
 
+@pytest.mark.slow
 def test_a_training_that_stopped_continues_to_the_same_weights(
     llama_folder: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

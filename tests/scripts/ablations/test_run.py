@@ -89,6 +89,7 @@ def test_a_stopped_recipe_continues_and_writes_its_tables(
     assert (out / "parts.md").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_gates_of_another_training_are_not_reused(recipe: Path, tmp_path: Path) -> None:
     training = run.trainings(read(recipe), read(recipe).pick(["parts"]), tmp_path)[0]
 

@@ -56,6 +56,7 @@ def test_training_sees_the_logits_of_the_stock_model(
     assert hits.tolist() == right.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_stopped_run_continues_to_the_same_weights(tmp_path: Path) -> None:
     stages = (Stage("short", 10**6, (FEED,), batch=300),)

@@ -73,6 +73,7 @@ def test_each_annotator_is_left_out_in_turn() -> None:
     assert scores({"outputs": ["nine"]}, [""]) == {"em": 0, "f1": 0}
 
 
+@pytest.mark.slow
 def test_a_run_from_end_to_end(llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     keep(SOURCE, RAW, tmp_path / "cache")

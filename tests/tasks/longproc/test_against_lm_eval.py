@@ -35,6 +35,7 @@ def damaged(text: str, rng: random.Random) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCORERS)
 def test_scores_agree(name: str) -> None:
     rng = random.Random(name)

@@ -37,6 +37,7 @@ def test_a_missing_compiler_is_named(allowed: None, monkeypatch: pytest.MonkeyPa
     assert "g++ is not installed" in code.obstacle()
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     ("program", "right"),

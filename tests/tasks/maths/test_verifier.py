@@ -21,6 +21,7 @@ def verify() -> Iterator[Verifier]:
     made.close()
 
 
+@pytest.mark.slow
 def test_an_endless_expression_is_not_equal_and_does_not_hang(verify: Verifier) -> None:
     before = time.monotonic()
     assert not verify("5", "9^{9^{9^{9^9}}}")
@@ -28,6 +29,7 @@ def test_an_endless_expression_is_not_equal_and_does_not_hang(verify: Verifier) 
     assert verify(r"\sqrt{4}", "2")
 
 
+@pytest.mark.slow
 def test_deeply_nested_nonsense_is_not_equal_and_does_not_crash(verify: Verifier) -> None:
     assert not verify("5", "(" * 400 + "1" + ")" * 399)
     assert verify("2^3", "8")

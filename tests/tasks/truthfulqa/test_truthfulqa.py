@@ -71,6 +71,7 @@ def test_a_response_is_compared_with_true_and_false_references(task: LmEvalTask)
     assert task.score(false)[1] == 0
 
 
+@pytest.mark.slow
 def test_a_run_from_end_to_end(llama_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     keep(SOURCE, RAW, tmp_path / "cache")

@@ -192,6 +192,7 @@ def test_the_commands_of_a_recipe_are_commands_of_kvbench(name: str) -> None:
 # --- planning -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_every_miniature_on_a_reference_model_is_planned(name: str) -> None:
     said: list[str] = []
