@@ -26,6 +26,8 @@ class _Moved(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if not fullname.startswith("kvbench."):
+            return None
         package = next((old for old in _LONGEST_FIRST if f"{fullname}.".startswith(f"{old}.")), "")
         if not package:
             return None

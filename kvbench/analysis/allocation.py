@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.analysis.common import analysis_runner, contexts, kept_masks, make_grid, stages
 from kvbench.analysis.maps import MOST_ACROSS, Colours, figure_suffixes, head_maps, layer_head_map
-from kvbench.analysis.output import AnalysisOutput, make_output_folder, require_results, write_all
+from kvbench.analysis.output import AnalysisOutput, Findings, make_output_folder, require_results, write_all
 from kvbench.analysis.scopes import distinct_values, ordered_budgets, scope_heading, scopes
 from kvbench.analysis.summary import notes
 from kvbench.engine.models import full_layer_ids
@@ -212,14 +212,11 @@ def write_allocation(
     folder = make_output_folder(grid, "allocation")
     allocation = analyze(grid, reporter)
     require_results(allocation.table, allocation.failed)
-    return write_all(
-        folder,
-        grid,
-        {"analysis": "allocation"},
+    findings = Findings(
         {"allocation": allocation.table},
         list(allocation_tables(allocation.table)),
         notes(allocation.table, allocation.failed),
         draw_allocation(allocation.table, folder / "figures"),
-        command,
         allocation.failed,
     )
+    return write_all(folder, grid, {"analysis": "allocation"}, findings, command)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvbench.errors import UserError
+from kvbench.runs.options import ANALYSIS, declare
 
 
 def select_numbers(requested: tuple[int, ...] | None, available: Sequence[int], flag: str, max_count: int) -> list[int]:
@@ -81,7 +82,14 @@ def parse_integers(flag: str, numerals: list[str], example: str) -> tuple[int, .
     return tuple(int(numeral) for numeral in numerals)
 
 
-def integers_or_all(flag: str) -> Callable[[Any], tuple[int, ...] | None]:
+def drawn(flag: str, metavar: str) -> Any:
+    """Declare an option with the layers or heads to draw."""
+    what = {"layers": "Layers", "heads": "KV heads"}[flag]
+    help_text = f"{what} to draw, comma-separated, or all. Default: a few."
+    return declare(None, _integers_or_all(flag), str, ANALYSIS, metavar, help_text)
+
+
+def _integers_or_all(flag: str) -> Callable[[Any], tuple[int, ...] | None]:
     """Return a parser of comma-separated integers: None gives None, and `all` an empty tuple."""
 
     def read(value: Any) -> tuple[int, ...] | None:

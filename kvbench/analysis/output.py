@@ -74,31 +74,38 @@ def prepare_folder(folder: Path) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class Findings:
+    """Results of an analysis, ready to be written; the figures exist already.
+
+    Attributes:
+        frames: Data frames by file name.
+        tables: Tables of the summary.
+        notes: Lines below the tables.
+        figures: Figure files of the summary.
+        failed: Reasons of failures by cell id.
+        csv_names: Frames to write also as CSV, if present.
+    """
+
+    frames: Mapping[str, pd.DataFrame]
+    tables: Sequence[Table]
+    notes: Sequence[str]
+    figures: Sequence[Path]
+    failed: Mapping[str, str]
+    csv_names: Collection[str] = ()
+
+
 def write_all(
-    folder: Path,
-    grid: Grid,
-    settings: Mapping[str, Any],
-    frames: Mapping[str, pd.DataFrame],
-    tables: Sequence[Table],
-    notes: Sequence[str],
-    figures: Sequence[Path],
-    command: str,
-    failures: Mapping[str, str],
-    csv_names: Collection[str] = (),
+    folder: Path, grid: Grid, settings: Mapping[str, Any], findings: Findings, command: str
 ) -> AnalysisOutput:
-    """Write tables, settings and summary of an analysis; its figures exist already.
+    """Write tables, settings and summary of the analysis of a grid.
 
     Args:
         folder: Output folder.
         grid: The analysed grid.
         settings: Other settings; `analysis` is the analysis' name.
-        frames: Data frames by file name.
-        tables: Tables of the summary.
-        notes: Lines below the tables.
-        figures: Figure files of the summary.
+        findings: Results.
         command: Command shown in the summary.
-        failures: Reasons of failures by cell id.
-        csv_names: Frames to write also as CSV, if present.
 
     Raises:
         UserError: A file cannot be written.
@@ -106,45 +113,29 @@ def write_all(
     grid_values = {
         option: option_value for option, option_value in grid.to_dict().items() if option not in ("full", "out", "attn")
     }
-    heading = f"kvbench {settings['analysis']}"
-    return write_files(
-        folder,
-        heading,
-        {**grid_values, **settings},
-        frames,
-        tables,
-        notes,
-        figures,
-        command,
-        failures,
-        csv_names,
-    )
+    return write_files(folder, f"kvbench {settings['analysis']}", {**grid_values, **settings}, findings, command)
 
 
 def write_files(
-    folder: Path,
-    heading: str,
-    record: Mapping[str, Any],
-    frames: Mapping[str, pd.DataFrame],
-    tables: Sequence[Table],
-    notes: Sequence[str],
-    figures: Sequence[Path],
-    command: str,
-    failures: Mapping[str, str],
-    csv_names: Collection[str] = (),
+    folder: Path, heading: str, record: Mapping[str, Any], findings: Findings, command: str
 ) -> AnalysisOutput:
-    """Write tables, settings and summary; `heading` is the summary's.
+    """Write tables, settings and summary.
 
     Args:
-        folder, frames, tables, notes, figures, command, failures, csv_names: As for `write_all`.
+        folder: Output folder.
         heading: Heading of the summary.
         record: How all this was made; versions are added.
+        findings: Results.
+        command: Command shown in the summary.
 
     Raises:
         UserError: A file cannot be written.
     """
+    frames, figures = findings.frames, findings.figures
     files = [
-        _write_csv(frames[frame_name], folder / f"{frame_name}.csv") for frame_name in frames if frame_name in csv_names
+        _write_csv(frames[frame_name], folder / f"{frame_name}.csv")
+        for frame_name in frames
+        if frame_name in findings.csv_names
     ]
     files += [write_table(frame, folder / f"{name}.parquet") for name, frame in frames.items()]
     files.append(folder / "settings.json")
@@ -152,10 +143,12 @@ def write_files(
     with replacing(files[-1]) as temporary_path:
         temporary_path.write_text(json.dumps({**record, "versions": packages}, indent=2) + "\n")
     summary_path = folder / "summary.md"
-    markdown = summary_text(heading, command, tables, notes, figures, folder)
+    markdown = summary_text(heading, command, findings.tables, findings.notes, figures, folder)
     with replacing(summary_path) as temporary_path:
         temporary_path.write_text(markdown, encoding="utf-8")
-    return AnalysisOutput(folder, [summary_path, *files, *figures], list(tables), list(notes), failures)
+    return AnalysisOutput(
+        folder, [summary_path, *files, *figures], list(findings.tables), list(findings.notes), findings.failed
+    )
 
 
 def write_table(frame: pd.DataFrame, path: Path) -> Path:

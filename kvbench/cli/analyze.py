@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -48,27 +49,14 @@ def _root() -> None:
 def perturbation(**flag_values: Any) -> None:
     """Measure how far eviction moves each head's output, and check CriticalKV's bounds."""
     own_values, grid_values = split_options(flag_values, PerturbationOptions)
-
-    def work(reporter: Reporter) -> AnalysisOutput:
-        from kvbench.analysis.perturbation.write import write_perturbation
-
-        settings = PerturbationOptions.of(own_values).to_dict()
-        return write_perturbation(given_values(grid_values), reporter, **settings, command=command_line())
-
-    carry_out(work)
+    _analyze("perturbation.write", "write_perturbation", grid_values, **PerturbationOptions.of(own_values).to_dict())
 
 
 @app.command("allocation")
 @grid_options(*_GRID, "out", help_texts=_HELP)
 def allocation(**grid_values: Any) -> None:
     """Show how many entries each layer and KV head keeps: a table and a heat map per policy."""
-
-    def work(reporter: Reporter) -> AnalysisOutput:
-        from kvbench.analysis.allocation import write_allocation
-
-        return write_allocation(given_values(grid_values), reporter, command=command_line())
-
-    carry_out(work)
+    _analyze("allocation", "write_allocation", grid_values)
 
 
 @app.command("retention")
@@ -81,14 +69,7 @@ def allocation(**grid_values: Any) -> None:
 def retention(**flag_values: Any) -> None:
     """Show which tokens are kept, and for how long: matrices, eviction maps, survival, the text."""
     own_values, grid_values = split_options(flag_values, RetentionOptions)
-
-    def work(reporter: Reporter) -> AnalysisOutput:
-        from kvbench.analysis.retention.write import write_retention
-
-        retention_options = RetentionOptions.of(own_values)
-        return write_retention(given_values(grid_values), reporter, options=retention_options, command=command_line())
-
-    carry_out(work)
+    _analyze("retention.write", "write_retention", grid_values, options=RetentionOptions.of(own_values))
 
 
 @app.command("vision")
@@ -105,12 +86,16 @@ def retention(**flag_values: Any) -> None:
 def vision(**flag_values: Any) -> None:
     """Show which image tokens are kept, drawn over the image, and cache use by modality."""
     own_values, grid_values = split_options(flag_values, VisionOptions)
+    _analyze("vision.write", "write_vision", grid_values, options=VisionOptions.of(own_values))
+
+
+def _analyze(module: str, writer: str, grid_values: Mapping[str, Any], **settings: Any) -> None:
+    """Run an analysis; its module, which is slow to import, is imported when the work begins."""
 
     def work(reporter: Reporter) -> AnalysisOutput:
-        from kvbench.analysis.vision.write import write_vision
-
-        vision_options = VisionOptions.of(own_values)
-        return write_vision(given_values(grid_values), reporter, options=vision_options, command=command_line())
+        write = getattr(importlib.import_module(f"kvbench.analysis.{module}"), writer)
+        output: AnalysisOutput = write(given_values(grid_values), reporter, **settings, command=command_line())
+        return output
 
     carry_out(work)
 

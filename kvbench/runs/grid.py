@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -162,13 +162,6 @@ class Grid(GridOptions):
             if not isinstance(getattr(self, option_name), tuple)
             or not set(getattr(self, option_name)) >= set(getattr(compared, option_name))
         ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the grid as a JSON-serialisable dict for `from_dict`."""
-        return {
-            option_name: list(value) if isinstance(value, tuple) else value
-            for option_name, value in asdict(self).items()
-        }
 
     @functools.cached_property
     def digest(self) -> str:

@@ -7,7 +7,7 @@ that the help is fast.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from kvbench.engine.weight_schemes import scheme_name
@@ -99,7 +99,7 @@ class Options:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as plain lists and values."""
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in vars(self).items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ OLDEST_VERSION = 2
 Columns: TypeAlias = dict[str, Sequence[Any]]
 """Rows of a table, column by column."""
 
-_TEXT, _SHORT, _LONG, _REAL = pa.string(), pa.int32(), pa.int64(), pa.float64()
+_TEXT, _SHORT, _LONG = pa.string(), pa.int32(), pa.int64()
+_REAL, _BOOL = pa.float64(), pa.bool_()
 
 
 @dataclass(frozen=True)
@@ -217,10 +218,10 @@ class Response:
         return (self.cell, self.sample_id, self.question_id, self.repeat)
 
 
-def _columns(names: str, *columns: ResultColumn) -> Iterator[ResultColumn]:
-    """Name columns that are explained together."""
-    for name, column in zip(names.split(), columns, strict=True):
-        yield replace(column, name=name)
+def _columns(names: str, meaning: str, *types: Any, **options: Any) -> Iterator[ResultColumn]:
+    """Declare columns that are explained together, each with its type."""
+    for index, (name, kind) in enumerate(zip(names.split(), types, strict=True)):
+        yield ResultColumn(kind, "" if index else meaning, name, **options)
 
 
 def _measured() -> list[ResultColumn]:
@@ -230,145 +231,96 @@ def _measured() -> list[ResultColumn]:
     ]
 
 
-_INTERVAL = ResultColumn(_REAL, paged=True, always=True)
-
 CELL_COLUMNS: tuple[ResultColumn, ...] = (
-    *_columns("schema", ResultColumn(_SHORT, "version of these columns")),
-    *_columns(
-        "cell",
-        ResultColumn(_TEXT, "hash of everything that can change a response; runs resume by it"),
-    ),
+    *_columns("schema", "version of these columns", _SHORT),
+    *_columns("cell", "hash of everything that can change a response; runs resume by it", _TEXT),
     *_columns(
         "match",
-        ResultColumn(
-            _TEXT,
-            "hash of what was measured: model id, task, length, policy, budget, moment, seed, "
-            "data, and how answers are generated if not greedily. It joins runs from different "
-            "machines or versions",
-        ),
+        "hash of what was measured: model id, task, length, policy, budget, moment, seed, data, and how answers are "
+        "generated if not greedily. It joins runs from different machines or versions",
+        _TEXT,
     ),
     *_columns(
         "model model_revision",
-        ResultColumn(
-            _TEXT,
-            "the model as given to `--model`; the commit on the hub or a digest of the local files",
-        ),
-        ResultColumn(_TEXT),
+        "the model as given to `--model`; the commit on the hub or a digest of the local files",
+        *(_TEXT, _TEXT),
     ),
     *_columns(
         "task group length",
-        ResultColumn(
-            _TEXT,
-            "task; its benchmark; tokens of prompt and answer, or 0 for data that kvbench does not resize",
-        ),
-        ResultColumn(_TEXT),
-        ResultColumn(_SHORT),
+        "task; its benchmark; tokens of prompt and answer, or 0 for data that kvbench does not resize",
+        *(_TEXT, _TEXT, _SHORT),
     ),
     *_columns(
         "policy budget moment seed",
-        ResultColumn(
-            _TEXT,
-            "canonical spellings. `full` has the budget `full` and no moment, except at `turns`: a "
-            "live dialogue has the full cache's own answers in its history",
-        ),
-        ResultColumn(_TEXT),
-        ResultColumn(_TEXT),
-        ResultColumn(_LONG),
+        "canonical spellings. `full` has the budget `full` and no moment, except at `turns`: a live dialogue has the "
+        "full cache's own answers in its history",
+        *(_TEXT, _TEXT, _TEXT, _LONG),
     ),
     *_columns(
         "samples metric higher_is_better",
-        ResultColumn(
-            _SHORT,
-            "number of samples; name and direction of the metric. If responses are judged, the "
-            "metric's name ends with the judge, such as `(judge gpt-4o-2024-08-06)` or `(local "
-            "judge)`; `versions` names the judge too, and `match` differs between judges "
-            "([judge.md](judge.md))",
-        ),
-        ResultColumn(_TEXT),
-        ResultColumn(pa.bool_()),
+        "number of samples; name and direction of the metric. If responses are judged, the metric's name ends with the "
+        "judge, such as `(judge gpt-4o-2024-08-06)` or `(local judge)`; `versions` names the judge too, and `match` "
+        "differs between judges ([judge.md](judge.md))",
+        *(_SHORT, _TEXT, _BOOL),
     ),
     *_columns(
         "status error",
-        ResultColumn(
-            _TEXT,
-            "`ok`, or `error` and the reason. A policy or metric that fails affects only its own "
-            "cells; their scores are NaN",
-        ),
-        ResultColumn(_TEXT),
+        "`ok`, or `error` and the reason. A policy or metric that fails affects only its own cells; their scores are "
+        "NaN",
+        *(_TEXT, _TEXT),
     ),
     *_columns(
-        "score score_se score_lo score_hi",
-        replace(
-            _INTERVAL,
-            meaning="mean (0 to 1 unless the task says otherwise), standard error clustered by context, 95% interval",
-        ),
-        ResultColumn(_REAL),
-        _INTERVAL,
-        _INTERVAL,
+        "score",
+        "mean (0 to 1 unless the task says otherwise), standard error clustered by context, 95% interval",
+        _REAL,
+        paged=True,
+        always=True,
     ),
+    *_columns("score_se", "", _REAL),
+    *_columns("score_lo score_hi", "", _REAL, _REAL, paged=True, always=True),
     *_columns(
-        "full_score diff diff_lo diff_hi",
-        ResultColumn(
-            _REAL,
-            "score of the full cache on the same samples; paired difference to it with its 95% "
-            "interval, bootstrapped over contexts (NaN with `--no-full`)",
-        ),
-        *[ResultColumn(_REAL, paged=True)] * 3,
+        "full_score",
+        "score of the full cache on the same samples; paired difference to it with its 95% interval, bootstrapped over "
+        "contexts (NaN with `--no-full`)",
+        _REAL,
     ),
+    *_columns("diff diff_lo diff_hi", "", _REAL, _REAL, _REAL, paged=True),
     *_columns(
         "discriminative",
-        ResultColumn(
-            pa.bool_(),
-            "whether the full cache is above the task's chance level. If it is not, differences "
-            "mean nothing, and the report leaves the task out of means and says so",
-        ),
+        "whether the full cache is above the task's chance level. If it is not, differences mean nothing, and the "
+        "report leaves the task out of means and says so",
+        _BOOL,
     ),
     *(replace(column, type=_REAL) for column in _measured() if column.averaged),
     *_columns(
         "task_version data_hash dtype device attention versions",
-        ResultColumn(
-            _TEXT,
-            "what the cell was made with; `versions` is a JSON object, described below",
-        ),
-        *[ResultColumn(_TEXT)] * 5,
+        "what the cell was made with; `versions` is a JSON object, described below",
+        *[_TEXT] * 6,
     ),
 )
 """`cells.parquet`: a row per model, task, length, policy, budget, moment and seed."""
 
 SAMPLE_COLUMNS: tuple[ResultColumn, ...] = (
-    *_columns("schema", ResultColumn(_SHORT, "version of these columns")),
-    *_columns(
-        "cell task policy budget moment length",
-        ResultColumn(_TEXT, "the cell, as in `cells.parquet`", shared=True),
-        *[ResultColumn(_TEXT, shared=True)] * 4,
-        ResultColumn(_SHORT),
-    ),
-    *_columns(
-        "target score",
-        ResultColumn(pa.list_(_TEXT), "the reference answers, and the score of the response"),
-        ResultColumn(_REAL),
-    ),
+    *_columns("schema", "version of these columns", _SHORT),
+    *_columns("cell task policy budget moment", "the cell, as in `cells.parquet`", *[_TEXT] * 5, shared=True),
+    *_columns("length", "", _SHORT),
+    *_columns("target score", "the reference answers, and the score of the response", pa.list_(_TEXT), _REAL),
     *(column for column in _measured() if column.sampled),
     *_columns(
         "extra",
-        ResultColumn(
-            _TEXT,
-            "a JSON object with what the task knows about the question, such as difficulty, type, "
-            "domain or `depth` (percent of the context before the needle)",
-            shared=True,
-        ),
+        "a JSON object with what the task knows about the question, such as difficulty, type, domain or `depth` "
+        "(percent of the context before the needle)",
+        _TEXT,
+        shared=True,
     ),
     *_columns(
         "prompt_end",
-        ResultColumn(
-            _TEXT,
-            "the last 400 characters of the prompt, after `…` if there are more. In a live "
-            "dialogue the history before it has the model's own answers. Empty in tables of schema "
-            "2",
-            since=3,
-            substitute="",
-            shared=True,
-        ),
+        "the last 400 characters of the prompt, after `…` if there are more. In a live dialogue the history before it "
+        "has the model's own answers. Empty in tables of schema 2",
+        _TEXT,
+        since=3,
+        substitute="",
+        shared=True,
     ),
 )
 """`samples.parquet`: a row per cell, sample, question and repeat."""
@@ -385,7 +337,7 @@ def _schema(columns: Iterable[ResultColumn], *types: Any) -> Any:
     return pa.schema([(column.name, column.type) for column in ordered])
 
 
-CELLS_SCHEMA = _schema(CELL_COLUMNS, _TEXT, _SHORT, _LONG, _REAL, pa.bool_())
+CELLS_SCHEMA = _schema(CELL_COLUMNS, _TEXT, _SHORT, _LONG, _REAL, _BOOL)
 SAMPLES_SCHEMA = _schema(SAMPLE_COLUMNS, _TEXT, pa.list_(_TEXT), _SHORT, _REAL, _LONG)
 
 

@@ -26,26 +26,18 @@ class TrainingSetting(Option):
         default: Its value where neither the user, a recipe nor the method gives one; `...` if only
             methods that it applies to have it.
         objectives: Objectives of `Method` that it applies to; () for all.
+        check: Returns a valid value; receives the flag as well, for its message.
     """
 
+    check: Callable[[str, Any], Any] = lambda flag, value: value
     default: Any = ...
     objectives: tuple[str, ...] = ()
 
 
 def _setting(kind: type, panel: str, metavar: str, help: str, check: Callable[[str, Any], Any], **more: Any) -> Any:
     """Declare a setting; a field that is None was not given."""
-    return field(default=None, metadata={OPTION: TrainingSetting(_Reader(check), kind, panel, metavar, help, **more)})
-
-
-@dataclass
-class _Reader:
-    """Reads a value that may be missing; knows its flag, for messages."""
-
-    check: Callable[[str, Any], Any]
-    flag: str = ""
-
-    def __call__(self, value: Any) -> Any:
-        return None if value is None else self.check(self.flag, value)
+    setting = TrainingSetting(lambda value: value, kind, panel, metavar, help, check=check, **more)
+    return field(default=None, metadata={OPTION: setting})
 
 
 def _any(flag: str, value: Any) -> Any:
@@ -212,6 +204,18 @@ class TrainingOptions(Options):
     save_steps: int | None = _setting(int, OUTPUT, "N", "Steps between checkpoints.", _count(), default=None)
     log_steps: int | None = _setting(int, OUTPUT, "N", "Steps between log records.", _count(), default=None)
 
+    def __post_init__(self) -> None:
+        """Check the settings that were given.
+
+        Raises:
+            UserError: A value is out of range; the message begins with its flag.
+        """
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if value is not None:
+                setting: TrainingSetting = entry.metadata[OPTION]
+                object.__setattr__(self, entry.name, setting.check(_flag(entry.name, setting), value))
+
 
 def settings_table() -> Iterator[tuple[str, TrainingSetting]]:
     """Yield each setting with its name."""
@@ -221,10 +225,8 @@ def settings_table() -> Iterator[tuple[str, TrainingSetting]]:
 
 def flag_of(name: str) -> str:
     """Return the flag of a setting as a user types it, such as `--no-kl` for `kl`."""
-    spelling = dict(settings_table())[name].spelling if name in dict(settings_table()) else ""
-    return spelling.lstrip(" /").partition("/")[0] or f"--{name.replace('_', '-')}"
+    return _flag(name, dict(settings_table())[name])
 
 
-for _name, _declared in settings_table():
-    assert isinstance(_declared.read, _Reader)
-    _declared.read.flag = flag_of(_name)
+def _flag(name: str, setting: TrainingSetting) -> str:
+    return setting.spelling.lstrip(" /").partition("/")[0] or f"--{name.replace('_', '-')}"

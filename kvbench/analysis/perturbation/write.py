@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.analysis.common import make_grid
-from kvbench.analysis.output import AnalysisOutput, make_output_folder, require_results, write_all
+from kvbench.analysis.output import AnalysisOutput, Findings, make_output_folder, require_results, write_all
 from kvbench.analysis.perturbation import comparison, probe
 from kvbench.analysis.perturbation.figures import draw_perturbation, shown_pairs
 from kvbench.analysis.perturbation.options import PerturbationOptions
@@ -47,14 +47,13 @@ def write_perturbation(
         "pairs": pairs,
         "cells": cells,
     }
-    return write_all(
-        folder,
-        grid,
-        {"analysis": "perturbation", "query": query, "first_stage": first_stage},
+    findings = Findings(
         frames,
         list(perturbation_tables(cells, pairs, shown_pairs(pairs))),
         notes(cells, perturbation.failed, READING),
         draw_perturbation(perturbation.heads, perturbation.layers, pairs, cells, folder / "figures"),
-        command,
         perturbation.failed,
+    )
+    return write_all(
+        folder, grid, {"analysis": "perturbation", "query": query, "first_stage": first_stage}, findings, command
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.analysis.choosing import integers_or_all, parse_integers, split_commas
+from kvbench.analysis.choosing import drawn, parse_integers, split_commas
 from kvbench.errors import UserError
 from kvbench.runs import values
 from kvbench.runs.options import ANALYSIS, CACHE, WHAT, Options, declare
@@ -60,14 +60,8 @@ class RetentionOptions(Options):
         None, values.optional(values.at_least("new-tokens", 0)), int, ANALYSIS, "N",
         "Maximum number of tokens to generate after a text. Default: the task's limit; 0 with --text.",
     )  # fmt: skip
-    layers: tuple[int, ...] | None = declare(
-        None, integers_or_all("layers"), str, ANALYSIS, "L",
-        "Layers to draw, comma-separated, or all. Default: a few.",
-    )  # fmt: skip
-    heads: tuple[int, ...] | None = declare(
-        None, integers_or_all("heads"), str, ANALYSIS, "H",
-        "KV heads to draw, comma-separated, or all. Default: a few.",
-    )  # fmt: skip
+    layers: tuple[int, ...] | None = drawn("layers", "L")
+    heads: tuple[int, ...] | None = drawn("heads", "H")
     top: tuple[int, ...] = declare(
         TOP, _ranks, list, ANALYSIS, "K",
         "Ranks for survival among the top K, comma-separated. Default: 16,64,256.",

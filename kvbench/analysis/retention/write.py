@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvbench.analysis.common import make_grid
-from kvbench.analysis.output import AnalysisOutput, make_output_folder, write_all
+from kvbench.analysis.output import AnalysisOutput, Findings, make_output_folder, write_all
 from kvbench.analysis.retention.options import RetentionOptions
 from kvbench.analysis.retention.page import page
 from kvbench.analysis.retention.plots import draw
@@ -64,18 +64,15 @@ def write_retention(
     settings = {"analysis": "retention", **options.to_dict(), "moments": [options.moment]}
     settings["tasks"] = [] if options.text is not None else list(grid.tasks)
     figure_paths = [figure_path for figure in saved_figures for figure_path in figure.paths]
-    output = write_all(
-        folder,
-        grid,
-        settings,
+    findings = Findings(
         data_frames,
         tables,
         note_lines,
         figure_paths,
-        command,
         result.failed,
         _AS_CSV,
     )
+    output = write_all(folder, grid, settings, findings, command)
     html_path = folder / "retention.html"
     with replacing(html_path) as temporary_path:
         temporary_path.write_text(page(result, command, tables, note_lines, saved_figures), encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from kvbench.analysis.output import AnalysisOutput, prepare_folder, write_files
+from kvbench.analysis.output import AnalysisOutput, Findings, prepare_folder, write_files
 from kvbench.analysis.speed.figures import draw_bench
 from kvbench.analysis.speed.ratios import bench_tables, summarize
 from kvbench.analysis.speed.settings import SpeedSettings
@@ -54,14 +54,13 @@ def write_bench(
         + ("the process, with the model." if device == "cpu" else "the GPU, with the model."),
         *[f"{setting_name} failed: {reason}" for setting_name, reason in failures.items()],
     ]
-    return write_files(
-        folder,
-        "kvbench bench",
-        {**asdict(bench), "device": device, "threads": threads},
+    findings = Findings(
         {"bench": frame, "summary": summary},
         tables,
         notes,
         draw_bench(summary, bench.model, folder / "figures"),
-        command,
         failures,
+    )
+    return write_files(
+        folder, "kvbench bench", {**asdict(bench), "device": device, "threads": threads}, findings, command
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbench.analysis.choosing import integers_or_all
+from kvbench.analysis.choosing import drawn
 from kvbench.runs import values
 from kvbench.runs.options import ANALYSIS, Options, declare
 
@@ -37,14 +37,8 @@ class VisionOptions(Options):
         2, values.at_least("steps", 1), int, ANALYSIS, "N",
         "Decode steps to draw, evenly spaced from the first to the last. Default: 2.",
     )  # fmt: skip
-    layers: tuple[int, ...] | None = declare(
-        None, integers_or_all("layers"), str, ANALYSIS, "L",
-        "Layers to draw, comma-separated, or all. Default: a few.",
-    )  # fmt: skip
-    heads: tuple[int, ...] | None = declare(
-        None, integers_or_all("heads"), str, ANALYSIS, "H",
-        "KV heads to draw, comma-separated, or all. Default: a few.",
-    )  # fmt: skip
+    layers: tuple[int, ...] | None = drawn("layers", "L")
+    heads: tuple[int, ...] | None = drawn("heads", "H")
 
     def select_prompts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts to analyse, in order."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.analysis.common import make_grid
-from kvbench.analysis.output import AnalysisOutput, make_output_folder, require_results, write_all
+from kvbench.analysis.output import AnalysisOutput, Findings, make_output_folder, require_results, write_all
 from kvbench.analysis.summary import notes
 from kvbench.analysis.vision.figures import draw
 from kvbench.analysis.vision.image_shares import analyze
@@ -52,15 +52,12 @@ def write_vision(
     note_lines = notes(data_frames["answers"], result.failed, note_lines)
     figure_paths = draw(result, folder / "figures")
     settings = {"analysis": "vision", **options.to_dict()}
-    return write_all(
-        folder,
-        grid,
-        settings,
+    findings = Findings(
         data_frames,
         tables,
         note_lines,
         figure_paths,
-        command,
         result.failed,
         _AS_CSV,
     )
+    return write_all(folder, grid, settings, findings, command)

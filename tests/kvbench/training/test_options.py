@@ -23,7 +23,6 @@ def test_a_new_setting_is_one_declaration(monkeypatch: pytest.MonkeyPatch) -> No
     grown: Any = make_dataclass("Grown", [("novel", int | None, declaration)], bases=(TrainingOptions,), frozen=True)
     monkeypatch.setattr(options, "TrainingOptions", grown)
     monkeypatch.setattr(settings, "TrainingOptions", grown)
-    grown.__dataclass_fields__["novel"].metadata["option"].read.flag = "--novel"
     given: list[dict[str, Any]] = []
     app = typer.Typer()
     app.command()(declared_options(grown)(lambda **values: given.append(split_options(values, grown)[0])))
