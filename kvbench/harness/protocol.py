@@ -28,6 +28,22 @@ Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
+class Continuation:
+    """A text whose log-likelihood after a prompt is measured, such as one choice of a question.
+
+    Attributes:
+        question: The rest of its prompt, after the context of the request.
+        text: The measured text, with the white space that separates it from the prompt.
+        alone: Whether it is measured without any prompt, after the model's first token alone: for metrics that
+            normalise by the unconditional likelihood. It is the same for all cells.
+    """
+
+    question: str
+    text: str
+    alone: bool = False
+
+
+@dataclass(frozen=True)
 class Request:
     """One question about one context.
 
@@ -58,6 +74,12 @@ class Request:
         repeats: Number of answers to sample.
         given: A text after the prompt to measure instead of an answer: its negative log-likelihood under the cell's
             cache. The response is then the JSON object `{"nll": sum in nats, "tokens": count}`.
+        continuations: Texts to measure after the prompt instead of an answer. The response is then the JSON object
+            `{"loglikelihood": [...], "greedy": [...], "tokens": [...]}`, with one entry for each: sum of
+            log-likelihoods in nats, whether greedy decoding would produce it, and number of tokens. `question` is the
+            question of the first one.
+        rolling: Whether the text `context` itself is measured, token by token from the first, in windows of the model's
+            length (lm-eval's `loglikelihood_rolling`). `question` is "", and the response has one entry, as above.
         media: Images and videos of `context`, in the order of their placeholders in it (those of the model's chat
             template, one per medium). A question has no media.
         delta_media: The media of `delta`; they are the last ones of `media`.
@@ -87,13 +109,22 @@ class Request:
     sampling: Sampling | None = None
     repeats: int = 1
     given: str = ""
+    continuations: tuple[Continuation, ...] = ()
+    rolling: bool = False
     media: tuple[Medium, ...] = ()
     delta_media: tuple[Medium, ...] = ()
 
     @functools.cached_property
     def digest(self) -> str:
         """Return 16 hex digits over the prompt and the reference answers."""
-        return digest_of([self.context_id, self.context, self.question, self.given, self.target])
+        content = [self.context_id, self.context, self.question, self.given, self.target]
+        measured = [[entry.question, entry.text, entry.alone] for entry in self.continuations]
+        return digest_of([*content, measured] if measured else content)
+
+    @property
+    def measures(self) -> bool:
+        """Return whether texts are measured instead of an answer being generated."""
+        return bool(self.given or self.continuations or self.rolling)
 
 
 def kept(requests: Iterable[Request]) -> Sequence[Request]:
