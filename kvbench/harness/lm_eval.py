@@ -59,7 +59,7 @@ class LmEvalHarness:
         with hinting(task_name):
             rows, data_hash = _rows(resolved, task_name, settings, render)
         documents, positions = dialogue.flat(rows, render is not None)
-        with _quiet():
+        with quiet():
             harness_task = _build(resolved, task_name, documents, settings)
             prepared = requests(harness_task, task_name, documents, positions, render, settings.reporter)
         return _loaded(resolved, task_name, settings, data_hash, harness_task, rows, prepared)
@@ -112,7 +112,7 @@ class LmEvalTask(LoadedTask):
             raise UserError(f"{self.name} is scored by a judge; pass its marks to score()")
         marks_by_key = dict(zip(responses, marks or (), strict=True)) if self.rubric else {}
         metric_values = {}
-        with _quiet():
+        with quiet():
             for key, instance in self._filtered(responses):
                 results = [instance.filtered_resps[self.filter]]
                 if self.rubric:
@@ -136,7 +136,7 @@ class LmEvalTask(LoadedTask):
         for batch_start in range(0, len(ordered_keys), _PART):
             batch_keys = ordered_keys[batch_start : batch_start + _PART]
             instances = [self._instance(key, responses[key]) for key in batch_keys]
-            with _quiet():
+            with quiet():
                 self.built._instances = instances
                 try:
                     self.built.apply_filters()
@@ -260,7 +260,7 @@ class _Size:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence lm-eval and datasets, and preserve the global random state, which lm-eval changes."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     loggers = map(logging.getLogger, ("lm_eval", "lm-eval", "datasets"))

@@ -138,6 +138,32 @@ def kept(requests: Iterable[Request]) -> Sequence[Request]:
 
 
 @dataclass(frozen=True)
+class HarnessFlags:
+    """lm-eval's own flags, with its names, defaults and meaning, for its tasks by name.
+
+    Attributes:
+        num_fewshot: Number of examples; None: as the task says. A task that says 0 keeps 0.
+        fewshot_as_multiturn: Whether examples are turns of the chat; None: if a chat template is applied.
+        system_instruction: Text before every prompt.
+        apply_chat_template: Name of the chat template, or `default`; None: no template.
+        gen_kwargs: Changes of a task's `generation_kwargs`.
+        context: Rule for what the context of a prompt is; see docs/harnesses.md. None: examples if there are any,
+            otherwise a passage.
+        context_field: Field of the document that holds the passage.
+        confirm_run_unsafe_code: Whether tasks that execute what a model wrote may run.
+    """
+
+    num_fewshot: int | None = None
+    fewshot_as_multiturn: bool | None = None
+    system_instruction: str | None = None
+    apply_chat_template: str | None = None
+    gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    context: str | None = None
+    context_field: str | None = None
+    confirm_run_unsafe_code: bool = False
+
+
+@dataclass(frozen=True)
 class TaskSettings:
     """Everything that a task's prompts depend on, besides the task itself.
 
@@ -154,6 +180,7 @@ class TaskSettings:
         processor: The processor of a vision-language model, whose chat template writes the placeholders of media; None
             for a text model.
         reporter: Progress reporter, for loads that take seconds.
+        flags: lm-eval's own flags, for its tasks by name.
     """
 
     length: int
@@ -167,6 +194,7 @@ class TaskSettings:
     thinking: bool | None = None
     processor: Any = None
     reporter: Reporter | None = None
+    flags: HarnessFlags = HarnessFlags()
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,6 +213,9 @@ class LoadedTask(ABC):
         length: Tokens that prompt and answer can take, or 0 if the data is not sized.
         requests: Ordered by sample; those of one context are adjacent. Every access may create a new request object.
         rubric: See `Benchmark.judge`.
+        recorded: Settings of the prompts that the results record with the generation settings, such as the rule that
+            decides what the context is.
+        refused: Why policies cannot compress a cache at some moments, by moment; the message names those that work.
     """
 
     name: str
@@ -197,6 +228,8 @@ class LoadedTask(ABC):
     length: int
     requests: Sequence[Request]
     rubric: str = field(default="", kw_only=True)
+    recorded: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    refused: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     @functools.cached_property
     def places(self) -> Mapping[tuple[str, int], int]:
