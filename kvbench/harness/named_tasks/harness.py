@@ -112,8 +112,8 @@ class NamedTask(LoadedTask):
     documents: Sequence[Any] = ()
     thinks: bool = False
 
-    def all_scores(self, responses: Mapping[Key, str], marks: Sequence[Marks] | None = None) -> list[MetricScores]:
-        """Score responses by all metrics and filters of the task; see `LoadedTask.all_scores`."""
+    def score_metrics(self, responses: Mapping[Key, str], marks: Sequence[Marks] | None = None) -> list[MetricScores]:
+        """Score responses by all metrics and filters of the task; see `LoadedTask.score_metrics`."""
         by_document: dict[int, dict[Key, str]] = defaultdict(dict)
         for key, response in responses.items():
             by_document[self.requests[self.places[key[:2]]].doc_id][key] = response
