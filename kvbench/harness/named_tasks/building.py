@@ -17,7 +17,7 @@ from kvbench.data.hub_cache import unreachable
 from kvbench.data.records import NotFetched
 from kvbench.errors import LeftOut, UserError, first_lines, reason_of
 from kvbench.harness.lm_eval import quiet
-from kvbench.harness.named_tasks.benchmarks import NamedBenchmark, build
+from kvbench.harness.named_tasks.benchmarks import NamedBenchmark, build, configured
 from kvbench.harness.protocol import HarnessFlags, TaskSettings
 
 _FEWSHOT_SEED, _NUMPY_SEED = 1234, 1234
@@ -80,7 +80,7 @@ def _build(benchmark: NamedBenchmark, task_name: str, metadata: dict[str, Any], 
     except ImportError as error:
         raise LeftOut(f"it needs the package {error.name or error}, which is not installed; pip install it") from error
     except OSError as error:
-        raise _missing_data(task_name, error) from error
+        raise _missing_data(benchmark, task_name, error) from error
     except (Exception, SystemExit) as error:  # a task is third-party code
         if "scripts are no longer supported" in str(error):
             raise LeftOut("its data set needs a loading script, and kvbench never runs one") from error
@@ -113,13 +113,16 @@ def _offline() -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _missing_data(task_name: str, error: OSError) -> UserError:
+def _missing_data(benchmark: NamedBenchmark, task_name: str, error: OSError) -> UserError:
     """Return the error for data that cannot be loaded."""
+    dataset = configured(benchmark.specs[task_name], benchmark.include_path).get("dataset_path") or "of the task"
     if error.filename is not None or "Unable to find" in str(error):  # a file of the user's own
         return UserError(f"{task_name}: its data cannot be read ({first_lines(error)}); mend the path in its YAML")
     hub = unreachable()
     reason = f"the hub {hub}" if hub else first_lines(error)
-    return NotFetched(f"its data set is not in the cache, and {reason}; `kvbench data fetch {task_name}` gets it")
+    return NotFetched(
+        f"its data set {dataset} is not in the cache, and {reason}; `kvbench data fetch {task_name}` gets it"
+    )
 
 
 def _cause(error: BaseException) -> str:
