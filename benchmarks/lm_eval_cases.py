@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 REFERENCE, SMOLLM2 = "reference", "smollm2"
 CHAT = "reference-chat"
@@ -10,6 +12,8 @@ CHAT = "reference-chat"
 SHORT = "reference-short"
 """The reference model with a window of 256 tokens."""
 SYSTEM = "Answer in one word."
+TASKS = Path(__file__).parent / "lm_eval_tasks"
+"""Tasks for what no task of lm-eval has."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,11 @@ class Case:
     max_new_tokens: int | None = 16
 
     @property
+    def gen_kwargs(self) -> dict[str, Any] | None:
+        """Return the changes of how answers are generated."""
+        return None if self.max_new_tokens is None else {"max_gen_toks": self.max_new_tokens}
+
+    @property
     def settings(self) -> str:
         """Return the settings of the prompts for the table."""
         parts = [] if self.num_fewshot is None else [f"{self.num_fewshot} shots"]
@@ -58,15 +67,16 @@ _ON_REFERENCE = {
     None: (
         "hellaswag race truthfulqa_mc1 truthfulqa_mc2 gpqa_main_zeroshot xnli_en paws_en blimp_adjunct_island wsc273 "
         "xwinograd_en crows_pairs_english webqs mutual toxigen qa4mre_2011 leaderboard_bbh_boolean_expressions "
-        "lambada_openai_cloze_yaml arithmetic_1dc asdiv c4 pile_10k paloma_c4_en wikitext gsm8k gsm8k_cot "
+        "lambada_openai_cloze_yaml arithmetic_1dc c4 pile_10k paloma_c4_en wikitext gsm8k gsm8k_cot "
         "minerva_math_algebra mmlu_pro_biology mgsm_direct_en cycle_letters babi arc_challenge_chat fda "
-        "bbh_zeroshot_boolean_expressions gsm8k_cot_zeroshot mmlu_flan_cot_zeroshot_astronomy truthfulqa_gen"
+        "bbh_zeroshot_boolean_expressions gsm8k_cot_zeroshot mmlu_flan_cot_zeroshot_astronomy truthfulqa_gen "
+        "made_up_mutual_information made_up_votes made_up_translation"
     ),
     1: "boolq race multirc wsc drop",
     2: (
         "hellaswag piqa copa openbookqa sciq xcopa_it cola mrpc sst2 rte wnli qqp mnli qnli logiqa logiqa2 mathqa "
         "medqa_4options medmcqa social_iqa swag storycloze_2016 xstorycloze_en anli_r1 prost pubmedqa headqa_en cb wic "
-        "ethics_cm toxigen webqs paws_en lambada_openai arithmetic_1dc asdiv triviaqa nq_open mgsm_en_cot_en babi"
+        "ethics_cm paws_en lambada_openai arithmetic_1dc triviaqa nq_open mgsm_en_cot_en babi"
     ),
     3: "arc_easy winogrande commonsense_qa gpqa_main_n_shot belebele_eng_Latn xwinograd_en",
     5: "mmlu_astronomy",
@@ -74,16 +84,19 @@ _ON_REFERENCE = {
 _GROUPS = (
     Case("ai2_arc", 1),
     Case("mmlu_stem", 2, samples=4),
+    Case("mmlu", samples=3),
+    Case("multimedqa", 1, samples=4),
     Case("bbh", samples=1, max_new_tokens=8),
-    Case("openllm", samples=1, max_new_tokens=8),
+    Case("made_up_group", samples=4),
+    Case("made_up_group", 2, samples=4),
 )
 _CHAT_TASKS = {
     0: "arc_easy winogrande lambada_openai boolq wikitext arc_challenge_chat truthfulqa_mc2",
     2: "mmlu_astronomy arc_easy hellaswag winogrande gsm8k triviaqa mgsm_direct_en bbh_cot_fewshot_boolean_expressions",
 }
 _ON_SMOLLM2 = {
-    None: "truthfulqa_mc2 lambada_openai wikitext winogrande",
-    2: "arc_easy hellaswag mmlu_astronomy gsm8k triviaqa",
+    None: "truthfulqa_mc2 lambada_openai wikitext winogrande asdiv made_up_mutual_information made_up_votes",
+    2: "arc_easy hellaswag mmlu_astronomy gsm8k triviaqa asdiv made_up_translation",
 }
 
 CASES = (

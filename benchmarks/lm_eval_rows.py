@@ -477,7 +477,7 @@ _TABLES = {
     # lm-eval's `openllm` shows 25 examples of ARC.
     "allenai/ai2_arc": Table(_arc, {"train": 28, "validation": 8, "test": 8}),
     "allenai/openbookqa": Table(_openbookqa),
-    "cais/mmlu": Table(_mmlu, {"test": 4, "validation": 4, "dev": 6}, varied=("test",)),
+    "cais/mmlu": Table(_mmlu, {"test": 8, "validation": 4, "dev": 6}, varied=("test",)),
     "Rowan/hellaswag": Table(_hellaswag),
     "baber/piqa": Table(_piqa),
     "allenai/winogrande": Table(_winogrande),

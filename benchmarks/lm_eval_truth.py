@@ -1,0 +1,472 @@
+"""Does `kvbench run` score as lm-eval does? `python -m benchmarks.lm_eval_truth --help`.
+
+Tasks of lm-eval are evaluated twice on the same weights, in float32, with the full cache: by `lm_eval.simple_evaluate`
+with lm-eval's own model class `HFLM`, and by `kvbench.run`. Compared are the log-likelihood of every request and
+whether greedy decoding would produce it, every answer, and every metric of every filter, task and group.
+
+The rows are made up (`benchmarks/lm_eval_rows.py`); YAML, prompts, filters and metrics are those of the installed
+lm-eval. Each evaluation reads its rows from a folder of its own, so that neither side sees what `datasets` has cached
+for the other. The cases are in `benchmarks/lm_eval_cases.py`.
+
+The exit status is 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import logging
+import math
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import datasets
+import lm_eval
+import pandas as pd
+import torch
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+import kvbench
+import kvbench.reference
+from benchmarks.lm_eval_cases import CASES, CHAT, REFERENCE, SHORT, TASKS, Case
+from benchmarks.lm_eval_rows import replaced_hub
+from kvbench.engine.loading import load_model, load_tokenizer
+from kvbench.errors import UserError
+from kvbench.harness import catalogue
+from kvbench.harness.named_tasks import index
+
+PAGE = Path(__file__).parents[1] / "docs" / "lm_eval_truth.md"
+WINDOW = 256
+"""Tokens that the model `SHORT` can take."""
+TEMPLATE = (
+    "{% for message in messages %}{{ 'begin ' + message['role'] + ' : ' + message['content'] | trim + ' end\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'begin assistant :\n' }}{% endif %}"
+)
+"""Chat template of the model `CHAT`. It strips messages, as many templates do."""
+ABSOLUTE, RELATIVE = 1e-4, 1e-6
+"""Tolerance of a log-likelihood. The relative one is for whole texts: float32 has no more than seven digits."""
+METRIC = 1e-4
+"""Tolerance of a metric, relative above 1: perplexities and differences inherit those of log-likelihoods."""
+
+Response = list[Any]
+"""One document's response: an entry for each request, `[log-likelihood, greedy]`, or a list of one text per repeat."""
+
+
+@dataclass
+class Outcome:
+    """What one side found in a case.
+
+    Attributes:
+        responses: Response of each document, by task and index of the document.
+        metrics: Scores by task or group, metric and filter; the filter is "" if there is only one.
+        kinds: Output types of the tasks.
+        error: Why there are no results, or "".
+    """
+
+    responses: dict[str, dict[int, Response]] = field(default_factory=dict)
+    metrics: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    kinds: set[str] = field(default_factory=set)
+    error: str = ""
+
+
+@dataclass
+class Comparison:
+    """How the two sides differ in a case.
+
+    Attributes:
+        case: The case.
+        kinds: Output types of its tasks.
+        tasks: Number of tasks.
+        documents: Number of documents.
+        likelihoods: Number of log-likelihoods compared.
+        largest: Largest difference of two log-likelihoods.
+        texts: Number of answers compared.
+        metrics: Number of metrics compared.
+        differences: What differs, one line each.
+    """
+
+    case: Case
+    kinds: str = ""
+    tasks: int = 0
+    documents: int = 0
+    likelihoods: int = 0
+    largest: float = 0.0
+    texts: int = 0
+    metrics: int = 0
+    differences: list[str] = field(default_factory=list)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+class Models:
+    """The models of both sides.
+
+    Args:
+        folder: Where variants of the reference model are stored.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lm_eval_models: dict[str, HFLM] = {}
+
+    def spelling(self, name: str) -> str:
+        """Return what kvbench's `--model` takes for a model of the cases."""
+        if name not in (CHAT, SHORT):
+            return name
+        target = self.folder / name
+        if not target.exists():
+            shutil.copytree(kvbench.reference.path(), target)
+            if name == CHAT:
+                (target / "chat_template.jinja").write_text(TEMPLATE)
+            else:
+                config = json.loads((target / "config.json").read_text())
+                (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": WINDOW}))
+        return str(target)
+
+    def of_lm_eval(self, name: str) -> HFLM:
+        """Return lm-eval's model class on the same weights."""
+        if name not in self._lm_eval_models:
+            spelling = self.spelling(name)
+            model = load_model(spelling, None, torch.device("cpu"), torch.float32)
+            # In float32, the log-softmax of a large vocabulary is off by 1e-5 per token, always to the same side.
+            self._lm_eval_models[name] = HFLM(
+                pretrained=model, tokenizer=load_tokenizer(spelling), batch_size=1, softmax_dtype="float64"
+            )
+        return self._lm_eval_models[name]
+
+
+# --- both sides -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _task_manager() -> TaskManager:
+    """Return lm-eval's index of tasks, which takes seconds to build."""
+    return TaskManager(include_path=str(TASKS))
+
+
+def evaluated_by_lm_eval(case: Case, models: Models, folder: Path) -> Outcome:
+    """Evaluate a case with lm-eval.
+
+    Args:
+        case: The case.
+        models: The models.
+        folder: An empty folder for the rows.
+    """
+    with replaced_hub(folder):
+        found = lm_eval.simple_evaluate(
+            models.of_lm_eval(case.model),
+            tasks=[case.task],
+            num_fewshot=case.num_fewshot,
+            limit=case.samples,
+            bootstrap_iters=0,
+            apply_chat_template=case.apply_chat_template,
+            fewshot_as_multiturn=case.fewshot_as_multiturn,
+            system_instruction=case.system_instruction,
+            gen_kwargs=case.gen_kwargs,
+            task_manager=_task_manager(),
+        )
+    outcome = Outcome(kinds={str(config.get("output_type")) for config in found["configs"].values()})
+    for task, samples in found["samples"].items():
+        # Every filter repeats the responses.
+        outcome.responses[task] = {sample["doc_id"]: [_plain(entry) for entry in sample["resps"]] for sample in samples}
+    scores = {
+        (task, *name.split(",", 1)): float(score)
+        for task, row in found["results"].items()
+        for name, score in row.items()
+        if "," in name and "_stderr" not in name and not isinstance(score, str)
+    }
+    outcome.metrics = _without_single_filters(scores)
+    return outcome
+
+
+def _plain(entry: Sequence[Any]) -> list[Any]:
+    """Return the responses to one request of lm-eval: `[log-likelihood, greedy]`, or its texts."""
+    first = entry[0]
+    if isinstance(first, str):
+        return [*entry]
+    return [float(first[0]), bool(first[1])] if isinstance(first, tuple | list) else [float(first), None]
+
+
+def _without_single_filters(scores: Mapping[Any, float]) -> dict[tuple[str, str, str], float]:
+    """Name the filter only where a metric of a task has several."""
+    filters: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for task, metric, filter_name in scores:
+        filters[task, metric].add(filter_name)
+    return {
+        (task, metric, filter_name if len(filters[task, metric]) > 1 else ""): score
+        for (task, metric, filter_name), score in scores.items()
+    }
+
+
+def evaluated_by_kvbench(cases: Sequence[Case], models: Models, folder: Path) -> dict[str, Outcome]:
+    """Evaluate cases of equal settings in one run with the full cache; return what it found by task or group.
+
+    Args:
+        cases: The cases.
+        models: The models.
+        folder: An empty folder for the rows and the run.
+    """
+    settings = cases[0]
+    grid = {
+        "policies": ["full"],
+        "tasks": [_spelling(case.task) for case in cases],
+        "models": [models.spelling(settings.model)],
+        "samples": settings.samples,
+        "num_fewshot": settings.num_fewshot,
+        "system_instruction": settings.system_instruction,
+        "gen_kwargs": settings.gen_kwargs,
+        "include_path": [str(TASKS)],
+        "device": "cpu",
+        "dtype": "float32",
+        "out": str(folder / "run"),
+    }
+    if settings.apply_chat_template:
+        grid |= {"apply_chat_template": True, "fewshot_as_multiturn": settings.fewshot_as_multiturn}
+    with replaced_hub(folder / "rows"):
+        kvbench.run({key: value for key, value in grid.items() if value is not None}, progress=False)
+    return _read(folder / "run")
+
+
+def _spelling(task: str) -> str:
+    """Return what kvbench's `--task` takes for a task of lm-eval; kvbench has others of some names."""
+    benchmarks = catalogue.benchmarks()[0]
+    taken = task in benchmarks or any(task in (*entry.leaves, *entry.subsets) for entry in benchmarks.values())
+    return f"{index.PREFIX}{task}" if taken else task
+
+
+def _read(run: Path) -> dict[str, Outcome]:
+    """Return the responses and metrics of a run by task or group."""
+    samples = pd.read_parquet(run / "samples.parquet", columns=["task", "sample_id", "repeat", "response"])
+    outcomes: dict[str, Outcome] = defaultdict(Outcome)
+    for (task, sample_id), rows in samples.groupby(["task", "sample_id"], sort=False):
+        texts = [*rows.sort_values("repeat")["response"]]
+        outcomes[task].responses.setdefault(task, {})[int(sample_id)] = _parsed(texts)
+    table = pd.read_parquet(run / "metrics.parquet", columns=["task", "metric", "filter", "score"])
+    for row in table.itertuples():
+        outcomes[row.task].metrics[row.task, row.metric, row.filter] = float(row.score)
+    return outcomes
+
+
+def _parsed(texts: Sequence[str]) -> Response:
+    """Return a response of kvbench in the form of lm-eval's."""
+    try:
+        measured = json.loads(texts[0])
+        return [[*pair] for pair in zip(measured["loglikelihood"], measured["greedy"], strict=True)]
+    except (ValueError, KeyError, TypeError):
+        return [[*texts]]
+
+
+# --- comparison -----------------------------------------------------------------------------------
+
+
+def compared(case: Case, theirs: Outcome, ours: Mapping[str, Outcome]) -> Comparison:
+    """Compare what lm-eval and kvbench found in a case."""
+    found = Comparison(case, ", ".join(sorted(theirs.kinds)), len(theirs.responses))
+    if theirs.error:
+        found.differences.append(f"lm-eval: {theirs.error}")
+    for task, responses in theirs.responses.items():
+        other = ours[task].responses.get(task, {}) if task in ours else {}
+        if responses.keys() != other.keys():
+            found.differences.append(f"{task}: documents {sorted(responses)}, kvbench {sorted(other)}")
+        for doc_id in sorted(responses.keys() & other.keys()):
+            found.documents += 1
+            where = f"{task}, document {doc_id}"
+            if len(responses[doc_id]) != len(other[doc_id]):
+                found.differences.append(f"{where}: {len(responses[doc_id])} requests, kvbench {len(other[doc_id])}")
+                continue
+            for index, (entry, own) in enumerate(zip(responses[doc_id], other[doc_id], strict=True)):
+                _compare_entry(found, f"{where}, request {index}", entry, own)
+    for key, score in theirs.metrics.items():
+        found.metrics += 1
+        own_score = ours[key[0]].metrics.get(key) if key[0] in ours else None
+        if own_score is None or not _same_metric(score, own_score):
+            found.differences.append(f"{' '.join(filter(None, key))}: {score!r}, kvbench {own_score!r}")
+    for task in {key[0] for key in theirs.metrics} & ours.keys():
+        for key in ours[task].metrics.keys() - theirs.metrics.keys():
+            found.differences.append(f"{' '.join(filter(None, key))}: only kvbench has it")
+    return found
+
+
+def _compare_entry(found: Comparison, where: str, theirs: list[Any], ours: list[Any]) -> None:
+    """Compare the responses to one request."""
+    if isinstance(theirs[0], str):
+        # Greedy answers are equal, so kvbench generates only one of them.
+        texts = ours * len(theirs) if len(ours) == 1 else ours
+        found.texts += len(theirs)
+        if theirs != texts:
+            found.differences.append(f"{where}: {theirs!r}, kvbench {ours!r}")
+        return
+    found.likelihoods += 1
+    if isinstance(ours[0], str):
+        found.differences.append(f"{where}: log-likelihood {theirs[0]!r}, kvbench {ours!r}")
+        return
+    difference = abs(theirs[0] - ours[0])
+    found.largest = max(found.largest, difference)
+    if not difference <= max(ABSOLUTE, RELATIVE * abs(theirs[0])):
+        found.differences.append(f"{where}: log-likelihood {theirs[0]!r}, kvbench {ours[0]!r}")
+    if theirs[1] is not None and theirs[1] != ours[1]:
+        found.differences.append(f"{where}: greedy {theirs[1]}, kvbench {ours[1]}")
+
+
+def _same_metric(first: float, second: float) -> bool:
+    both_missing = math.isnan(first) and math.isnan(second)
+    return both_missing or math.isclose(first, second, rel_tol=METRIC, abs_tol=METRIC)
+
+
+def comparisons(cases: Iterable[Case], models: Models) -> Iterator[Comparison]:
+    """Evaluate cases on both sides and compare them; those of equal settings are one run of kvbench."""
+    ordered = sorted(cases, key=lambda case: repr(_settings(case)))
+    for _, members in groupby(ordered, key=_settings):
+        group = [*members]
+        with tempfile.TemporaryDirectory() as folder:
+            ours, error = _evaluated(group, models, Path(folder))
+        for case in group:
+            with tempfile.TemporaryDirectory() as folder:
+                theirs = evaluated_by_lm_eval(case, models, Path(folder))
+            comparison = compared(case, theirs, ours)
+            if error:
+                comparison.differences.insert(0, f"kvbench: {error}")
+            yield comparison
+
+
+def _settings(case: Case) -> dict[str, Any]:
+    """Return everything of a case but its task."""
+    return {key: value for key, value in asdict(case).items() if key != "task"}
+
+
+def _evaluated(cases: Sequence[Case], models: Models, folder: Path) -> tuple[dict[str, Outcome], str]:
+    """Evaluate cases with kvbench; return what it found, or why the run failed."""
+    try:
+        return evaluated_by_kvbench(cases, models, folder), ""
+    except UserError as error:
+        return {}, str(error)
+
+
+# --- output ---------------------------------------------------------------------------------------
+
+
+def line(found: Comparison) -> str:
+    """Return a row of the table."""
+    likelihoods = f"{found.likelihoods} within {found.largest:.0e}" if found.likelihoods else ""
+    differ = len(found.differences)
+    values = [
+        f"`{found.case.task}`" + (f" ({found.tasks} tasks)" if found.tasks > 1 else ""),
+        found.kinds,
+        found.case.settings,
+        found.case.model,
+        str(found.documents),
+        likelihoods,
+        str(found.texts or ""),
+        str(found.metrics),
+        f"**{differ} differ**" if differ else "equal",
+    ]
+    return f"| {' | '.join(values)} |"
+
+
+HEAD = (
+    "| task | output type | settings | model | documents | log-likelihoods | answers | metrics | all |\n"
+    "| --- | --- | --- | --- | --: | --: | --: | --: | --- |"
+)
+
+
+def summary(found: Sequence[Comparison]) -> str:
+    """Return the sums of all cases in one sentence, with the machine."""
+    names = {comparison.case.task for comparison in found}
+    differing = sum(bool(comparison.differences) for comparison in found)
+    counts = {
+        name: sum(getattr(comparison, name) for comparison in found)
+        for name in ("documents", "likelihoods", "texts", "metrics")
+    }
+    packages = ", ".join(f"{name} {version(name)}" for name in ("kvbench", "lm-eval", "transformers", "torch"))
+    return (
+        f"{len(found)} cases of {len(names)} tasks and groups: {counts['documents']} documents, "
+        f"{counts['likelihoods']} log-likelihoods, {counts['texts']} answers, {counts['metrics']} metrics; "
+        f"{differing or 'none'} of the cases {'differ' if differing != 1 else 'differs'}. The largest difference of two "
+        f"log-likelihoods is {max(comparison.largest for comparison in found):.0e}. "
+        f"({packages}; float32, one core of {_processor()})"
+    )
+
+
+def _processor() -> str:
+    """Return the name of the processor."""
+    with open("/proc/cpuinfo", encoding="utf-8") if os.path.exists("/proc/cpuinfo") else open(os.devnull) as file:
+        names = [entry.partition(":")[2].strip() for entry in file if entry.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence progress bars and notes of lm-eval and datasets."""
+    previous_level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    datasets.disable_progress_bars()
+    with mock.patch.dict(os.environ, {"TQDM_DISABLE": "1"}):
+        try:
+            yield
+        finally:
+            logging.disable(previous_level)
+            datasets.enable_progress_bars()
+
+
+def page(found: Sequence[Comparison]) -> str:
+    """Return the page of the docs."""
+    return "\n".join([INTRODUCTION, summary(found), "", HEAD, *map(line, found)]) + "\n"
+
+
+INTRODUCTION = f"""# Agreement with lm-eval
+
+With the full cache, `kvbench run` gives the scores of lm-eval. `python -m benchmarks.lm_eval_truth --write` evaluates
+the tasks below on the same weights with `lm_eval.simple_evaluate`, through lm-eval's own model class `HFLM`, and with
+`kvbench.run`, and writes this page. It compares the log-likelihood of every request (within {ABSOLUTE:.0e}, or within
+{RELATIVE:.0e} of the value for long texts), whether greedy decoding would produce it, every answer, and every metric of
+every filter, task and group.
+
+YAML, prompts, filters and metrics are those of the installed lm-eval. The rows are made up, in the schemas of the data
+sets, because the hub is not needed for this. `{CHAT}` is the reference model with a chat template, and `{SHORT}` the
+reference model with a window of {WINDOW} tokens, in which whole texts take several windows.
+"""
+
+
+def main(arguments: Collection[str] | None = None) -> int:
+    """Compare both sides case by case."""
+    parser = argparse.ArgumentParser(description="Compare scores of kvbench and lm-eval.")
+    parser.add_argument("--only", help="tasks, groups or models, comma-separated")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    parsed = parser.parse_args(None if arguments is None else [*arguments])
+    chosen = parsed.only.split(",") if parsed.only else []
+    cases = [case for case in CASES if not chosen or {case.task, case.model} & {*chosen}]
+    if not cases:
+        parser.error(f"no case has {parsed.only!r}; see benchmarks/lm_eval_cases.py")
+    torch.set_num_threads(1)
+    found = []
+    print(HEAD, flush=True)
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        for comparison in comparisons(cases, Models(Path(folder))):
+            found.append(comparison)
+            print(line(comparison), flush=True)
+    print(f"\n{summary(found)}")
+    for comparison in found:
+        for difference in comparison.differences:
+            print(f"{comparison.case.model}, {comparison.case.settings}: {difference}")
+    if parsed.write:
+        PAGE.write_text(page(found), encoding="utf-8")
+    return int(any(comparison.differences for comparison in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
