@@ -69,7 +69,10 @@ class NamedTaskHarness:
             data_hash = _read(built, settings.samples, documents)
             builder = PromptBuilder(built, _renderer(settings), flags)
             prompts, instances = _prompts(builder, task_name, documents, settings)
-            rule, ends, reason = context_ends(builder, documents, prompts)
+            is_rolling = built.OUTPUT_TYPE == _ROLLING
+            rule, ends, reason = (
+                ("", [0] * len(documents), "") if is_rolling else context_ends(builder, documents, prompts)
+            )
             kinds = {entry.request_type for document_instances in instances for entry in document_instances}
             if len(kinds) > 1:
                 raise LeftOut(
@@ -80,8 +83,8 @@ class NamedTaskHarness:
                 _request(task_name, built, index, documents[index], ends[index], instances[index], rule)
                 for index in _neighbours(prompts, ends)
             )
-        if kinds == {_ROLLING}:
-            rule, refused = "", dict.fromkeys(("context", "question", "turns"), _whole_texts(task_name))
+        if is_rolling:
+            refused = dict.fromkeys(("context", "question", "turns"), _whole_texts(task_name))
         else:
             refused = {"context": f"{reason}; {_advice(rule, flags)}"} if reason else {}
         metric = next(iter(built.aggregation()), "")
