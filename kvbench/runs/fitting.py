@@ -20,8 +20,15 @@ def check_moments(grid: Grid, task_name: str, prompts: Prompts, truncated: int, 
         notify: Receives a message where nothing would be evicted.
 
     Raises:
-        UserError: Moment `turns` needs dialogues that fit.
+        UserError: A moment or a budget does not apply to the task: `turns` needs dialogues that fit, and whole texts
+            are compressed only while they are fed.
     """
+    early_timings = [str(timing) for timing in grid.timings if timing.moment not in ("decode", "chunked")]
+    if prompts.rolls and early_timings and not all(policy.is_full for policy in grid.built_policies):
+        raise UserError(
+            f"{task_name} measures whole texts, so there is nothing to compress before them at moment "
+            f"{', '.join(early_timings)}; use --moment decode (budget in tokens) or chunked"
+        )
     if grid.has_moment("chunked") and prompts.shows:
         raise UserError(f"{task_name} shows images, which moment chunked does not split; use another --moment")
     if any(budget.visual for budget in grid.parsed_budgets) and not prompts.shows:
