@@ -151,7 +151,7 @@ def _sketching(task_name: str) -> Iterator[Any]:
 
     class SketchFactory(_factory.TaskFactory):  # type: ignore[misc]
         def _build_task(self, entry: Any, overrides: dict[str, Any] | None) -> _Sketch:
-            changes = dict(overrides or {})
+            changes = {key: value for key, value in (overrides or {}).items() if (key, value) != ("task", entry.name)}
             return _Sketch(TaskSpec(changes.get("task", entry.name), entry.name, changes))
 
     def sketch(config: dict[str, Any]) -> _Sketch:

@@ -78,7 +78,7 @@ def _build(benchmark: NamedBenchmark, task_name: str, metadata: dict[str, Any], 
     try:
         return _with_data(partial(build, benchmark.specs[task_name], benchmark.include_path, metadata), fresh)
     except ImportError as error:
-        raise LeftOut(f"it needs the package {error.name or error}, which is not installed; pip install it") from error
+        raise LeftOut(f"something that it needs is missing ({first_lines(error)}); pip install the package") from error
     except OSError as error:
         raise _missing_data(benchmark, task_name, error) from error
     except (Exception, SystemExit) as error:  # a task is third-party code

@@ -45,8 +45,6 @@ from kvbench.progress import Late
 _MULTIPLE, _ROLLING = "loglikelihood", "loglikelihood_rolling"
 """Kinds of requests besides answers; multiple choice consists of log-likelihoods."""
 
-_MOMENTS_OF_TEXTS = "use --moment decode with a budget in tokens, or chunked"
-
 
 class NamedTaskHarness:
     """Loads tasks of lm-eval by their names."""
@@ -69,7 +67,10 @@ class NamedTaskHarness:
             data_hash = _read(built, settings.samples, documents)
             builder = PromptBuilder(built, _renderer(settings), flags)
             prompts, instances = _prompts(builder, task_name, documents, settings)
-            rule, ends, reason = context_ends(builder, documents, prompts)
+            is_rolling = built.OUTPUT_TYPE == _ROLLING
+            rule, ends, reason = (
+                ("", [0] * len(documents), "") if is_rolling else context_ends(builder, documents, prompts)
+            )
             kinds = {entry.request_type for document_instances in instances for entry in document_instances}
             if len(kinds) > 1:
                 raise LeftOut(
@@ -80,10 +81,7 @@ class NamedTaskHarness:
                 _request(task_name, built, index, documents[index], ends[index], instances[index], rule)
                 for index in _neighbours(prompts, ends)
             )
-        if kinds == {_ROLLING}:
-            rule, refused = "", dict.fromkeys(("context", "question", "turns"), _whole_texts(task_name))
-        else:
-            refused = {"context": f"{reason}; {_advice(rule, flags)}"} if reason else {}
+        refused = {"context": f"{reason}; {_advice(flags)}"} if reason else {}
         metric = next(iter(built.aggregation()), "")
         higher_is_better = bool(built.higher_is_better().get(metric, True))
         chance = _chance(built, metric, documents) if higher_is_better else math.inf
@@ -368,10 +366,6 @@ def _targets(built: Any, document: Any) -> tuple[str, ...]:
     )
 
 
-def _whole_texts(task_name: str) -> str:
-    return f"{task_name} measures whole texts, before which there is nothing to compress; {_MOMENTS_OF_TEXTS}"
-
-
-def _advice(rule: str, flags: HarnessFlags) -> str:
+def _advice(flags: HarnessFlags) -> str:
     shots = "" if flags.num_fewshot else ", or give examples with --num-fewshot"
     return f"use --moment question, decode or chunked{shots}, or --context prompt"
