@@ -126,6 +126,15 @@ OneModel = Annotated[
         show_default=False,
     ),
 ]
+Metric = Annotated[
+    str | None,
+    option(
+        None,
+        "NAME",
+        "Show another metric than each task's own, such as acc_norm, or exact_match,strict-match with its filter.",
+        show_default=False,
+    ),
+]
 Quiet = Annotated[bool, option(OUTPUT, FLAG, "Print only errors and the path of the result.", "--quiet")]
 AsJson = Annotated[bool, option(OUTPUT, FLAG, "Print the results as JSON on stdout.", "--json")]
 DryRun = Annotated[bool, option(OUTPUT, FLAG, "Show what would be done without doing it.", "--dry-run")]

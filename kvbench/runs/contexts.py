@@ -36,7 +36,7 @@ from kvbench.runs.answers import (
 )
 from kvbench.runs.cell import Cell
 from kvbench.runs.chunks import end_chunks, feed_chunks
-from kvbench.runs.continuations import Continuations, branching_widths, measured, sees_question
+from kvbench.runs.continuations import Continuations, add_widths, measured, sees_question
 from kvbench.runs.schema import Response
 from kvbench.runs.whole_texts import measure_whole_texts
 from kvbench.runs.worker import Worker
@@ -114,19 +114,23 @@ class _Contexts:
         # The same room and width for every row, also if only some of them are left to do: the
         # bits of a response must not depend on what was resumed.
         self.reserve = self.width = longest_context = 0
-        widths: set[int] = set()
-        measured_widths: set[int] = set()
+        trunk_widths: set[int] = set()
+        branch_widths: set[int] = set()
+        has_given = False
         for prompt in prompts:  # once: they are read from the disk
             self.reserve = max(self.reserve, len(prompt.question_ids) + prompt.limit)
             longest_context = max(longest_context, len(prompt.context_ids))
             if prompt.branches:
-                trunk_widths, branch_widths = branching_widths(prompt)
-                widths |= trunk_widths
-                measured_widths |= branch_widths
+                add_widths(prompt, trunk_widths, branch_widths)
             else:
                 self.width = max(self.width, len(prompt.question_ids))
-                widths |= {BLOCK} if prompt.given_ids else set()
-        worker.batching.fit(longest_context + self.reserve, [self.width, *widths, *measured_widths], measured_widths)
+                has_given |= bool(prompt.given_ids)
+        worker.batching.fit(
+            longest_context + self.reserve,
+            [self.width, *([BLOCK] if has_given else [])],
+            trunk_widths,
+            branch_widths,
+        )
         self.pool = worker.pool(self.width)
         self.continuations = Continuations(worker)
 

@@ -204,7 +204,7 @@ def _with_metric(cells: pd.DataFrame, folders: Sequence[Path], metric: str) -> t
     facts = found[list(_METRIC_FACTS)].groupby([cells["task"], cells["_run"]]).transform("first")
     has_metric = facts["metric"].notna()
     if others := list(dict.fromkeys(cells.loc[~has_metric, "task"])):
-        warnings.warn(f"shown by their own metric, because they lack {metric}: {', '.join(others)}", stacklevel=4)
+        warnings.warn(f"shown by their own metric, because they lack {metric}: {', '.join(others)}", stacklevel=1)
     lacks_score = has_metric & (cells["status"] == "ok") & found["score"].isna()
     for column in (*SCORES, *_METRIC_FACTS):
         values = found[column] if column in SCORES else facts[column]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from kvbench.runs.schema import (
     SCORES,
     Columns,
     Response,
+    Row,
     ScoredCell,
 )
 from kvbench.runs.store import RunStore
@@ -37,10 +38,6 @@ _PROMPT_END = 400
 
 _LARGEST_SCORE = 1e150
 """Limit of scores, above which their squares and thus their intervals would be infinite."""
-
-Row: TypeAlias = dict[str, Any]
-"""A row of `cells.parquet`."""
-
 
 _DIGITS = 9
 """Significant digits of the values in the column `metrics`, which keep it small."""

@@ -29,6 +29,10 @@ _TEXT, _SHORT, _LONG = pa.string(), pa.int32(), pa.int64()
 _REAL, _BOOL = pa.float64(), pa.bool_()
 
 
+Row: TypeAlias = dict[str, Any]
+"""A row of a result table."""
+
+
 @dataclass(frozen=True)
 class ResultColumn:
     """A column of a result table.

@@ -24,6 +24,7 @@ from kvbench.runs.schema import (
     METRICS_SCHEMA,
     SAMPLES_SCHEMA,
     Response,
+    Row,
     ScoredCell,
     from_columns,
     to_table,
@@ -136,18 +137,24 @@ class RunStore:
         metrics = cells.assign(filter="").reindex(columns=METRICS_SCHEMA.names)
         self._write([to_table(samples, SAMPLES_SCHEMA)], lambda: (cells, metrics), {})
 
-    def write_scored(self, scored: Iterable[ScoredCell], facts: Mapping[str, Any]) -> pd.DataFrame:
+    def write_scored(
+        self,
+        scored: Iterable[ScoredCell],
+        facts: Mapping[str, Any],
+        group_rows: Callable[[list[Row], list[Row]], Iterable[Row]] = lambda cell_rows, metric_rows: (),
+    ) -> pd.DataFrame:
         """Write the result tables cell by cell, without holding all samples in memory.
 
         Args:
             scored: The scored cells.
             facts: Further facts for the record of `kvbench.runs.integrity`.
+            group_rows: Returns the rows of groups of tasks, given all rows of cells and of metrics.
 
         Returns:
             The frame of the cells.
         """
-        cell_rows: list[dict[str, Any]] = []
-        metric_rows: list[dict[str, Any]] = []
+        cell_rows: list[Row] = []
+        metric_rows: list[Row] = []
 
         def samples() -> Iterator[pa.Table]:
             for cell in scored:
@@ -156,6 +163,7 @@ class RunStore:
                 yield from_columns(cell.samples, SAMPLES_SCHEMA)
 
         def frames() -> tuple[pd.DataFrame, pd.DataFrame]:
+            metric_rows.extend([*group_rows(cell_rows, metric_rows)])
             rows_and_schemas = ((cell_rows, CELLS_SCHEMA), (metric_rows, METRICS_SCHEMA))
             cells, metrics = (pd.DataFrame(rows, columns=schema.names) for rows, schema in rows_and_schemas)
             return cells, metrics

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from kvbench.harness.named_tasks.benchmarks import HARNESS, NamedBenchmark
 from kvbench.harness.named_tasks.building import GENERATE, configure, load_task, seeded
 from kvbench.harness.named_tasks.prompts import DOCUMENT, PromptBuilder, Rendered, context_ends
 from kvbench.harness.protocol import (
+    NO_FILTER,
     Continuation,
     HarnessFlags,
     Key,
@@ -91,6 +92,7 @@ class NamedTaskHarness:
             metric=metric,
             higher_is_better=higher_is_better,
             requests=requests,
+            groups=tuple(group for group in resolved.groups if task_name in group.tasks),
             recorded={"context": rule, **_flags(flags, builder)} if rule else _flags(flags, builder),
             refused=refused,
             built=built,
@@ -125,9 +127,10 @@ class NamedTask(LoadedTask):
                 for name, value in self._scored(doc_id, by_document[doc_id]).items():
                     values[name][first_key] = value
             aggregations = self.built.aggregation()
-            filters = {filter_name for _, filter_name in values}
             return [
-                self._metric(name, filter_name if len(filters) > 1 else "", found, aggregations.get(name, mean))
+                self._metric(
+                    name, "" if filter_name == _NO_FILTER else filter_name, found, aggregations.get(name, mean)
+                )
                 for (name, filter_name), found in values.items()
             ]
 
@@ -162,15 +165,15 @@ class NamedTask(LoadedTask):
         pairs = zip(measured["loglikelihood"], measured["greedy"], strict=True)
         return [Instance(_MULTIPLE, document, (), index, identity, resps=[pair]) for index, pair in enumerate(pairs)]
 
-    def _metric(
-        self, name: str, filter_name: str, values: Mapping[Key, Any], aggregate: Callable[[Sequence[Any]], float]
-    ) -> MetricScores:
+    def _metric(self, name: str, filter_name: str, values: Mapping[Key, Any]) -> MetricScores:
+        """Return a metric's values with their aggregate."""
+        aggregate = self.built.aggregation().get(name, mean)
         is_mean = aggregate is mean and all(isinstance(value, int | float | np.number) for value in values.values())
         if is_mean:
             values = {key: float(value) for key, value in values.items()}
         return MetricScores(
             name=name,
-            filter=filter_name,
+            filter="" if filter_name == NO_FILTER else filter_name,
             higher_is_better=bool(self.built.higher_is_better().get(name, True)),
             values=values,
             score=float(aggregate([*values.values()])),
