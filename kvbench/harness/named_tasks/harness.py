@@ -126,13 +126,7 @@ class NamedTask(LoadedTask):
                 first_key = min(by_document[doc_id])
                 for name, value in self._scored(doc_id, by_document[doc_id]).items():
                     values[name][first_key] = value
-            aggregations = self.built.aggregation()
-            return [
-                self._metric(
-                    name, "" if filter_name == _NO_FILTER else filter_name, found, aggregations.get(name, mean)
-                )
-                for (name, filter_name), found in values.items()
-            ]
+            return [self._metric(*name, found) for name, found in values.items()]
 
     def _scored(self, doc_id: int, responses: Mapping[Key, str]) -> dict[tuple[str, str], Any]:
         """Return the value of every metric and filter for one document."""
