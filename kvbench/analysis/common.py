@@ -75,7 +75,7 @@ def stages(grid: Grid, message: Callable[[str], None], *, pruning: bool = False)
     for job in (job for stage in planned_stages for job in stage.jobs):
         if not job.prompts.parted:
             raise UserError(
-                f"{job.task.name} measures texts that have no context or no question before them, so there is nothing to "
+                f"{job.task.name} measures texts without a context or a question before them, so there is nothing to "
                 "analyse; use another --task"
             )
     return [
