@@ -43,7 +43,7 @@ def group_rows(tasks: Iterable[LoadedTask], cell_rows: Iterable[Row], metric_row
 def _metric_rows(
     group: TaskGroup, metric: GroupMetric, rows_by_task: Mapping[str, Sequence[Row]], sizes: Mapping[str, int]
 ) -> Iterator[Row]:
-    """Yield the rows of a group for one metric and all of its filters; tasks that lack it do not count, as in lm-eval."""
+    """Yield the rows of a group for one metric and all of its filters; as in lm-eval, tasks without it do not count."""
     found = [row for task in group.tasks for row in rows_by_task[task] if row["metric"] == metric.metric]
     filters = metric.filters or tuple(sorted({row["filter"] or NO_FILTER for row in found}))
     for filter_name in filters:
