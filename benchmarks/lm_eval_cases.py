@@ -119,3 +119,20 @@ CASES = (
         for multiturn in (False, True)
     ),
 )
+
+QUICK = (
+    *(
+        Case(task, samples=4, max_new_tokens=8)
+        for task in (
+            "hellaswag made_up_mutual_information gsm8k made_up_votes made_up_translation paws_en wsc273 "
+            "gpqa_main_n_shot wikitext"
+        ).split()
+    ),
+    *(
+        Case(task, 2, samples=4, max_new_tokens=8)
+        for task in "winogrande mmlu_astronomy mrpc lambada_openai triviaqa made_up_group".split()
+    ),
+    *(chat(task, 2, CHAT, multiturn=True, samples=3) for task in ("mmlu_astronomy", "winogrande", "mgsm_direct_en")),
+    Case("wikitext", model=SHORT, samples=2),
+)
+"""A dozen tasks for the tests: every output type, and what tasks of one type can differ in."""

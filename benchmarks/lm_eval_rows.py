@@ -126,7 +126,12 @@ class Table:
 
 def _arc(writer: Writer) -> Row:
     choices = {"text": writer.phrases(4), "label": list("ABCD")}
-    return {"id": f"q{writer.index}", "question": writer.question(), "choices": choices, "answerKey": writer.pick("ABCD")}
+    return {
+        "id": f"q{writer.index}",
+        "question": writer.question(),
+        "choices": choices,
+        "answerKey": writer.pick("ABCD"),
+    }
 
 
 def _openbookqa(writer: Writer) -> Row:
@@ -137,6 +142,11 @@ def _openbookqa(writer: Writer) -> Row:
 def _mmlu(writer: Writer) -> Row:
     choices, answer = writer.phrases(4), writer.below(4)
     return {"question": writer.question(), "subject": writer.config, "choices": choices, "answer": answer}
+
+
+def _letters(writer: Writer) -> Row:
+    row = _mmlu(writer)
+    return row | {"question": f"{writer.passage(2)} {row['question']}"}
 
 
 def _hellaswag(writer: Writer) -> Row:
@@ -269,7 +279,12 @@ def _logiqa2(writer: Writer) -> Row:
 
 def _mathqa(writer: Writer) -> Row:
     options = " , ".join(f"{letter} ) {writer.number()}" for letter in "abcde")
-    return {"Problem": writer.sums(), "Rationale": writer.sentence(), "options": options, "correct": writer.pick("abcde")}
+    return {
+        "Problem": writer.sums(),
+        "Rationale": writer.sentence(),
+        "options": options,
+        "correct": writer.pick("abcde"),
+    }
 
 
 def _medqa(writer: Writer) -> Row:
@@ -284,7 +299,12 @@ def _medmcqa(writer: Writer) -> Row:
 
 def _commonsense_qa(writer: Writer) -> Row:
     choices = {"label": list("ABCDE"), "text": writer.phrases(5)}
-    return {"id": str(writer.index), "question": writer.question(), "choices": choices, "answerKey": writer.pick("ABCDE")}
+    return {
+        "id": str(writer.index),
+        "question": writer.question(),
+        "choices": choices,
+        "answerKey": writer.pick("ABCDE"),
+    }
 
 
 def _social_iqa(writer: Writer) -> Row:
@@ -299,7 +319,11 @@ def _swag(writer: Writer) -> Row:
 
 def _blimp(writer: Writer) -> Row:
     words = writer.clause().split()
-    return {"sentence_good": f"{' '.join(words)}.", "sentence_bad": f"{' '.join(words[::-1])}.", "pair_id": writer.index}
+    return {
+        "sentence_good": f"{' '.join(words)}.",
+        "sentence_bad": f"{' '.join(words[::-1])}.",
+        "pair_id": writer.index,
+    }
 
 
 def _story(writer: Writer) -> Row:
@@ -314,7 +338,12 @@ def _web_questions(writer: Writer) -> Row:
 
 
 def _anli(writer: Writer) -> Row:
-    return {"uid": str(writer.index), "premise": writer.passage(2), "hypothesis": writer.sentence(), "label": writer.below(3)}
+    return {
+        "uid": str(writer.index),
+        "premise": writer.passage(2),
+        "hypothesis": writer.sentence(),
+        "label": writer.below(3),
+    }
 
 
 def _wsc273(writer: Writer) -> Row:
@@ -403,7 +432,10 @@ def _document(writer: Writer) -> Row:
 
 def _gsm8k(writer: Writer) -> Row:
     total = writer.number()
-    return {"question": writer.sums(), "answer": f"{writer.sentence()}\nThat is <<{total}+0={total}>>{total}.\n#### {total}"}
+    return {
+        "question": writer.sums(),
+        "answer": f"{writer.sentence()}\nThat is <<{total}+0={total}>>{total}.\n#### {total}",
+    }
 
 
 def _math(writer: Writer) -> Row:
@@ -464,7 +496,12 @@ def _unscramble(writer: Writer) -> Row:
 
 
 def _babi(writer: Writer) -> Row:
-    return {"passage": f"{writer.passage(3)}\n", "question": f"Where is {writer.name()} ?", "answer": writer.name(), "task": 1}
+    return {
+        "passage": f"{writer.passage(3)}\n",
+        "question": f"Where is {writer.name()} ?",
+        "answer": writer.name(),
+        "task": 1,
+    }
 
 
 def _completion(writer: Writer) -> Row:
@@ -531,6 +568,8 @@ _TABLES = {
     "juletxara/mgsm": Table(_mgsm, {"train": 8, "test": 8}),
     "EleutherAI/unscramble": Table(_unscramble, {"validation": 8}),
     "Muennighoff/babi": Table(_babi, {"train": 12, "valid": 8, "test": 8}),
+    # Of one subject, for timings.
+    "made-up/letters": Table(_letters, {"test": 100, "dev": 5}),
     "hazyresearch/based-fda": Table(_completion, {"validation": 8}),
     "hazyresearch/based-swde-v2": Table(_completion, {"validation": 8}),
 }

@@ -31,7 +31,6 @@ from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import datasets
 import lm_eval
@@ -42,12 +41,12 @@ from lm_eval.tasks import TaskManager
 
 import kvbench
 import kvbench.reference
-from benchmarks.lm_eval_cases import CASES, CHAT, REFERENCE, SHORT, TASKS, Case
+from benchmarks.lm_eval_cases import CASES, CHAT, SHORT, TASKS, Case
 from benchmarks.lm_eval_rows import replaced_hub
 from kvbench.engine.loading import load_model, load_tokenizer
-from kvbench.errors import UserError
 from kvbench.harness import catalogue
 from kvbench.harness.named_tasks import index
+from kvbench.harness.protocol import NO_FILTER
 
 PAGE = Path(__file__).parents[1] / "docs" / "lm_eval_truth.md"
 WINDOW = 256
@@ -72,7 +71,7 @@ class Outcome:
 
     Attributes:
         responses: Response of each document, by task and index of the document.
-        metrics: Scores by task or group, metric and filter; the filter is "" if there is only one.
+        metrics: Scores by task or group, metric and filter; the filter is "" if there is none.
         kinds: Output types of the tasks.
         error: Why there are no results, or "".
     """
@@ -154,9 +153,19 @@ class Models:
 
 
 @functools.cache
-def _task_manager() -> TaskManager:
+def task_manager() -> TaskManager:
     """Return lm-eval's index of tasks, which takes seconds to build."""
     return TaskManager(include_path=str(TASKS))
+
+
+@contextmanager
+def _as_in_a_new_process(folder: Path) -> Iterator[None]:
+    """Serve made-up rows from a folder, to tasks whose modules are imported anew: some keep a generator."""
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("lm_eval.tasks.") and hasattr(module, "__mtime__"):  # lm-eval sets it for tasks alone
+            del sys.modules[name]
+    with replaced_hub(folder):
+        yield
 
 
 def evaluated_by_lm_eval(case: Case, models: Models, folder: Path) -> Outcome:
@@ -167,7 +176,7 @@ def evaluated_by_lm_eval(case: Case, models: Models, folder: Path) -> Outcome:
         models: The models.
         folder: An empty folder for the rows.
     """
-    with replaced_hub(folder):
+    with _as_in_a_new_process(folder):
         found = lm_eval.simple_evaluate(
             models.of_lm_eval(case.model),
             tasks=[case.task],
@@ -178,20 +187,25 @@ def evaluated_by_lm_eval(case: Case, models: Models, folder: Path) -> Outcome:
             fewshot_as_multiturn=case.fewshot_as_multiturn,
             system_instruction=case.system_instruction,
             gen_kwargs=case.gen_kwargs,
-            task_manager=_task_manager(),
+            task_manager=task_manager(),
         )
     outcome = Outcome(kinds={str(config.get("output_type")) for config in found["configs"].values()})
     for task, samples in found["samples"].items():
         # Every filter repeats the responses.
         outcome.responses[task] = {sample["doc_id"]: [_plain(entry) for entry in sample["resps"]] for sample in samples}
-    scores = {
-        (task, *name.split(",", 1)): float(score)
+    outcome.metrics = {
+        (task, *_metric_and_filter(name)): float(score)
         for task, row in found["results"].items()
         for name, score in row.items()
         if "," in name and "_stderr" not in name and not isinstance(score, str)
     }
-    outcome.metrics = _without_single_filters(scores)
     return outcome
+
+
+def _metric_and_filter(name: str) -> tuple[str, str]:
+    """Return metric and filter of lm-eval's `metric,filter`; kvbench leaves its filter `none` empty."""
+    metric, _, filter_name = name.partition(",")
+    return metric, "" if filter_name == NO_FILTER else filter_name
 
 
 def _plain(entry: Sequence[Any]) -> list[Any]:
@@ -200,17 +214,6 @@ def _plain(entry: Sequence[Any]) -> list[Any]:
     if isinstance(first, str):
         return [*entry]
     return [float(first[0]), bool(first[1])] if isinstance(first, tuple | list) else [float(first), None]
-
-
-def _without_single_filters(scores: Mapping[Any, float]) -> dict[tuple[str, str, str], float]:
-    """Name the filter only where a metric of a task has several."""
-    filters: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for task, metric, filter_name in scores:
-        filters[task, metric].add(filter_name)
-    return {
-        (task, metric, filter_name if len(filters[task, metric]) > 1 else ""): score
-        for (task, metric, filter_name), score in scores.items()
-    }
 
 
 def evaluated_by_kvbench(cases: Sequence[Case], models: Models, folder: Path) -> dict[str, Outcome]:
@@ -237,7 +240,7 @@ def evaluated_by_kvbench(cases: Sequence[Case], models: Models, folder: Path) ->
     }
     if settings.apply_chat_template:
         grid |= {"apply_chat_template": True, "fewshot_as_multiturn": settings.fewshot_as_multiturn}
-    with replaced_hub(folder / "rows"):
+    with _as_in_a_new_process(folder / "rows"):
         kvbench.run({key: value for key, value in grid.items() if value is not None}, progress=False)
     return _read(folder / "run")
 
@@ -289,8 +292,8 @@ def compared(case: Case, theirs: Outcome, ours: Mapping[str, Outcome]) -> Compar
             if len(responses[doc_id]) != len(other[doc_id]):
                 found.differences.append(f"{where}: {len(responses[doc_id])} requests, kvbench {len(other[doc_id])}")
                 continue
-            for index, (entry, own) in enumerate(zip(responses[doc_id], other[doc_id], strict=True)):
-                _compare_entry(found, f"{where}, request {index}", entry, own)
+            for position, (entry, own) in enumerate(zip(responses[doc_id], other[doc_id], strict=True)):
+                _compare_entry(found, f"{where}, request {position}", entry, own)
     for key, score in theirs.metrics.items():
         found.metrics += 1
         own_score = ours[key[0]].metrics.get(key) if key[0] in ours else None
@@ -333,14 +336,12 @@ def comparisons(cases: Iterable[Case], models: Models) -> Iterator[Comparison]:
     ordered = sorted(cases, key=lambda case: repr(_settings(case)))
     for _, members in groupby(ordered, key=_settings):
         group = [*members]
-        with tempfile.TemporaryDirectory() as folder:
-            ours, error = _evaluated(group, models, Path(folder))
+        ours, errors = _evaluated(group, models)
         for case in group:
             with tempfile.TemporaryDirectory() as folder:
                 theirs = evaluated_by_lm_eval(case, models, Path(folder))
             comparison = compared(case, theirs, ours)
-            if error:
-                comparison.differences.insert(0, f"kvbench: {error}")
+            comparison.differences[:0] = errors.get(case.task, [])
             yield comparison
 
 
@@ -349,12 +350,28 @@ def _settings(case: Case) -> dict[str, Any]:
     return {key: value for key, value in asdict(case).items() if key != "task"}
 
 
-def _evaluated(cases: Sequence[Case], models: Models, folder: Path) -> tuple[dict[str, Outcome], str]:
-    """Evaluate cases with kvbench; return what it found, or why the run failed."""
-    try:
-        return evaluated_by_kvbench(cases, models, folder), ""
-    except UserError as error:
-        return {}, str(error)
+def _evaluated(cases: Sequence[Case], models: Models) -> tuple[dict[str, Outcome], dict[str, list[str]]]:
+    """Evaluate cases of equal settings with kvbench.
+
+    If their run fails, each case gets a run of its own.
+
+    Returns:
+        What the runs found by task or group; and why runs failed, by task of the case.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return evaluated_by_kvbench(cases, models, Path(folder)), {}
+        except Exception as error:  # a difference like any other
+            reason = f"{cases[0].task}: kvbench fails: {type(error).__name__}: {error}"
+    if len(cases) == 1:
+        return {}, {cases[0].task: [reason]}
+    outcomes: dict[str, Outcome] = {}
+    errors: dict[str, list[str]] = {}
+    for case in cases:
+        case_outcomes, case_errors = _evaluated([case], models)
+        outcomes |= case_outcomes
+        errors |= case_errors
+    return outcomes, errors
 
 
 # --- output ---------------------------------------------------------------------------------------
@@ -396,13 +413,13 @@ def summary(found: Sequence[Comparison]) -> str:
     return (
         f"{len(found)} cases of {len(names)} tasks and groups: {counts['documents']} documents, "
         f"{counts['likelihoods']} log-likelihoods, {counts['texts']} answers, {counts['metrics']} metrics; "
-        f"{differing or 'none'} of the cases {'differ' if differing != 1 else 'differs'}. The largest difference of two "
-        f"log-likelihoods is {max(comparison.largest for comparison in found):.0e}. "
-        f"({packages}; float32, one core of {_processor()})"
+        f"{differing or 'none'} of the cases {'differs' if differing == 1 else 'differ'}. "
+        f"The largest difference of two log-likelihoods is {max(comparison.largest for comparison in found):.0e}. "
+        f"({packages}; float32, one core of {processor()})"
     )
 
 
-def _processor() -> str:
+def processor() -> str:
     """Return the name of the processor."""
     with open("/proc/cpuinfo", encoding="utf-8") if os.path.exists("/proc/cpuinfo") else open(os.devnull) as file:
         names = [entry.partition(":")[2].strip() for entry in file if entry.startswith("model name")]
@@ -411,16 +428,15 @@ def _processor() -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence progress bars and notes of lm-eval and datasets."""
+    """Silence the notes and most progress bars of lm-eval and datasets."""
     previous_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     datasets.disable_progress_bars()
-    with mock.patch.dict(os.environ, {"TQDM_DISABLE": "1"}):
-        try:
-            yield
-        finally:
-            logging.disable(previous_level)
-            datasets.enable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.disable(previous_level)
+        datasets.enable_progress_bars()
 
 
 def page(found: Sequence[Comparison]) -> str:
