@@ -196,10 +196,8 @@ class Continuations:
         """Feed the trunk and every branch; return the peak memory cost and the seconds of later eviction steps."""
         model = self.worker.model
         evicts = cache.eviction_state is not None
-        trunk_width = 1 if evicts else max(1, len(pending.trunk_ids))
-        for start in range(0, len(pending.trunk_ids), trunk_width):
-            logits = forward(model, cache, self.worker.tensor(pending.trunk_ids[start : start + trunk_width]))
-        if pending.trunk_ids:
+        if pending.trunk_ids:  # one token at moment `decode`, where the question is in the cache
+            logits = forward(model, cache, self.worker.tensor(pending.trunk_ids))
             _measure_first(pending, logits[0])
         evict_seconds = 0.0 if cache.eviction_state is None else cache.eviction_state.seconds
         columns = [peak_columns(cache, 0)]
