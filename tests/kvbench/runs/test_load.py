@@ -199,9 +199,7 @@ def test_another_metric_replaces_the_scores_of_cells_and_samples(run: Path) -> N
         assert list(samples.columns) == ["score"]
     assert kvbench.load(run, metric="exact")[0]["metric"][0] == "exact,strict", "the first filter counts"
     assert responses_of(run, "loss")(["s1"])["score"].tolist() == [1.1]
-    with pytest.raises(
-        UserError, match=r"no task has the metric 'f1'; there are acc, loss, exact,strict, exact"
-    ):
+    with pytest.raises(UserError, match=r"no task has the metric 'f1'; there are acc, loss, exact,strict, exact"):
         kvbench.load(run, metric="f1")
 
 
