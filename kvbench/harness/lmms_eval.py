@@ -23,7 +23,7 @@ from typing import Any
 
 from kvbench.benchmark import IMAGE, VIDEO, Benchmark, Doc, Marks, Medium
 from kvbench.data import records
-from kvbench.data.media import is_medium, medium, video
+from kvbench.data.media import image, is_medium, medium, picture, video
 from kvbench.data.sources import hinting
 from kvbench.decoding import Thinking, scored_text
 from kvbench.errors import LeftOut, UserError
@@ -159,8 +159,9 @@ def _requests(
     render: chat.Render,
 ) -> Sequence[Request]:
     """Get every prompt from lmms-eval, and split it after its last medium."""
-    generation_kwargs = harness_task.config.generation_kwargs or {}
-    token_limit = int(generation_kwargs.get("max_new_tokens") or _MAX_NEW_TOKENS)
+    token_limit, question_settings = answer_settings(
+        task_name, harness_task.config.generation_kwargs or {}, int(harness_task.config.repeats or 1)
+    )
     prompt_rows, prompt_parts, prompt_media = [], [], []
     distinct_media: dict[Medium, Medium] = {}  # hold an image shared by several questions once
     for document, doc_extra in zip(doc_table, extra_fields, strict=True):
@@ -179,7 +180,6 @@ def _requests(
         prompt_parts.append((context, question))
         prompt_media.append(tuple(distinct_media.setdefault(entry, entry) for entry in doc_media))
     positions = [None] * len(prompt_rows)
-    question_settings = AnswerSettings(generation_kwargs, int(harness_task.config.repeats or 1))
     return arranged(task_name, prompt_rows, positions, prompt_parts, prompt_media, render, question_settings)
 
 
@@ -199,6 +199,25 @@ def _messages(harness_task: Any, task_name: str, document: Doc) -> tuple[list[ch
             f"it needs the video {video_path}; run `hf download --repo-type dataset {dataset}` and "
             f"unpack the videos of its archives into {folder}"
         ) from None
+    chat_messages, message_media = split_messages(task_name, messages)
+    if not message_media:
+        raise UserError(f"{task_name}: a prompt of lmms-eval has neither images nor videos")
+    return chat_messages, message_media
+
+
+def split_messages(task_name: str, messages: Sequence[Mapping[str, Any]]) -> tuple[list[chat.Message], list[Medium]]:
+    """Convert messages of lmms-eval.
+
+    Args:
+        task_name: Name of the task in messages to the user.
+        messages: Messages of a prompt, as `doc_to_messages` of a task returns them.
+
+    Returns:
+        The messages with a marker for each medium and the sentinel after the last one, and the media.
+
+    Raises:
+        UserError: A message has audio.
+    """
     message_media: list[Medium] = []
     chat_messages: list[chat.Message] = []
     for message in messages:
@@ -207,24 +226,55 @@ def _messages(harness_task: Any, task_name: str, document: Doc) -> tuple[list[ch
             if content_part["type"] == "text":
                 message_text += content_part["text"]
                 continue
-            picture = content_part["url"]
-            if content_part["type"] == "video" and isinstance(picture, str):
-                picture = MediaValue(video(picture))
-            if not isinstance(picture, MediaValue):
-                raise UserError(f"{task_name}: kvbench cannot pass on its {content_part['type']}")
-            message_media.append(picture.medium)
-            message_text += VIDEO if picture.medium.kind == "video" else IMAGE
+            message_media.append(_medium(task_name, content_part["type"], content_part["url"]))
+            message_text += VIDEO if message_media[-1].kind == "video" else IMAGE
         chat_messages.append({"role": message["role"], "content": message_text})
-    last_media = max(
-        (message_index for message_index, chat_message in enumerate(chat_messages) if _end(chat_message["content"])),
-        default=None,
-    )
-    if last_media is None:
-        raise UserError(f"{task_name}: a prompt of lmms-eval has neither images nor videos")
-    last_content = chat_messages[last_media]["content"]
-    split_offset = _end(last_content)
-    chat_messages[last_media]["content"] = last_content[:split_offset] + data.SENTINEL + last_content[split_offset:]
+    for chat_message in reversed(chat_messages):
+        if split_offset := _end(chat_message["content"]):
+            content = chat_message["content"]
+            chat_message["content"] = content[:split_offset] + data.SENTINEL + content[split_offset:]
+            break
     return chat_messages, message_media
+
+
+def _medium(task_name: str, kind: str, value: Any) -> Medium:
+    """Return the medium of a part of a message: a `MediaValue`, an image of Pillow, or the path of a file."""
+    from PIL import Image
+
+    if isinstance(value, MediaValue):
+        return value.medium
+    if isinstance(value, Image.Image):
+        return picture(value)
+    if isinstance(value, str) and kind == "video":
+        return medium(video(value))
+    if isinstance(value, str) and kind == "image":
+        return medium(image(Path(value).read_bytes()))
+    raise UserError(f"{task_name}: kvbench cannot pass on its {kind}")
+
+
+def answer_settings(
+    task_name: str, generation_kwargs: Mapping[str, Any], repeats: int = 1
+) -> tuple[int, AnswerSettings]:
+    """Return the limit of an answer in tokens, and how it is generated.
+
+    The models of lmms-eval sample if the temperature is above 0, whatever `do_sample` says.
+
+    Args:
+        task_name: Name of the task in messages.
+        generation_kwargs: `generation_kwargs` of the task.
+        repeats: Number of answers.
+
+    Raises:
+        UserError: The task uses beam search.
+    """
+    if int(generation_kwargs.get("num_beams") or 1) > 1:
+        raise UserError(
+            f"{task_name} uses beam search (num_beams: {generation_kwargs['num_beams']}), which kvbench does not have; "
+            "choose another task"
+        )
+    token_limit = int(generation_kwargs.get("max_new_tokens") or _MAX_NEW_TOKENS)
+    sampled = {**generation_kwargs, "do_sample": bool(generation_kwargs.get("temperature"))}
+    return token_limit, AnswerSettings(sampled, repeats)
 
 
 def _end(content: str) -> int:
@@ -333,7 +383,7 @@ def _definition(definition_name: str) -> dict[str, Any]:
         LeftOut: A package that its functions import is not installed.
         UserError: There is no such definition.
     """
-    _prepare()
+    prepare()
     try:
         import lmms_eval.tasks
         from lmms_eval.utils import load_yaml_config
@@ -348,7 +398,7 @@ def _definition(definition_name: str) -> dict[str, Any]:
     return definition
 
 
-def _prepare() -> None:
+def prepare() -> None:
     """Set up what lmms-eval's modules expect at import."""
     from huggingface_hub import constants
 

@@ -161,7 +161,7 @@ def prompts_of(
     for request in task.requests:
         sample_label = f"{request.task}, {request.sample_id}"
         try:
-            prompt = _prompt(request, tokenizer, vision)
+            prompt = prompt_of(request, tokenizer, vision)
         except UserError as error:
             if not request.media:
                 raise
@@ -198,7 +198,16 @@ def prompts_of(
     return prompts, truncated
 
 
-def _prompt(request: Request, tokenizer: Any, vision: Vision | None) -> Prompt:
+def prompt_of(request: Request, tokenizer: Any, vision: Vision | None) -> Prompt:
+    """Tokenise a request.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        vision: Turns media into tokens; None for a text model.
+
+    Raises:
+        UserError: Its context is empty, or a medium cannot be read.
+    """
     context_text = request.context
     if request.media:
         assert vision is not None
