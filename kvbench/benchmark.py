@@ -185,6 +185,10 @@ class Benchmark:
             present_field, missing_field = ("judge", "ask") if self.judge else ("ask", "judge")
             raise UserError(f"benchmark {self.name} sets {present_field} but not {missing_field}; set both")
 
+    def identity(self, leaf: str) -> tuple[str, str]:
+        """Return what two tasks of one name share only if they are the same."""
+        return (self.name, self.source)
+
     def version_of(self, leaf: str, lexicon: str) -> str:
         """Return the version of a task's data, prompts and metric in a lexicon."""
         return self.versions.get(lexicon, {}).get(leaf, self.version)

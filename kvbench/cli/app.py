@@ -29,7 +29,7 @@ from kvbench.cli import (
     table,
     train,
 )
-from kvbench.cli.options import option
+from kvbench.cli.options import option, split_names
 from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json
 from kvbench.errors import UserError, quoted, shorten, shorten_words
 from kvbench.files import cannot
@@ -108,7 +108,9 @@ def _call(arguments: Sequence[str]) -> int:
     try:
         if nul_arguments := [argument for argument in arguments if "\0" in argument]:
             raise UserError(f"{quoted(nul_arguments[0])} contains a NUL character; remove it")
-        exit_code = app(args=list(arguments) or ["--help"], standalone_mode=False, prog_name="kvbench")
+        exit_code = app(
+            args=run.with_default_values(arguments) or ["--help"], standalone_mode=False, prog_name="kvbench"
+        )
     except UserError as error:
         return complain(str(error))
     except OSError as error:
@@ -160,10 +162,23 @@ def list_(
         Path,
         typer.Argument(metavar="DIR", help="Folder to search for runs. Default: results.", show_default=False),
     ] = Path("results"),
+    search: Annotated[
+        str | None,
+        option(None, "WORD", "Tasks only: search the names of all tasks, also lm-eval's.", show_default=False),
+    ] = None,
+    include_path: Annotated[
+        str | None,
+        option(None, "DIR", "With --search: folders with the YAML of your own tasks.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, option(None, FLAG, "Print the list as JSON.", "--json")] = False,
 ) -> None:
     """List policies (paper, parts, parameters), tasks, models, runs, layouts or recipes."""
-    list_records, failures = listing.records(kind, folder)
+    if search is not None or include_path is not None:
+        if kind != "tasks" or search is None:
+            raise UserError("--search and --include-path are for kvbench list tasks --search WORD")
+        kind, (list_records, failures) = "names", listing.found_tasks(search, split_names([include_path or ""]))
+    else:
+        list_records, failures = listing.records(kind, folder)
     if as_json:
         print_json(list_records)
     elif list_records or kind != "runs":

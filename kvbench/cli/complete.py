@@ -18,12 +18,8 @@ def policies(incomplete: str) -> list[str]:
 
 
 def tasks(incomplete: str) -> list[str]:
-    """Complete task groups, subsets and tasks after the last comma."""
-    benchmarks, _ = catalogue.benchmarks()
-    task_names = (
-        task_name for benchmark in benchmarks.values() for task_name in (*benchmark.subsets, *benchmark.leaves)
-    )
-    return _listed(incomplete, [*benchmarks, *task_names])
+    """Complete task groups, subsets and tasks after the last comma, also those of lm-eval."""
+    return _listed(incomplete, catalogue.all_names())
 
 
 def models(incomplete: str) -> list[str]:

@@ -21,6 +21,7 @@ from kvbench.data.records import Damaged, Record
 from kvbench.errors import UserError
 from kvbench.files import cache_dir
 from kvbench.harness import catalogue
+from kvbench.harness.named_tasks.benchmarks import NamedBenchmark
 from kvbench.runs.options import FLAG
 
 # `kvbench.data.fetching` is imported inside the commands, so that `kvbench --help` does not load `datasets`.
@@ -42,9 +43,19 @@ def _root() -> None:
 def fetch(
     task: Annotated[list[str], typer.Argument(metavar="TASK...", help=_TASKS, autocompletion=complete.tasks)],
     fresh: Annotated[bool, option(None, FLAG, "Update data that is already fetched.", "--fresh")] = False,
+    include_path: Annotated[
+        str, option(None, "DIR", "Folders with the YAML of your own tasks, comma-separated.", show_default=False)
+    ] = "",
 ) -> None:
     """Fetch the data of tasks, so that runs work without the hub."""
     from kvbench.data import fetching
+
+    named_tasks, own_specs = _split_named(task, split_names([include_path]))
+    has_failures = _fetch_named(named_tasks, fresh) if named_tasks else False
+    if not own_specs:
+        if has_failures:
+            raise typer.Exit(FAILED)
+        return
 
     error_console = terminal.console(stderr=True)
 
@@ -65,7 +76,35 @@ def fetch(
             status.stop()
         return f"{'already fetched' if record == old_record else 'fetched'}, {_described(record)}"
 
-    _report(task, fetched, "nothing to fetch")
+    _report(own_specs, fetched, "nothing to fetch", has_failures)
+
+
+def _split_named(
+    task_specs: Sequence[str], include_path: Sequence[str]
+) -> tuple[list[tuple[str, NamedBenchmark]], list[str]]:
+    """Return the tasks of lm-eval among some names, and the other names."""
+    named_tasks: dict[str, NamedBenchmark] = {}
+    own_specs = []
+    for task_spec in split_names(task_specs):
+        pairs = [] if task_spec == "all" else catalogue.resolve_task(task_spec, include_path)
+        named_pairs = {task_name: group for task_name, group in pairs if isinstance(group, NamedBenchmark)}
+        named_tasks |= named_pairs
+        own_specs += [] if named_pairs else [task_spec]
+    return [*named_tasks.items()], own_specs
+
+
+def _fetch_named(named_tasks: Sequence[tuple[str, NamedBenchmark]], fresh: bool) -> bool:
+    """Fetch the data of tasks of lm-eval; return whether some could not be fetched."""
+    from kvbench.harness.named_tasks import building
+
+    has_failures = False
+    for task_name, benchmark in named_tasks:
+        try:
+            print(f"{task_name}: {building.fetch(benchmark, task_name, fresh=fresh)}", flush=True)
+        except UserError as error:
+            complain(f"{task_name}: {error}")
+            has_failures = True
+    return has_failures
 
 
 @app.command()
@@ -157,6 +196,11 @@ def _tables(task_specs: Sequence[str]) -> tuple[dict[Source, list[str]], bool]:
             task_pairs = [(task_name, benchmark) for benchmark in benchmarks.values() for task_name in benchmark.leaves]
         else:
             task_pairs = catalogue.resolve_task(task_spec)
+            if isinstance(task_pairs[0][1], NamedBenchmark):
+                raise UserError(
+                    f"{task_spec} is lm-eval's, and the hub's own clients keep its data; "
+                    f"`kvbench data fetch {task_spec}` gets it"
+                )
         for task_name, benchmark in task_pairs:
             for source in benchmark.sources.get(task_name, ()):
                 reader_tasks = source_tasks.setdefault(source, [])
@@ -166,15 +210,22 @@ def _tables(task_specs: Sequence[str]) -> tuple[dict[Source, list[str]], bool]:
     return source_tasks, bool(failures)
 
 
-def _report(task_specs: Sequence[str], check_source: Callable[[Source, str, str], str], empty_message: str) -> None:
+def _report(
+    task_specs: Sequence[str],
+    check_source: Callable[[Source, str, str], str],
+    empty_message: str,
+    has_failures: bool = False,
+) -> None:
     """Print what `check_source` returns for each table, or the error that it raises.
 
     Args:
         task_specs: Groups and tasks.
         check_source: Takes a table, its name and one of its tasks; "" prints nothing.
         empty_message: Printed if there is nothing else to print.
+        has_failures: Whether something has failed before.
     """
-    source_tasks, has_failures = _tables(task_specs)
+    source_tasks, has_broken = _tables(task_specs)
+    has_failures |= has_broken
     is_silent = not has_failures
     for source, task_names in source_tasks.items():
         source_label = f"{source.label} ({', '.join(task_names[:3])}{', ...' if len(task_names) > 3 else ''})"

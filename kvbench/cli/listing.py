@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from kvbench import registry
 from kvbench.errors import UserError, nearest, quoted
 from kvbench.harness import catalogue
+from kvbench.harness.named_tasks import index
 from kvbench.harness.optional import lacking
 from kvbench.named import NamedModel
 from kvbench.tables.table import Column, Lines, Name, Table, TableCell, TableRow
@@ -112,6 +113,43 @@ def tasks() -> tuple[list[Record], list[str]]:
         for group_name, benchmark in benchmarks.items()
     ]
     return records, failures
+
+
+def found_tasks(word: str, include_path: Sequence[str] = ()) -> tuple[list[Record], list[str]]:
+    """List the tasks, groups and tags whose name contains a word, kvbench's own first.
+
+    Args:
+        word: Part of a name, in upper or lower case.
+        include_path: Folders with the YAML of the user's own tasks.
+
+    Returns:
+        The records, and a message per file of the user's own that cannot be read.
+
+    Raises:
+        UserError: No name contains the word.
+    """
+    own_names: dict[str, tuple[str, str]] = {}
+    for group_name, benchmark in catalogue.benchmarks()[0].items():
+        kinds = {"task": benchmark.leaves, "subset": benchmark.subsets, "group": [group_name]}
+        own_names |= {name: (kind, group_name) for kind, names in kinds.items() for name in names}
+    found = [
+        {"name": name, "kind": kind, "source": f"kvbench, {group_name}"}
+        for name, (kind, group_name) in own_names.items()
+        if word.lower() in name.lower()
+    ]
+    for name, entry in sorted(index.names(include_path).items()):
+        if word.lower() in name.lower():
+            spelling = f"{index.PREFIX}{name}" if name in own_names else name
+            kind = "task" if entry.kind in index.TASKS else entry.kind.lower()
+            found.append({"name": spelling, "kind": kind, "source": f"lm-eval{_folder_of(entry)}"})
+    if not found:
+        raise UserError(f"no task has {quoted(word)} in its name; use a shorter word")
+    return found, index.broken_files(include_path)
+
+
+def _folder_of(entry: index.IndexEntry) -> str:
+    """Return the folder of a task's YAML, for people to read."""
+    return f", {Path(entry.yaml).parent.name}" if entry.yaml else ""
 
 
 def models() -> tuple[list[Record], list[str]]:
@@ -280,6 +318,10 @@ def _task_row(record: Record) -> tuple[TableCell, ...]:
     return Name(record["name"]), Lines((tuple(task_cells), summary)), hub_text
 
 
+def _found_row(record: Record) -> tuple[TableCell, ...]:
+    return Name(record["name"]), record["kind"], record["source"]
+
+
 def _run_row(record: Record) -> tuple[TableCell, ...]:
     cell_text = f"{record['ok']} ok" + f", {record['failed']} failed" * bool(record["failed"])
     state_text = record["state"] + f": {record['problem']}" * bool(record["problem"])
@@ -316,6 +358,7 @@ def _model_row(record: Record) -> tuple[TableCell, ...]:
 _TABLES: dict[str, tuple[tuple[str, ...], Callable[[Record], tuple[TableCell, ...]]]] = {
     "policies": (("policy", "what it keeps, paper, parts, parameters with defaults"), _policy_row),
     "tasks": (("group", "tasks, and what they are", "needs the hub"), _task_row),
+    "names": (("task", "kind", "from"), _found_row),
     "models": (("model", "what to know"), _model_row),
     "layouts": (("layout", "what it shows", "why it cannot be filled"), _layout_row),
     "recipes": (("recipe", "what it shows", "what kvbench lacks of it"), _recipe_row),

@@ -83,7 +83,7 @@ def _parameter(option_name: str, declared_option: Option, help_texts: Mapping[st
         declared_option.panel,
         declared_option.metavar,
         help_texts.get(option_name, declared_option.help),
-        *filter(None, [declared_option.spelling]),
+        *declared_option.spelling.split(),
         autocompletion=completion,
     )
     value_type: Any = list[str] if declared_option.kind is list else declared_option.kind

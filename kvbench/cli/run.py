@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,10 +18,21 @@ from kvbench.cli.screen import FAILED, complain, console, print_json, progress, 
 from kvbench.errors import UserError
 from kvbench.progress import Reporter, Silent
 from kvbench.runs.options import FLAG, OUTPUT, WHAT
+from kvbench.runs.values import DEFAULT_TEMPLATE
 
 if TYPE_CHECKING:
     from kvbench.runs.grid import Grid
     from kvbench.runs.runner import Run
+
+
+def with_default_values(arguments: Sequence[str]) -> list[str]:
+    """Give `--apply-chat-template` its default value where it has none, because Typer has no optional values."""
+    completed: list[str] = []
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
+        completed.append(argument)
+        if argument == "--apply-chat-template" and (not following or following.startswith("-")):
+            completed.append(DEFAULT_TEMPLATE)
+    return completed
 
 
 @grid_options()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvbench import registry
 from kvbench.benchmark import Benchmark
 from kvbench.errors import UserError, quoted, unknown
+from kvbench.harness.named_tasks import benchmarks as named
+from kvbench.harness.named_tasks import index
 from kvbench.harness.own import own_benchmark
 
 
@@ -24,11 +28,13 @@ def benchmarks() -> tuple[dict[str, Benchmark], list[str]]:
     return loaded, failures
 
 
-def resolve_task(spec: str) -> list[tuple[str, Benchmark]]:
+def resolve_task(spec: str, include_path: Sequence[str] = ()) -> list[tuple[str, Benchmark]]:
     """Return the tasks that a spelling stands for.
 
     Args:
-        spec: A benchmark (`ruler`), a subset of one (`longbench_code`), a task (`vt`), or a file (`./mine.jsonl`).
+        spec: A benchmark (`ruler`), a subset of one (`longbench_code`), a task (`vt`), a file (`./mine.jsonl`), or a
+            task, group or tag of lm-eval (`arc_easy`); kvbench's own come first, and `lm_eval:gsm8k` means lm-eval's.
+        include_path: Folders with lm-eval's YAML of the user's own tasks.
 
     Returns:
         Pairs of task name and benchmark, in the benchmark's order.
@@ -39,6 +45,8 @@ def resolve_task(spec: str) -> list[tuple[str, Benchmark]]:
     if spec.endswith(".jsonl"):
         file_benchmark = own_benchmark(spec)
         return [(task_name, file_benchmark) for task_name in file_benchmark.leaves]
+    if spec.startswith(index.PREFIX):
+        return _of_lm_eval(spec, include_path)
     if spec in registry.names(registry.TASKS):
         group: Benchmark = registry.get(registry.TASKS, spec)
         return [(task_name, group) for task_name in group.leaves]
@@ -52,9 +60,31 @@ def resolve_task(spec: str) -> list[tuple[str, Benchmark]]:
     for group in loaded.values():
         if spec in group.subsets:
             return [(task_name, group) for task_name in group.subsets[spec]]
-    task_names = (known_name for group in loaded.values() for known_name in (*group.leaves, *group.subsets))
-    error = unknown("task", spec, sorted({*loaded, *task_names}), "kvbench list tasks")
-    raise UserError("; ".join([str(error), *failures]))
+    try:
+        return _of_lm_eval(spec, include_path)
+    except UserError as error:
+        raise UserError("; ".join([str(error), *failures])) from None
+
+
+def _of_lm_eval(spec: str, include_path: Sequence[str]) -> list[tuple[str, Benchmark]]:
+    """Return the tasks of lm-eval that a name stands for.
+
+    Raises:
+        UserError: Neither kvbench nor lm-eval knows the name.
+    """
+    benchmark = named.resolve(spec, include_path)
+    if benchmark is not None:
+        return [(task_name, benchmark) for task_name in benchmark.leaves]
+    error = unknown(
+        "task", spec.removeprefix(index.PREFIX), all_names(include_path), "kvbench list tasks --search WORD"
+    )
+    raise UserError("; ".join([str(error), *index.broken_files(include_path)]))
+
+
+def all_names(include_path: Sequence[str] = ()) -> list[str]:
+    """Return every name that `resolve_task` knows."""
+    own = (name for group in benchmarks()[0].values() for name in (group.name, *group.leaves, *group.subsets))
+    return sorted({*own, *index.names(include_path)})
 
 
 def task_sets() -> dict[str, tuple[str, ...]]:

@@ -32,6 +32,7 @@ def chat(
     closed: bool = False,
     thinking: bool | None = None,
     parts: bool = False,
+    template: str | None = None,
 ) -> str:
     """Apply the chat template of a tokenizer or processor.
 
@@ -44,6 +45,7 @@ def chat(
         closed: Whether the last message is a complete answer.
         thinking: Passed to the template as `enable_thinking`; None: not passed.
         parts: Whether the template takes a message's content as a list of texts and media, as those of processors do.
+        template: The template; None: the tokenizer's own.
 
     Raises:
         UserError: There is no chat template, or it fails.
@@ -60,6 +62,7 @@ def chat(
             tokenize=False,
             add_generation_prompt=add_generation_prompt and not closed,
             continue_final_message=not add_generation_prompt and not closed,
+            chat_template=template,
             **options,
         )
     except Exception as error:  # a template is third-party code

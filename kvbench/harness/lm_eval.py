@@ -10,17 +10,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import random
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
 from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_aggregation
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import env
 
@@ -33,7 +36,7 @@ from kvbench.errors import UserError
 from kvbench.harness import chat, dialogue, loading
 from kvbench.harness import rows as data
 from kvbench.harness.encode import count_tokens, tokenizer_hash
-from kvbench.harness.protocol import Key, LoadedTask, Request, TaskSettings
+from kvbench.harness.protocol import Key, LoadedTask, MetricScores, Request, TaskSettings
 from kvbench.harness.requests import requests
 
 _ROWS = 1024
@@ -41,6 +44,9 @@ _ROWS = 1024
 
 _PART = 1024
 """Number of responses filtered at a time."""
+
+_MEAN = get_aggregation("mean")
+"""lm-eval's mean, whose intervals need no resampling of the aggregate itself."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +65,7 @@ class LmEvalHarness:
         with hinting(task_name):
             rows, data_hash = _rows(resolved, task_name, settings, render)
         documents, positions = dialogue.flat(rows, render is not None)
-        with _quiet():
+        with quiet():
             harness_task = _build(resolved, task_name, documents, settings)
             prepared = requests(harness_task, task_name, documents, positions, render, settings.reporter)
         return _loaded(resolved, task_name, settings, data_hash, harness_task, rows, prepared)
@@ -99,32 +105,45 @@ class LmEvalTask(LoadedTask):
                 )
         return asks
 
-    def score(
-        self, responses: Mapping[Key, str], marks: Sequence[Marks] | None = None
-    ) -> tuple[dict[Key, float], float]:
-        """Score responses with lm-eval's filters, metric and aggregation; see `LoadedTask.score`.
+    def score_metrics(self, responses: Mapping[Key, str], marks: Sequence[Marks] | None = None) -> list[MetricScores]:
+        """Score responses with lm-eval's filters, metrics and aggregations; see `LoadedTask.score_metrics`.
 
         Every repeat of a question counts as a separate response.
         """
-        if not responses:
-            return {}, float("nan")
-        if self.rubric and marks is None:
-            raise UserError(f"{self.name} is scored by a judge; pass its marks to score()")
+        if responses and self.rubric and marks is None:
+            raise UserError(f"{self.name} is scored by a judge; pass its marks to score_metrics()")
         marks_by_key = dict(zip(responses, marks or (), strict=True)) if self.rubric else {}
-        metric_values = {}
-        with _quiet():
+        values_by_metric: dict[str, dict[Key, Any]] = {self.metric: {}}
+        with quiet():
             for key, instance in self._filtered(responses):
-                results = [instance.filtered_resps[self.filter]]
-                if self.rubric:
-                    results.append(marks_by_key[key])
-                metric_values[key] = self.built.process_results(instance.doc, results)[self.metric]
-            aggregate = self.built.aggregation()[self.metric]
-            mean_score = float(aggregate(list(metric_values.values())))
-            scores = {
-                key: float(metric_value if isinstance(metric_value, int | float) else aggregate([metric_value]))
-                for key, metric_value in metric_values.items()
-            }
-        return scores, mean_score
+                results = [instance.filtered_resps[self.filter], *([marks_by_key[key]] if self.rubric else [])]
+                metric_values = self.built.process_results(instance.doc, results)
+                values_by_metric[self.metric][key] = metric_values.pop(self.metric)
+                for metric, value in metric_values.items():
+                    if metric in self.built.aggregation() or isinstance(value, Real):
+                        values_by_metric.setdefault(metric, {})[key] = value
+            return [self._scored(metric, values) for metric, values in values_by_metric.items()]
+
+    def _scored(self, metric: str, values: Mapping[Key, Any]) -> MetricScores:
+        """Return a metric's values with their aggregate; only the task's metric may fail."""
+        aggregate = self.built.aggregation().get(metric, _MEAN)
+        score = math.nan
+        try:
+            if aggregate is _MEAN:
+                values = {key: float(value) for key, value in values.items()}
+            if values:
+                score = float(aggregate(list(values.values())))
+        except Exception:
+            if metric == self.metric:
+                raise
+        return MetricScores(
+            metric,
+            self.filter if len(self.built._filters) > 1 else "",
+            bool(self.built.higher_is_better().get(metric, True)),
+            values,
+            score,
+            None if aggregate is _MEAN else aggregate,
+        )
 
     def _filtered(self, responses: Mapping[Key, str]) -> Iterator[tuple[Key, Any]]:
         """Yield lm-eval's instances of the responses, filtered, in the order of the task's data.
@@ -136,7 +155,7 @@ class LmEvalTask(LoadedTask):
         for batch_start in range(0, len(ordered_keys), _PART):
             batch_keys = ordered_keys[batch_start : batch_start + _PART]
             instances = [self._instance(key, responses[key]) for key in batch_keys]
-            with _quiet():
+            with quiet():
                 self.built._instances = instances
                 try:
                     self.built.apply_filters()
@@ -260,7 +279,7 @@ class _Size:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence lm-eval and datasets, and preserve the global random state, which lm-eval changes."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     loggers = map(logging.getLogger, ("lm_eval", "lm-eval", "datasets"))

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import functools
 import io
+import math
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from kvbench.errors import LeftOut, UserError
 from kvbench.harness import chat, loading
 from kvbench.harness import rows as data
 from kvbench.harness.optional import provide_latex2sympy2
-from kvbench.harness.protocol import Key, LoadedTask, Request, TaskSettings
+from kvbench.harness.protocol import Key, LoadedTask, MetricScores, Request, TaskSettings
 from kvbench.harness.requests import AnswerSettings, arranged
 
 _OWN = ("definition", "metric", "percent")
@@ -108,37 +109,58 @@ class LmmsEvalTask(LoadedTask):
     percent: bool = False
     thinks: bool = False
 
-    def score(
-        self, responses: Mapping[Key, str], marks: Sequence[Marks] | None = None
-    ) -> tuple[dict[Key, float], float]:
-        """Score responses with the task's `process_results`; see `LoadedTask.score`.
+    def score_metrics(self, responses: Mapping[Key, str], marks: Sequence[Marks] | None = None) -> list[MetricScores]:
+        """Score responses with the task's `process_results`; see `LoadedTask.score_metrics`.
 
-        The aggregate is the mean over responses, for which an interval exists. lmms-eval's own aggregate is the same,
-        or a mean of category means.
+        Every score is the mean over responses, for which an interval exists. lmms-eval's own aggregate is the same, or
+        a mean of category means.
         """
-        if not responses:
-            return {}, float("nan")
         request_indices = self.places
-        scores = {}
+        values_by_metric: dict[str, dict[Key, float]] = {self.metric: {}}
         with _quiet():
             for key, response in responses.items():
                 request = self.requests[request_indices[key[:2]]]
                 if self.thinks:
                     response = scored_text(response, request.until)
                 random.seed(0)  # some definitions choose at random if a response names no option
-                scores[key] = self._score(request, response)
-        return scores, sum(scores.values()) / len(scores)
+                for metric, value in self._values(request, response).items():
+                    values_by_metric.setdefault(metric, {})[key] = value
+        return [
+            MetricScores(
+                metric,
+                "",
+                bool(self.built.higher_is_better().get(metric, True)),
+                values,
+                sum(values.values()) / len(values) if values else math.nan,
+            )
+            for metric, values in values_by_metric.items()
+        ]
 
-    def _score(self, request: Request, response: str) -> float:
+    def _values(self, request: Request, response: str) -> dict[str, float]:
+        """Return the value of a response by the task's metric, and by each other one that is a number.
+
+        Others are never aggregated, because some of lmms-eval's aggregates write files for submission. `percent` is a
+        property of the task's metric; the scale of another one is not known.
+        """
         document = self.table[request.doc_id]
         # Call the undecorated method, because lmms-eval's wrapper tries five times, two seconds apart.
         process_results = type(self.built).process_results.__wrapped__
-        metric_value = process_results(self.built, document, [response])[self.metric]
-        if isinstance(metric_value, Mapping) and isinstance(metric_value.get("score"), int | float):
-            return float(metric_value["score"])
-        if not isinstance(metric_value, int | float):
-            metric_value = self.built.aggregation()[self.metric]([metric_value])
-        return float(metric_value) / (100 if self.percent else 1)
+        results = dict(process_results(self.built, document, [response]))
+        task_value = results.pop(self.metric)
+        number = _number(task_value)
+        if number is None:
+            number = float(self.built.aggregation()[self.metric]([task_value]))
+        if self.percent and not (isinstance(task_value, Mapping) and "score" in task_value):
+            number /= 100
+        numbers = {metric: _number(value) for metric, value in results.items()}
+        return {self.metric: number, **{metric: other for metric, other in numbers.items() if other is not None}}
+
+
+def _number(value: Any) -> float | None:
+    """Return a value of lmms-eval, or its field `score`, if that is a number."""
+    if isinstance(value, Mapping):
+        value = value.get("score")
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _data_hash(benchmark: Benchmark, task_name: str, settings: TaskSettings) -> str:

@@ -1,15 +1,15 @@
 """Interface between harness and runner: the prompts of a task, and a scorer of responses.
 
 A harness never sees a model or a judge. The runner takes `LoadedTask.requests` and has the engine answer them. If the
-task needs a judge, the judge answers `LoadedTask.asks`. The runner then calls `LoadedTask.score` on the responses so
-far, at any time and any number of times.
+task needs a judge, the judge answers `LoadedTask.asks`. The runner then calls `LoadedTask.score_metrics` on the
+responses so far, at any time and any number of times.
 """
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -138,6 +138,32 @@ def kept(requests: Iterable[Request]) -> Sequence[Request]:
 
 
 @dataclass(frozen=True)
+class HarnessFlags:
+    """lm-eval's own flags, with its names, defaults and meaning, for its tasks by name.
+
+    Attributes:
+        num_fewshot: Number of examples; None: as the task says. A task that says 0 keeps 0.
+        fewshot_as_multiturn: Whether examples are turns of the chat; None: if a chat template is applied.
+        system_instruction: Text before every prompt.
+        apply_chat_template: Name of the chat template, or `default`; None: no template.
+        gen_kwargs: Changes of a task's `generation_kwargs`.
+        context: Rule for what the context of a prompt is; see docs/harnesses.md. None: examples if there are any,
+            otherwise a passage.
+        context_field: Field of the document that holds the passage.
+        confirm_run_unsafe_code: Whether tasks that execute what a model wrote may run.
+    """
+
+    num_fewshot: int | None = None
+    fewshot_as_multiturn: bool | None = None
+    system_instruction: str | None = None
+    apply_chat_template: str | None = None
+    gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    context: str | None = None
+    context_field: str | None = None
+    confirm_run_unsafe_code: bool = False
+
+
+@dataclass(frozen=True)
 class TaskSettings:
     """Everything that a task's prompts depend on, besides the task itself.
 
@@ -154,6 +180,7 @@ class TaskSettings:
         processor: The processor of a vision-language model, whose chat template writes the placeholders of media; None
             for a text model.
         reporter: Progress reporter, for loads that take seconds.
+        flags: lm-eval's own flags, for its tasks by name.
     """
 
     length: int
@@ -167,6 +194,35 @@ class TaskSettings:
     thinking: bool | None = None
     processor: Any = None
     reporter: Reporter | None = None
+    flags: HarnessFlags = HarnessFlags()
+
+
+@dataclass(frozen=True)
+class MetricScores:
+    """What one metric says of responses.
+
+    Attributes:
+        name: Name of the metric.
+        filter: Name of the filter that the responses went through; "" if the task has only one.
+        higher_is_better: Whether a higher score is better.
+        values: The metric's value of each response that has one: a number, unless `aggregate` is set.
+        score: The harness's own aggregate of the values; NaN if there are none, or if the metric failed.
+        aggregate: Function from values of any of the responses to their score, such as a perplexity, Matthews'
+            correlation or a BLEU of the corpus; the values are then whatever it takes. None if the score is the mean of
+            the values.
+    """
+
+    name: str
+    filter: str
+    higher_is_better: bool
+    values: Mapping[Key, Any]
+    score: float
+    aggregate: Callable[[Sequence[Any]], float] | None = None
+
+    @property
+    def label(self) -> str:
+        """Name and filter as users write them, such as `exact_match,strict-match`."""
+        return f"{self.name},{self.filter}" if self.filter else self.name
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,12 +235,15 @@ class LoadedTask(ABC):
         version: Version of the task; together with the data hash it identifies the prompts.
         data_hash: 16 hex digits over task version, tokenizer, length, seed and lexicon, or over the content if the data
             is not generated. The number of samples never counts.
-        metric: Name of the metric.
-        higher_is_better: Whether a higher score is better.
+        metric: Name of the metric, the first of `score_metrics`.
+        higher_is_better: Whether a higher score is better by it.
         chance: Expected score without the context.
         length: Tokens that prompt and answer can take, or 0 if the data is not sized.
         requests: Ordered by sample; those of one context are adjacent. Every access may create a new request object.
         rubric: See `Benchmark.judge`.
+        recorded: Settings of the prompts that the results record with the generation settings, such as the rule that
+            decides what the context is.
+        refused: Why policies cannot compress a cache at some moments, by moment; the message names those that work.
     """
 
     name: str
@@ -197,6 +256,8 @@ class LoadedTask(ABC):
     length: int
     requests: Sequence[Request]
     rubric: str = field(default="", kw_only=True)
+    recorded: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    refused: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     @functools.cached_property
     def places(self) -> Mapping[tuple[str, int], int]:
@@ -210,7 +271,7 @@ class LoadedTask(ABC):
         """Return the judge's question about each response, in their order; empty if no judge is needed.
 
         Args:
-            responses: As for `score`.
+            responses: As for `score_metrics`.
 
         Raises:
             KeyError: A key does not belong to this task.
@@ -219,22 +280,26 @@ class LoadedTask(ABC):
         return []
 
     @abstractmethod
-    def score(
-        self, responses: Mapping[Key, str], marks: Sequence[Marks] | None = None
-    ) -> tuple[dict[Key, float], float]:
-        """Score the available responses.
+    def score_metrics(self, responses: Mapping[Key, str], marks: Sequence[Marks] | None = None) -> list[MetricScores]:
+        """Score the available responses by all metrics of the task.
 
         Args:
             responses: Response text by (sample_id, question_id, repeat), for any samples.
             marks: A judge's answers to `asks(responses)`; None if the task needs no judge.
 
         Returns:
-            The score of each response, and the harness's aggregate over them (NaN for none).
+            The task's metric first, then the others that any response has. Only a failure of the first one is an error:
+            the score of another one that fails is NaN.
 
         Raises:
             KeyError: A key does not belong to this task.
             UserError: The task needs marks and there are none.
         """
+
+    def score(self, responses: Mapping[Key, str], marks: Sequence[Marks] | None = None) -> tuple[dict[Key, Any], float]:
+        """Return the value of each response by the task's metric, and their score; see `score_metrics`."""
+        task_metric = self.score_metrics(responses, marks)[0]
+        return dict(task_metric.values), task_metric.score
 
 
 class Harness(Protocol):

@@ -7,21 +7,30 @@ from collections.abc import Callable
 from kvbench.engine.pruning import depth_problem, prunes
 from kvbench.engine.vision import Vision
 from kvbench.errors import UserError
+from kvbench.harness.protocol import LoadedTask
 from kvbench.runs.grid import Grid
 from kvbench.runs.prompts import Prompts
 
 
-def check_moments(grid: Grid, task_name: str, prompts: Prompts, truncated: int, notify: Callable[[str], None]) -> None:
+def check_moments(
+    grid: Grid, task: LoadedTask, prompts: Prompts, truncated: int, notify: Callable[[str], None]
+) -> None:
     """Check that a task can run at all moments and budgets, and report where nothing would be evicted.
 
     Args:
         grid: The moments and budgets.
+        task: The task.
         truncated: Number of contexts truncated to fit the model.
         notify: Receives a message where nothing would be evicted.
 
     Raises:
-        UserError: Moment `turns` needs dialogues that fit.
+        UserError: Moment `turns` needs dialogues that fit, or the task refuses a moment.
     """
+    task_name = task.name
+    if any(policy.evicts for policy in grid.built_policies):
+        for moment in dict.fromkeys(timing.moment for timing in grid.timings):
+            if moment in task.refused:
+                raise UserError(task.refused[moment])
     if grid.has_moment("chunked") and prompts.shows:
         raise UserError(f"{task_name} shows images, which moment chunked does not split; use another --moment")
     if any(budget.visual for budget in grid.parsed_budgets) and not prompts.shows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -68,7 +68,7 @@ class GenerationFlags:
             )
         return changed_requests
 
-    def record(self, request: Request, thinks: bool) -> str:
+    def record(self, request: Request, thinks: bool, prompt_settings: Mapping[str, Any] | None = None) -> str:
         """Return what a cell's hash records about its answers, as canonical JSON; "" for nothing.
 
         Greedy answers as the task defines them are not recorded. Neither are repeats, which extend a run as samples do.
@@ -76,8 +76,9 @@ class GenerationFlags:
         Args:
             request: A request of the task, as `applied` returns it.
             thinks: Whether the tokenizer has a token that ends thinking.
+            prompt_settings: See `LoadedTask.recorded`.
         """
-        recorded: dict[str, Any] = {}
+        recorded: dict[str, Any] = dict(prompt_settings or {})
         if request.sampling is not None:
             recorded |= asdict(request.sampling)
         if self.max_new_tokens is not None and not request.given:

@@ -15,6 +15,7 @@ from kvbench.budget import Budget
 from kvbench.errors import UserError, quoted, unknown
 from kvbench.files import digest_of
 from kvbench.harness import catalogue
+from kvbench.harness.protocol import HarnessFlags
 from kvbench.moments import Moment, Timing
 from kvbench.plugin import Policy
 from kvbench.runs.cell import FULL_BUDGET, CellVariant
@@ -188,6 +189,12 @@ class Grid(GridOptions):
         flag_names = [field.name for field in fields(GenerationFlags)]
         return GenerationFlags(**{flag_name: getattr(self, flag_name) for flag_name in flag_names})
 
+    @property
+    def harness_flags(self) -> HarnessFlags:
+        """Return lm-eval's own flags."""
+        flag_values = {field.name: getattr(self, field.name) for field in fields(HarnessFlags)}
+        return HarnessFlags(**{name: value for name, value in flag_values.items() if value is not None})
+
     @functools.cached_property
     def path(self) -> Path:
         """Return the folder of the run."""
@@ -246,9 +253,9 @@ class Grid(GridOptions):
         """
         groups: dict[str, Benchmark] = {}
         for spec in self.tasks:
-            for task_name, group in catalogue.resolve_task(spec):
+            for task_name, group in catalogue.resolve_task(spec, self.include_path or ()):
                 first_group = groups.setdefault(task_name, group)
-                if (first_group.name, first_group.source) != (group.name, group.source):
+                if first_group.identity(task_name) != group.identity(task_name):
                     raise UserError(
                         f"two tasks are called {task_name!r}: {first_group.name} ({first_group.source}) "
                         f"and {group.name} ({group.source})"

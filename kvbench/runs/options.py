@@ -17,6 +17,7 @@ from kvbench.runs import values
 
 WHAT, MODEL, PROMPTS, ANSWERS = "What to run", "Model", "Prompts", "Answers"
 CACHE, MACHINES, OUTPUT, ANALYSIS = "Cache", "Machines", "Output", "Analysis"
+LM_EVAL = "Tasks of lm-eval (docs/harnesses.md)"
 """Headings of the option groups in the help."""
 
 FLAG = " "
@@ -49,7 +50,8 @@ class Option:
         metavar: Placeholder of the value in the help.
         help: Help text.
         flag: Name of the flag and of the YAML key, if not the field's.
-        spelling: Spelling of a flag with a negative form, such as `--full/--no-full`.
+        spelling: Spellings of the flag, separated by spaces, if they are not `--` and its name: with a negative form,
+            such as `--full/--no-full`, or with an alias, such as `--samples --limit`.
         complete: Function of `kvbench.cli.complete` that completes the value.
         digest: When the option counts for the digest of the grid, because it changes a response or adds a cell:
             "always", "if set" (not None) or "never", so that a run continues with another value.
@@ -117,7 +119,8 @@ class GridOptions(Options):
     )  # fmt: skip
     tasks: tuple[str, ...] = declare(
         ..., values.names("tasks"), list, WHAT, "NAME",
-        "Benchmarks or tasks, comma-separated: ruler,vt, or your own ./mine.jsonl (kvbench list tasks).",
+        "Benchmarks or tasks, comma-separated: ruler,vt, any task, group or tag of lm-eval such as arc_easy or mmlu, "
+        "or your own ./mine.jsonl (kvbench list tasks --search WORD).",
         flag="task", complete="tasks",
     )  # fmt: skip
     models: tuple[str, ...] = declare(
@@ -164,7 +167,7 @@ class GridOptions(Options):
     samples: int = declare(
         50, values.integer("samples", 1), int, PROMPTS, "N",
         "Samples per task. A larger number extends a run, a smaller one keeps it. Default: 50.",
-        digest="never",
+        spelling="--samples --limit", digest="never",
     )  # fmt: skip
     lengths: tuple[int, ...] = declare(
         (1024,), values.lengths, list, PROMPTS, "TOKENS",
@@ -235,6 +238,45 @@ class GridOptions(Options):
     full: bool = declare(
         True, values.truth("full"), bool, CACHE, FLAG,
         "Also run the full cache as the reference. Default: yes.", spelling="--full/--no-full",
+    )  # fmt: skip
+    include_path: tuple[str, ...] | None = declare(
+        None, values.optional(values.names("include_path")), str, LM_EVAL, "DIR",
+        "Folders with the YAML of your own tasks, comma-separated.", digest="if set",
+    )  # fmt: skip
+    num_fewshot: int | None = declare(
+        None, values.optional(values.integer("num_fewshot", 0)), int, LM_EVAL, "N",
+        "Examples in every prompt. Default: as the task says.", digest="if set",
+    )  # fmt: skip
+    fewshot_as_multiturn: bool | None = declare(
+        None, values.optional(values.truth("fewshot_as_multiturn")), bool, LM_EVAL, FLAG,
+        "Make examples turns of the chat. Default: with a chat template.",
+        spelling="--fewshot-as-multiturn/--no-fewshot-as-multiturn", digest="if set",
+    )  # fmt: skip
+    system_instruction: str | None = declare(
+        None, values.optional(values.text("system_instruction")), str, LM_EVAL, "TEXT",
+        "Text before every prompt.", digest="if set",
+    )  # fmt: skip
+    apply_chat_template: str | None = declare(
+        None, values.template, str, LM_EVAL, "[NAME]",
+        "Apply the model's chat template, or the one of that name. Default: none, as in lm-eval.", digest="if set",
+    )  # fmt: skip
+    gen_kwargs: str | dict[str, Any] | None = declare(
+        None, values.optional(values.gen_kwargs), str, LM_EVAL, "K=V,...",
+        "Change how answers are generated, such as max_gen_toks=64.", digest="if set",
+    )  # fmt: skip
+    context: str | None = declare(
+        None, values.optional(values.choice("context", ("fewshot", "document", "prompt"))), str, LM_EVAL, "RULE",
+        "What the context of a prompt is: fewshot (everything before the document), document (up to the end of its "
+        "passage) or prompt (all but its last token). Default: fewshot if there are examples, otherwise document.",
+        digest="if set",
+    )  # fmt: skip
+    context_field: str | None = declare(
+        None, values.optional(values.text("context_field")), str, LM_EVAL, "NAME",
+        "Field of the document that holds its passage. Default: the longest one.", digest="if set",
+    )  # fmt: skip
+    confirm_run_unsafe_code: bool | None = declare(
+        None, values.optional(values.truth("confirm_run_unsafe_code")), bool, LM_EVAL, FLAG,
+        "Allow tasks that execute code that the model writes.", spelling="--confirm-run-unsafe-code", digest="never",
     )  # fmt: skip
     executor: str = declare(
         "local", values.executor, str, MACHINES, "WHERE",

@@ -25,7 +25,8 @@ from kvbench.files import cache_dir
 from kvbench.harness.chat import check_template, check_thinking
 from kvbench.harness.encode import tokenizer_hash
 from kvbench.harness.harnesses import HARNESSES
-from kvbench.harness.protocol import LoadedTask, TaskSettings
+from kvbench.harness.named_tasks.benchmarks import HARNESS as NAMED
+from kvbench.harness.protocol import HarnessFlags, LoadedTask, TaskSettings
 from kvbench.judge.base import Judge
 from kvbench.judge.choosing import choose
 from kvbench.judge.rubrics import origin
@@ -124,6 +125,10 @@ def plan(
     quiet_libraries()
     variants = grid.variants()
     tasks = grid.leaves()
+    if not any(benchmark.harness == NAMED for _, benchmark in tasks) and grid.harness_flags != HarnessFlags():
+        raise UserError(
+            f"--{_set_flag(grid.harness_flags)} is for tasks of lm-eval by name, and --task has none; leave it out"
+        )
     if not variants:
         raise UserError("nothing to run: no policy is left after --no-full")
     if any(budget.absolute == 1 for budget in grid.parsed_budgets):
@@ -133,6 +138,12 @@ def plan(
     if not any(stage.jobs for stage in stages):
         raise UserError("nothing to run: none of the tasks is available here")
     return RunPlan(stages, planner.left_out)
+
+
+def _set_flag(flags: HarnessFlags) -> str:
+    """Return the first of lm-eval's flags that is set."""
+    defaults = vars(HarnessFlags())
+    return next(name for name, value in vars(flags).items() if value != defaults[name]).replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -242,7 +253,7 @@ class _Planner:
             model.vision,
             self.reporter,
         )
-        check_moments(grid, task_name, prompts, truncated, self.say)
+        check_moments(grid, task, prompts, truncated, self.say)
         template_cell = Cell(
             variant=self.variants[0],
             model=model.name,
@@ -303,26 +314,33 @@ class _Planner:
                 tokenizer=model.tokenizer,
                 tokenizer_id=model.name,
                 lexicon=lexicon_of(model.tokenizer),
-                chat_template=model.template,
+                chat_template=self._has_template(model, benchmark),
                 thinking=self.grid.generation.thinking,
                 cache_dir=cache_dir(),
                 processor=None if model.vision is None else model.vision.processor,
                 reporter=self.reporter,
+                flags=self.grid.harness_flags,
             ),
             benchmark,
         )
         requests = self.grid.generation.applied(task.requests, self.say)
         return replace(task, requests=requests)
 
+    def _has_template(self, model: _Model, benchmark: Benchmark) -> bool:
+        """Return whether prompts use the chat template; for tasks of lm-eval by name only if a flag says so."""
+        if benchmark.harness != NAMED:
+            return model.template
+        return self.grid.apply_chat_template is not None or self.grid.chat_template is True
+
     def _template_hash(self, model: _Model, task_name: str, benchmark: Benchmark) -> str:
-        has_template = model.template and task_name not in benchmark.plain
+        has_template = self._has_template(model, benchmark) and task_name not in benchmark.plain
         return tokenizer_hash(model.tokenizer) if has_template else ""
 
     def _generation(self, model: _Model, task_name: str, benchmark: Benchmark, task: LoadedTask) -> str:
         flags = self.grid.generation
         if task_name in benchmark.plain:  # without a template the thinking flag has no effect
             flags = replace(flags, thinking=None)
-        return flags.record(task.requests[0], model.thinks)
+        return flags.record(task.requests[0], model.thinks, task.recorded)
 
     def _say_left_out(self) -> None:
         """Report what is left out, once per reason."""

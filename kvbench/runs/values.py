@@ -18,6 +18,8 @@ from kvbench.runs.yaml_loader import Loader, read_text
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _EXECUTORS = ("local", "ray")
+DEFAULT_TEMPLATE = "default"
+"""What `--apply-chat-template` without a name stands for."""
 _DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _HOT, _TINY = 100, 1e-6
 _MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?)i?B?", re.IGNORECASE)
@@ -203,6 +205,28 @@ def dtype(value: Any) -> str:
     if value not in _DTYPES:
         raise unknown("dtype", value, _DTYPES)
     return str(value)
+
+
+def template(value: Any) -> str | None:
+    if value is None or value is False:
+        return None
+    return DEFAULT_TEMPLATE if value is True else text("apply_chat_template")(value)
+
+
+def gen_kwargs(value: Any) -> dict[str, Any]:
+    """Read `key=value,key=value` as lm-eval does, or a mapping."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    settings: dict[str, Any] = {}
+    for pair in filter(None, str(value).split(",")):
+        key, separator, setting = pair.partition("=")
+        if not separator or not key.strip():
+            raise UserError(f"gen_kwargs must be such as max_gen_toks=64,temperature=0.7, not {quoted(value)}")
+        try:
+            settings[key.strip()] = yaml.safe_load(setting)
+        except yaml.YAMLError:
+            settings[key.strip()] = setting
+    return settings
 
 
 def device_map(value: Any) -> str | dict[str, str | int]:

@@ -11,7 +11,7 @@ import pytest
 
 from kvbench.benchmark import Ask, Marks
 from kvbench.errors import UserError
-from kvbench.harness.protocol import Key, LoadedTask, Request
+from kvbench.harness.protocol import Key, LoadedTask, MetricScores, Request
 from kvbench.judge.base import JudgeError, LocalJudge, Verdict
 from kvbench.judge.rubrics import origin
 from kvbench.runs.planning import Job
@@ -42,12 +42,10 @@ class Quiz(LoadedTask):
         fields = {"question": "Where?", "answer": "Rome"}
         return [Ask("correct", {**fields, "response": text}) for text in responses.values()]
 
-    def score(
-        self, responses: Mapping[Key, str], marks: Sequence[Marks] | None = None
-    ) -> tuple[dict[Key, float], float]:
+    def score_metrics(self, responses: Mapping[Key, str], marks: Sequence[Marks] | None = None) -> list[MetricScores]:
         assert marks is not None
         scores = {key: mark["score"] for key, mark in zip(responses, marks, strict=True)}
-        return scores, sum(scores.values()) / len(scores)
+        return [MetricScores("accuracy", "", True, scores, sum(scores.values()) / len(scores))]
 
 
 def row(judge: LocalJudge, *texts: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from kvbench.harness.protocol import Key, LoadedTask, Request
+from kvbench.harness.protocol import Key, LoadedTask, MetricScores, Request
 from kvbench.runs.cell import Cell
 from kvbench.runs.planning import Job
 from kvbench.runs.results import prompt_end, scored
@@ -29,9 +29,10 @@ class Numbers(LoadedTask):
 
     aggregate: Callable[[list[float]], float] = statistics.fmean
 
-    def score(self, responses: Mapping[Key, str], marks: Any = None) -> tuple[dict[Key, float], float]:
+    def score_metrics(self, responses: Mapping[Key, str], marks: Any = None) -> list[MetricScores]:
         scores = {key: float(text) for key, text in responses.items()}
-        return scores, self.aggregate(list(scores.values()))
+        score = self.aggregate(list(scores.values()))
+        return [MetricScores(self.metric, "", self.higher_is_better, scores, score)]
 
 
 def task(**changes: Any) -> Numbers:

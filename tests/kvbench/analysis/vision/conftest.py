@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from kvbench.benchmark import Ask, Benchmark, Medium
-from kvbench.harness.protocol import LoadedTask, Request, TaskSettings
+from kvbench.harness.protocol import LoadedTask, MetricScores, Request, TaskSettings
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import HARNESSES
 from tests import vision
@@ -31,8 +31,8 @@ def medium(number: int) -> Medium:
 
 
 class Loaded(LoadedTask):
-    def score(self, responses: Mapping[Any, str], marks: Sequence[Any] | None = None) -> tuple[dict[Any, float], float]:
-        return dict.fromkeys(responses, 0.0), 0.0
+    def score_metrics(self, responses: Mapping[Any, str], marks: Sequence[Any] | None = None) -> list[MetricScores]:
+        return [MetricScores("score", "", True, dict.fromkeys(responses, 0.0), 0.0)]
 
 
 class Harness:

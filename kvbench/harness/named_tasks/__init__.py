@@ -1,0 +1,1 @@
+"""Tasks of lm-eval by their names: index of names, tasks and groups, contexts of prompts, the harness."""

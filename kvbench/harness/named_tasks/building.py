@@ -1,0 +1,148 @@
+"""Building of lm-eval's task objects: with its data, seeds and flags, as `lm_eval.simple_evaluate` does."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import datasets
+import numpy as np
+from huggingface_hub import constants
+
+from kvbench.data.hub_cache import unreachable
+from kvbench.data.records import NotFetched
+from kvbench.errors import LeftOut, UserError, first_lines, reason_of
+from kvbench.harness.lm_eval import quiet
+from kvbench.harness.named_tasks.benchmarks import NamedBenchmark, build
+from kvbench.harness.protocol import HarnessFlags, TaskSettings
+
+_FEWSHOT_SEED, _NUMPY_SEED = 1234, 1234
+"""lm-eval's default seeds of the sampler of examples and of numpy; that of Python is 0."""
+
+GENERATE = "generate_until"
+"""Output type of tasks whose answers are generated."""
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators as lm-eval does, because some tasks shuffle choices with them; then restore them."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002  (the global state)
+    random.seed(seed)
+    np.random.seed(seed or _NUMPY_SEED)  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def load_task(benchmark: NamedBenchmark, task_name: str, settings: TaskSettings) -> Any:
+    """Build the task object, which loads its data.
+
+    Raises:
+        LeftOut: The data or a package is missing, or the task cannot run here.
+        UserError: The YAML of the task is wrong, or it needs a flag.
+    """
+    metadata = {"pretrained": settings.tokenizer_id, "tokenizer": settings.tokenizer_id}
+    built = _build(benchmark, task_name, metadata)
+    if getattr(built, "MULTIMODAL", False):
+        raise LeftOut("its prompts have images or audio, and only tasks of lmms-eval can have them")
+    if getattr(built, "UNSAFE_CODE", False) and not settings.flags.confirm_run_unsafe_code:
+        raise UserError(f"{task_name} executes code that the model writes; add --confirm-run-unsafe-code to allow it")
+    return built
+
+
+def fetch(benchmark: NamedBenchmark, task_name: str, *, fresh: bool = False) -> str:
+    """Load the data of a task into the caches of the hub's clients, and describe it.
+
+    Args:
+        benchmark: The benchmark of the task.
+        task_name: Name of the task.
+        fresh: Whether to ask the hub for a newer version.
+
+    Raises:
+        UserError: The data cannot be fetched.
+    """
+    with quiet():
+        built = _build(benchmark, task_name, {"pretrained": "reference", "tokenizer": "reference"}, fresh=fresh)
+    source = " ".join(filter(None, [str(built.DATASET_PATH or ""), str(built.DATASET_NAME or "")]))
+    return f"{len(built.eval_docs)} documents{source and f' of {source}'}"
+
+
+def _build(benchmark: NamedBenchmark, task_name: str, metadata: dict[str, Any], *, fresh: bool = False) -> Any:
+    """Build a task; see `load_task`."""
+    try:
+        return _with_data(partial(build, benchmark.specs[task_name], benchmark.include_path, metadata), fresh)
+    except ImportError as error:
+        raise LeftOut(f"it needs the package {error.name or error}, which is not installed; pip install it") from error
+    except OSError as error:
+        raise _missing_data(task_name, error) from error
+    except (Exception, SystemExit) as error:  # a task is third-party code
+        if "scripts are no longer supported" in str(error):
+            raise LeftOut("its data set needs a loading script, and kvbench never runs one") from error
+        raise UserError(f"{task_name}: lm-eval cannot load this task ({_cause(error)}); mend its YAML") from error
+
+
+def _with_data(build_task: Callable[[], Any], fresh: bool) -> Any:
+    """Build a task on the data in the caches of the hub's clients, or fetch the data if the hub can be reached."""
+    with contextlib.redirect_stdout(io.StringIO()):  # some tasks print while they are imported
+        try:
+            with _offline() if not fresh or unreachable() else contextlib.nullcontext():
+                return build_task()
+        except OSError:
+            if unreachable():
+                raise
+            return build_task()
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Keep the hub's clients from waiting for a hub that cannot be reached."""
+    settings = [(constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")]
+    before = [getattr(module, name) for module, name in settings]
+    for module, name in settings:
+        setattr(module, name, True)
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(settings, before, strict=True):
+            setattr(module, name, value)
+
+
+def _missing_data(task_name: str, error: OSError) -> UserError:
+    """Return the error for data that cannot be loaded."""
+    if error.filename is not None or "Unable to find" in str(error):  # a file of the user's own
+        return UserError(f"{task_name}: its data cannot be read ({first_lines(error)}); mend the path in its YAML")
+    hub = unreachable()
+    reason = f"the hub {hub}" if hub else first_lines(error)
+    return NotFetched(f"its data set is not in the cache, and {reason}; `kvbench data fetch {task_name}` gets it")
+
+
+def _cause(error: BaseException) -> str:
+    """Return what went wrong in one line."""
+    return first_lines(error) if isinstance(error, Exception) else reason_of(error)
+
+
+def configure(built: Any, task_name: str, flags: HarnessFlags, seed: int) -> None:
+    """Apply lm-eval's flags to a task, as `simple_evaluate` does.
+
+    Raises:
+        UserError: `--gen-kwargs` has a wrong value.
+    """
+    if flags.gen_kwargs and built.get_config("output_type") == GENERATE:
+        built.set_config("generation_kwargs", dict(flags.gen_kwargs), update=True)
+    shots = built.get_config("num_fewshot")
+    if shots is None or (flags.num_fewshot is not None and shots != 0):
+        built.set_config("num_fewshot", flags.num_fewshot or 0)
+    if not built.get_config("num_fewshot") or not hasattr(built, "sampler"):
+        built.set_fewshot_seed(seed or _FEWSHOT_SEED)
+        return
+    available = len(built.sampler.df)
+    needed = built.get_config("num_fewshot")
+    if available < needed:
+        raise UserError(f"{task_name} has {available} examples, not {needed}; use a smaller --num-fewshot")
+    built.set_fewshot_seed(seed or _FEWSHOT_SEED)
