@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.draw import Draw, choose
 from kvbench.engine.driver import forward, left_padded
 from kvbench.engine.prefix import Prefix
+from kvbench.engine.refill import picked
 from kvbench.errors import UserError
 
 NOT_FINITE = (
@@ -229,6 +231,19 @@ class Batch:
         self.cache = RaggedCache.stack([caches[min(slot_index, self.rows - 1)] for slot_index in range(slot_count)])
         assert self.cache.valid is not None
         self.device = self.cache.valid.device
+
+    def branches(self, row_indices: Sequence[int], slot_count: int) -> Batch:
+        """Return a batch of copies of some rows, whose caches have no eviction state.
+
+        Args:
+            row_indices: The rows in ascending order; a row can have several copies.
+            slot_count: Rows of the new batch.
+        """
+        branched = copy.copy(self)
+        branched.rows, branched.slots = len(row_indices), slot_count
+        filler_count = slot_count - len(row_indices)
+        branched.cache = picked(self.cache, [*row_indices, *[row_indices[-1]] * filler_count])
+        return branched
 
     def feed(
         self,

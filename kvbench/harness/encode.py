@@ -5,11 +5,38 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, takewhile
 from typing import TYPE_CHECKING, Any
+
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from kvbench.errors import UserError, quoted
+from kvbench.harness.protocol import Continuation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A measured text, and the tokens between the shared part of its prompt and the text.
+
+    Attributes:
+        lead_ids: Tokens before the text, at least one: its first token is measured after them.
+        answer_ids: Tokens to measure.
+        alone: Whether nothing precedes the lead.
+    """
+
+    lead_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    alone: bool = False
+
+    @property
+    def input_ids(self) -> tuple[int, ...]:
+        """Return the tokens to feed: the last measured token is only predicted."""
+        return (*self.lead_ids, *self.answer_ids[:-1])
 
 
 def split_encode(tokenizer: PreTrainedTokenizerBase, *segments: str) -> tuple[list[int], ...]:
@@ -60,14 +87,124 @@ def _cut(encoding: Any, offset: int, end_offset: int) -> int:
     return int(boundary)
 
 
-def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    """Count the tokens of a prompt as `split_encode` returns them."""
+def encode_continuations(
+    tokenizer: PreTrainedTokenizerBase, context: str, continuations: Sequence[Continuation]
+) -> tuple[list[int], list[int], list[Branch]]:
+    """Tokenise continuations as lm-eval's `hf` model does, and split their prompts into what they share and the rest.
+
+    White space at the end of a prompt belongs to the measured text. Prompt and text are tokenised together; the tokens
+    beyond those of the prompt alone are measured.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        context: The text that all prompts begin with.
+        continuations: The texts, with the rest of their prompts.
+
+    Returns:
+        Tokens of the context, tokens that all prompts share after it, and a branch for each continuation. Without a
+        context text, the context is all that the prompts share. If they share nothing, the context is empty and all
+        branches are alone.
+
+    Raises:
+        UserError: A text adds no tokens to its prompt.
+    """
+    prompts = {
+        continuation.question: _prompt_ids(tokenizer, context, continuation.question)
+        for continuation in continuations
+        if not continuation.alone
+    }
+    encoded_prompts = [token_ids for token_ids, _ in prompts.values()]
+    # Every branch keeps the last token of its prompt, so that a text of one token is measured after compression.
+    most_shared = max(0, min(map(len, encoded_prompts), default=0) - 1)
+    shared_ids = _common_start(encoded_prompts)[:most_shared]
+    context_length = min((*(boundary for _, boundary in prompts.values()), len(shared_ids))) or len(shared_ids)
+    branches = []
+    for continuation in continuations:
+        prompt_text = "" if continuation.alone else context + continuation.question
+        prompt_ids = [] if continuation.alone else prompts[continuation.question][0]
+        lead_ids, answer_ids = _continued(tokenizer, prompt_text, prompt_ids, continuation.text)
+        is_alone = continuation.alone or not shared_ids
+        if not is_alone:
+            lead_ids = lead_ids[len(shared_ids) :]
+        branches.append(Branch(tuple(lead_ids), tuple(answer_ids), is_alone))
+    return shared_ids[:context_length], shared_ids[context_length:], branches
+
+
+def encode_windows(tokenizer: PreTrainedTokenizerBase, text: str, window: int) -> list[Branch]:
+    """Tokenise a whole text and split it into windows as lm-eval's `loglikelihood_rolling`.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        text: The text.
+        window: Maximum number of tokens of a window; 0: unlimited.
+    """
+    token_ids = encode(tokenizer, text)
+    windows = get_rolling_token_windows(token_ids, _prefix_id(tokenizer), window or max(1, len(token_ids)), 1)
+    return [
+        Branch(tuple(lead_ids), tuple(answer_ids), alone=True)
+        for lead_ids, answer_ids in map(make_disjoint_window, windows)
+    ]
+
+
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, context: str, question: str) -> tuple[list[int], int]:
+    """Return the tokens of a prompt without the white space at its end, and how many belong to its context."""
+    text = (context + question).rstrip()
+    if not context + question:
+        return [_prefix_id(tokenizer)], 0
+    if not tokenizer.is_fast:
+        token_ids = encode(tokenizer, text)
+        return token_ids, len(_common_start([token_ids, encode(tokenizer, context)]))
+    encoding = _encoding(tokenizer, text)
+    boundary = _cut(encoding, min(len(context), len(text)), len(text))
+    leading_ids = _begin(tokenizer, encoding.ids, [])
+    return [*leading_ids, *encoding.ids], boundary and len(leading_ids) + boundary
+
+
+def _continued(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, prompt_ids: list[int], text: str
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of a prompt and those of a text that follows it."""
+    if prompt:
+        answer_ids = encode(tokenizer, prompt + text)[len(prompt_ids) :]
+        prompt_ids = prompt_ids or [_prefix_id(tokenizer)]  # nothing but white space
+    else:
+        prompt_ids, answer_ids = [_prefix_id(tokenizer)], encode(tokenizer, text, special_tokens=False)
+        if answer_ids[:1] == prompt_ids:
+            answer_ids = answer_ids[1:]
+    if not answer_ids:
+        raise UserError(f"the continuation {quoted(text)} adds no tokens to its prompt; change it or leave it out")
+    return prompt_ids, answer_ids
+
+
+def _common_start(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """Return the tokens that all sequences begin with."""
+    columns = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*sequences, strict=False))
+    return [tokens[0] for tokens in columns]
+
+
+def _prefix_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token that stands before a text without a prompt."""
+    token_id = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if token_id is None:
+        raise UserError(
+            "the tokenizer has neither a BOS nor an EOS token, so texts without a prompt cannot be measured"
+        )
+    return int(token_id)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = True) -> list[int]:
+    """Tokenise a text; leading special tokens as for `split_encode`, if `special_tokens`."""
     backend = _backend(tokenizer) if tokenizer.is_fast else None
     if backend is None:
-        token_ids = _encode(tokenizer, text)["input_ids"]
+        token_ids = list(_encode(tokenizer, text)["input_ids"])
     else:  # skipping the offsets halves the time
         token_ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-    return len(_begin(tokenizer, token_ids, [])) + len(token_ids)
+    return [*(_begin(tokenizer, token_ids, []) if special_tokens else ()), *token_ids]
+
+
+def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """Count the tokens of a prompt as `split_encode` returns them."""
+    return len(encode(tokenizer, text))
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -600,7 +600,13 @@ def build_named(benchmark: LmmsBenchmark, task_name: str, fresh: bool = False) -
 
     data_set = " ".join(filter(None, map(config.get, ("dataset_path", "dataset_name"))))
     with datasets_quiet():
-        return on_its_data(task_name, lambda: OnItsData(config=copy.deepcopy(config)), fresh, "lmms-eval", data_set)
+        return on_its_data(
+            task_name,
+            lambda: OnItsData(config=copy.deepcopy(config)),
+            lambda: data_set,
+            fresh=fresh,
+            harness="lmms-eval",
+        )
 
 
 def _unfit(task_name: str, config: Mapping[str, Any]) -> str:

@@ -159,7 +159,7 @@ class KVBenchLMM(lmms):  # type: ignore[misc]
         positions_by_doc = list(repeats.values())
         keys: dict[int, tuple[str, int, int]] = {}
         for request in asked:
-            prompt = prompt_of(request, self.tokenizer, self._vision)
+            prompt = prompt_of(request, self.tokenizer, self._vision, self._window.tokens)
             label = f"{task_name}, document {arguments[positions_by_doc[request.doc_id][0]][3]}"
             self._window.check(len(prompt.ids) + prompt.limit, label, "fewer or smaller images")
             for repeat, position in enumerate(positions_by_doc[request.doc_id]):

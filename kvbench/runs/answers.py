@@ -12,6 +12,7 @@ from kvbench.benchmark import Medium
 from kvbench.decoding import THINK, Thinking
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import DecodeRow, Stop
+from kvbench.harness.encode import Branch
 from kvbench.harness.protocol import Request
 from kvbench.runs.cell import Cell
 from kvbench.runs.index import Key
@@ -27,6 +28,8 @@ class Prompt:
         question_ids: Tokens of the rest of the prompt.
         given_ids: Tokens to measure instead of an answer.
         repeat: Index of the answer among the answers to this request, from 0.
+        branches: Texts to measure instead of an answer: those of `Request.continuations` in their order, or the windows
+            of a whole text (`Request.rolling`). The context is empty if all of them are alone.
     """
 
     request: Request
@@ -34,6 +37,7 @@ class Prompt:
     question_ids: tuple[int, ...]
     given_ids: tuple[int, ...] = ()
     repeat: int = 0
+    branches: tuple[Branch, ...] = ()
 
     @property
     def media(self) -> tuple[Medium, ...]:
@@ -48,7 +52,14 @@ class Prompt:
     @property
     def limit(self) -> int:
         """Return the maximum number of tokens that can follow the prompt."""
+        if self.branches:
+            return max(len(branch.lead_ids) + len(branch.answer_ids) for branch in self.branches)
         return len(self.given_ids) or self.request.max_new_tokens
+
+    @property
+    def steps(self) -> int:
+        """Return the maximum number of tokens of the response."""
+        return sum(len(branch.answer_ids) for branch in self.branches) or self.limit
 
 
 @dataclass
@@ -161,20 +172,26 @@ def finished(answers: Sequence[PendingAnswer], cache: RaggedCache, seconds: floa
             ended(answer.response, answer.row, (seconds - evict_seconds) / len(answers)),
             compress_s=answer.response.compress_s + evict_seconds / len(answers),
         )
-        if cache.eviction_state is not None:
-            allocated = cache.eviction_state.room[answer_index : answer_index + 1] or [response.kv_bytes_allocated]
-            response = replace(
-                response,
-                budget_entries=cache.eviction_state.heads * cache.eviction_state.budget[answer_index],
-                held_entries=cache.eviction_state.peak[answer_index],
-                kv_bytes_live=cache.eviction_state.live[answer_index],
-                kv_bytes_read=cache.eviction_state.live[answer_index],
-                kv_bytes_allocated=allocated[0],
-                kv_bytes_full=cache.full_bytes(answer_index),
-                held_visual=cache.visual_entries(answer_index),
-            )
-        responses.append(response)
+        responses.append(replace(response, **peak_columns(cache, answer_index)))
     return responses
+
+
+def peak_columns(cache: RaggedCache, sequence_index: int) -> dict[str, Any]:
+    """Return the peak memory cost of a sequence that was evicted from as it grew; empty for other caches."""
+    eviction_state = cache.eviction_state
+    if eviction_state is None:
+        return {}
+    columns = {
+        "budget_entries": eviction_state.heads * eviction_state.budget[sequence_index],
+        "held_entries": eviction_state.peak[sequence_index],
+        "kv_bytes_live": eviction_state.live[sequence_index],
+        "kv_bytes_read": eviction_state.live[sequence_index],
+        "kv_bytes_full": cache.full_bytes(sequence_index),
+        "held_visual": cache.visual_entries(sequence_index),
+    }
+    if eviction_state.room:  # recorded by forwards
+        columns["kv_bytes_allocated"] = eviction_state.room[sequence_index]
+    return columns
 
 
 def empty(cell: Cell, prompt: Prompt) -> Response:

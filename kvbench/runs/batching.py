@@ -94,12 +94,13 @@ class Batching:
             memory_bytes = min(memory_bytes, int(limit_text)) if limit_text.isdecimal() else memory_bytes
         return int(_CPU_SHARE * memory_bytes * min(1, torch.get_num_threads() / available_cores()))
 
-    def fit(self, tokens: int, widths: Iterable[int]) -> None:
+    def fit(self, tokens: int, widths: Iterable[int], measured_widths: Iterable[int] = ()) -> None:
         """Plan the batches of a task, with a queue of caches half as long as the batch.
 
         Args:
             tokens: Tokens of its longest prompt and answer.
             widths: Numbers of tokens fed to a row at once, other than 1.
+            measured_widths: Numbers of tokens fed to a row at once that all get logits, in batches of the queue's size.
         """
         cache_bytes = max(1, tokens) * self._token_bytes
         cache_count = self._memory / cache_bytes - _SPARE
@@ -113,8 +114,9 @@ class Batching:
             return
         steady = self._steady
         fed_tokens = {batch_rows * width for batch_rows in {*self.counts, *self.asking} for width in widths if width}
+        head_rows = {*self.counts, *(batch_rows * width for batch_rows in self.asking for width in measured_widths)}
         if not (
-            all(steady.at(batch_rows, with_head=True) for batch_rows in self.counts) and all(map(steady.at, fed_tokens))
+            all(steady.at(row_count, with_head=True) for row_count in head_rows) and all(map(steady.at, fed_tokens))
         ):
             row_count = min(row_count, _FIXED)
             self.counts, self.asking = (row_count,), (max(1, row_count // 2),)
@@ -149,6 +151,10 @@ class Batching:
     def slots(self, row_count: int) -> int:
         """Return the batch size for decoding `row_count` responses."""
         return smallest_count(self.counts, row_count) if self.cpu else row_count
+
+    def asking_slots(self, row_count: int) -> int:
+        """Return the batch size for feeding tokens to `row_count` caches of the queue."""
+        return smallest_count(self.asking, row_count) if self.cpu else row_count
 
     def has_room(self, row_count: int, waiting_caches: Iterable[RaggedCache]) -> bool:
         """Return whether a batch of `row_count` can grow, given all caches that wait to be decoded."""

@@ -29,12 +29,14 @@ from kvbench.runs.answers import (
     begun,
     by_cell,
     by_request,
+    empty,
     ended,
     finished,
     forks,
     key_of,
 )
 from kvbench.runs.cell import Cell
+from kvbench.runs.continuations import Continuations, branching_widths, measured, sees_question
 from kvbench.runs.schema import Response
 from kvbench.runs.worker import Worker
 from kvbench.view import Need
@@ -68,6 +70,8 @@ class _Context:
     @property
     def shared(self) -> Wanted:
         """The cells that one prefill of the whole context serves."""
+        if not self.ids:
+            return []
         return [pending for pending in self.wanted if pending[0].moment != "chunked" and not prunes(pending[0].policy)]
 
     @property
@@ -91,6 +95,11 @@ def answer_contexts(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[C
     _Contexts(worker, prompts).answer(cells)
 
 
+def _context_key(prompt: Prompt) -> tuple[tuple[int, ...], tuple[Medium, ...], str]:
+    """Return what prompts of one context have in common; those without a context have none in common."""
+    return prompt.context_ids, prompt.media, "" if prompt.context_ids else prompt.request.sample_id
+
+
 class _Contexts:
     """The prompts of one task, and the answers that wait to be decoded."""
 
@@ -102,22 +111,29 @@ class _Contexts:
         # The same room and width for every row, also if only some of them are left to do: the
         # bits of a response must not depend on what was resumed.
         self.reserve = self.width = longest_context = 0
-        has_given = False
+        widths: set[int] = set()
+        measured_widths: set[int] = set()
         for prompt in prompts:  # once: they are read from the disk
             self.reserve = max(self.reserve, len(prompt.question_ids) + prompt.limit)
-            self.width = max(self.width, len(prompt.question_ids))
             longest_context = max(longest_context, len(prompt.context_ids))
-            has_given |= bool(prompt.given_ids)
-        worker.batching.fit(
-            longest_context + self.reserve,
-            [self.width, *([BLOCK] if has_given else [])],
-        )
+            if prompt.branches:
+                trunk_widths, branch_widths = branching_widths(prompt)
+                widths |= trunk_widths
+                measured_widths |= branch_widths
+            else:
+                self.width = max(self.width, len(prompt.question_ids))
+                widths |= {BLOCK} if prompt.given_ids else set()
+        worker.batching.fit(longest_context + self.reserve, [self.width, *widths, *measured_widths], measured_widths)
         self.pool = worker.pool(self.width)
+        self.continuations = Continuations(worker)
 
     def answer(self, cells: Sequence[Cell]) -> None:
         self._cells = cells
         for prefill_batch in self._waves(cells):
             for context, prefilled in zip(prefill_batch, self._prefilled(prefill_batch), strict=True):
+                if not context.ids:
+                    self._without_context(context)
+                    continue
                 self._whole(context, prefilled)
                 for cell, cell_prompts in context.wanted:
                     if prunes(cell.policy):
@@ -132,11 +148,12 @@ class _Contexts:
         for queue in list(self.queues):
             self._flush(queue)
         self._done(self.pool.drain())
+        self.continuations.drain()
 
     def _open(self, cells: Sequence[Cell]) -> Iterator[tuple[slice, _Context]]:
         """The contexts that some cells have not answered yet, and the places of their prompts."""
         end_index = 0
-        for _, prompt_group in groupby(self.prompts, key=lambda prompt: (prompt.context_ids, prompt.media)):
+        for _, prompt_group in groupby(self.prompts, key=_context_key):
             same_context = list(prompt_group)
             end_index += len(same_context)
             if (context := self._opened(same_context, cells)) is not None:
@@ -193,21 +210,25 @@ class _Contexts:
         pending = open_context.shared
         if not pending:
             return
-        prefix, _ = batch_result or self.worker.prefill(open_context.ids, open_context.needs, open_context.media)
+        prefix, context_logits = batch_result or self.worker.prefill(
+            open_context.ids, open_context.needs, open_context.media
+        )
         before_question = [
-            (early_cell, cell_prompts)
+            (early_cell, early_prompts)
             for early_cell, cell_prompts in pending
-            if early_cell.moment not in ("question", "decode")
+            if (early_prompts := [prompt for prompt in cell_prompts if not sees_question(early_cell, prompt)])
         ]
         for cell, cell_prompts, cache in self._compressed(prefix, before_question):
             for prompt, forked in zip(cell_prompts, forks(len(cell_prompts), cache), strict=True):
                 self._add(cell, prompt, forked, prefix.seconds, forked.seconds)
         by_question: dict[tuple[int, ...], list[tuple[Cell, Prompt]]] = {}
         for cell, cell_prompts in pending:
-            for prompt in cell_prompts if cell.moment in ("question", "decode") else ():
-                by_question.setdefault(prompt.question_ids, []).append((cell, prompt))
+            for prompt in cell_prompts:
+                if sees_question(cell, prompt):
+                    by_question.setdefault(prompt.question_ids, []).append((cell, prompt))
         for question_ids, cell_pairs in by_question.items():
-            with_question, logits = self.worker.ask(prefix, question_ids)
+            # Continuations may share no token after the context; their leads follow.
+            with_question, logits = self.worker.ask(prefix, question_ids) if question_ids else (prefix, context_logits)
             for cell, repeats, cache in self._compressed(with_question, by_request(cell_pairs)):
                 for prompt, forked in zip(repeats, forks(len(repeats), cache), strict=True):
                     self._add(cell, prompt, forked, with_question.seconds, cache.seconds, logits)
@@ -232,6 +253,14 @@ class _Contexts:
                         cache = self.worker.compress(prefix, cell, prompts[0], self.reserve)
                     if cache is not None:
                         yield cell, prompts, cache
+
+    def _without_context(self, context: _Context) -> None:
+        """Measure texts that nothing precedes."""
+        for cell, cell_prompts in context.wanted:
+            for prompt in cell_prompts:
+                started = now(self.worker.device)
+                texts = [self.worker.measure_alone(branch) for branch in prompt.branches]
+                self.worker.done([measured(empty(cell, prompt), texts, now(self.worker.device) - started)], [cell])
 
     def _pruned(self, cell: Cell, cell_prompts: list[Prompt]) -> None:
         """Prefill for one cell alone, whose policy prunes visual tokens meanwhile."""
@@ -363,6 +392,9 @@ class _Contexts:
         if cell.cell in self.worker.failed:  # while an earlier repeat was decoded
             return
         response = begun(cell, prompt, cache, prefill_s, compress_s)
+        if prompt.branches:
+            self.continuations.add(cell, prompt, cache, response)
+            return
         row = self.worker.row(cell, prompt)
         coding = cache.ragged[0].coding
         runs = cache.eviction_state is not None or cell.policy.read is not None

@@ -62,7 +62,7 @@ def missing_of(stage: Stage, done_keys: Container[Key]) -> list[Missing]:
         for prompt_index, prompt in enumerate(job.prompts):
             if missing_count := sum(key_of(cell, prompt) not in done_keys for cell in job.cells):
                 prompt_indices.append(prompt_index)
-                response_count, step_count = response_count + missing_count, step_count + prompt.limit * missing_count
+                response_count, step_count = response_count + missing_count, step_count + prompt.steps * missing_count
         if response_count:
             pending_jobs.append(Missing(job, job.prompts.part(prompt_indices), response_count, step_count))
     return pending_jobs
@@ -124,7 +124,7 @@ class _Meter:
         prefill_time = min(seconds, sum(prefills.values()))
         return _Measured(
             tokens=sum(len(context[0].context_ids) for context in contexts),
-            steps=len(job.cells) * sum(prompt.limit for prompt in prompts),
+            steps=len(job.cells) * sum(prompt.steps for prompt in prompts),
             prefill=prefill_time,
             rest=seconds - prefill_time,
             rows=worker.batching.rows,

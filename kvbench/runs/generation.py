@@ -51,7 +51,7 @@ class GenerationFlags:
 
         def changed(request: Request) -> Request:
             nonlocal max_repeats
-            if request.given:
+            if request.measures:
                 return request
             sampling = self._sampling(request.sampling, request.task)
             repeats = self.repeats or request.repeats
@@ -74,16 +74,16 @@ class GenerationFlags:
         Greedy answers as the task defines them are not recorded. Neither are repeats, which extend a run as samples do.
 
         Args:
-            request: A request of the task, as `applied` returns it.
+            request: A request of the task, as `applied` returns it; one that is answered, unless all are measured.
             thinks: Whether the tokenizer has a token that ends thinking.
             prompt_settings: See `LoadedTask.recorded`.
         """
         recorded: dict[str, Any] = dict(prompt_settings or {})
         if request.sampling is not None:
             recorded |= asdict(request.sampling)
-        if self.max_new_tokens is not None and not request.given:
+        if self.max_new_tokens is not None and not request.measures:
             recorded["max_new_tokens"] = self.max_new_tokens
-        if thinks and not request.given:
+        if thinks and not request.measures:
             recorded["think_end"] = THOUGHT
         for option in ("thinking", "truncate"):
             if (value := getattr(self, option)) is not None:

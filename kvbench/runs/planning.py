@@ -26,7 +26,7 @@ from kvbench.harness.chat import check_template, check_thinking
 from kvbench.harness.encode import tokenizer_hash
 from kvbench.harness.harnesses import HARNESSES
 from kvbench.harness.named_tasks.benchmarks import HARNESS as NAMED
-from kvbench.harness.protocol import HarnessFlags, LoadedTask, TaskSettings
+from kvbench.harness.protocol import HarnessFlags, LoadedTask, Request, TaskSettings
 from kvbench.judge.base import Judge
 from kvbench.judge.choosing import choose
 from kvbench.judge.rubrics import origin
@@ -269,7 +269,7 @@ class _Planner:
             data_hash=task.data_hash,
             task_version=task.version,
             prompts=_prompt_digest(task),
-            generation=self._generation(model, task_name, benchmark, task),
+            generation=self._generation(model, benchmark, task, task.requests[prompts.first_answered]),
             packages=(*gguf_packages(model.name), *quantization_packages(grid.quantization)),
         )
         unfit_reasons = unfit_policies(grid, task_name, prompts, model.depth)
@@ -336,11 +336,11 @@ class _Planner:
         has_template = self._has_template(model, benchmark) and task_name not in benchmark.plain
         return tokenizer_hash(model.tokenizer) if has_template else ""
 
-    def _generation(self, model: _Model, task_name: str, benchmark: Benchmark, task: LoadedTask) -> str:
+    def _generation(self, model: _Model, benchmark: Benchmark, task: LoadedTask, request: Request) -> str:
         flags = self.grid.generation
-        if task_name in benchmark.plain:  # without a template the thinking flag has no effect
+        if task.name in benchmark.plain:  # without a template the thinking flag has no effect
             flags = replace(flags, thinking=None)
-        return flags.record(task.requests[0], model.thinks, task.recorded)
+        return flags.record(request, model.thinks, task.recorded)
 
     def _say_left_out(self) -> None:
         """Report what is left out, once per reason."""
@@ -415,6 +415,7 @@ def _prompt_digest(task: LoadedTask) -> str:
         first_request.question,
         first_request.until,
         first_request.max_new_tokens,
+        *([first_request.continuations] if first_request.continuations else ()),
     )
     return hashlib.sha256(repr(prompt_fields).encode()).hexdigest()[:16]
 

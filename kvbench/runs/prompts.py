@@ -6,13 +6,13 @@ import copy
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, overload
 
 from kvbench.data.spool import Spool
 from kvbench.engine.vision import Vision
 from kvbench.errors import UserError
-from kvbench.harness.encode import split_encode
+from kvbench.harness.encode import Branch, encode_continuations, encode_windows, split_encode
 from kvbench.harness.protocol import LoadedTask, Request
 from kvbench.progress import Late, Reporter
 from kvbench.runs.answers import Prompt
@@ -52,13 +52,16 @@ class Prompts(Sequence[Prompt]):
     Attributes:
         shows: Whether a prompt has images or videos.
         dialogues: Whether all prompts are turns of dialogues.
-        longest: Tokens of the longest prompt, without its answer.
+        rolls: Whether whole texts are measured.
+        longest: Tokens of the longest prompt, without its answer, or of the longest window of a whole text.
         limit: Maximum number of tokens after a prompt.
+        first_answered: Index of the first request that asks for an answer; 0 if all are measured.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self.shows, self.dialogues = False, True
-        self.longest = self.limit = 0
+        self.shows, self.dialogues, self.rolls = False, True, False
+        self.longest = self.limit = self.first_answered = 0
+        self._only_measured = True
         self._requests = requests
         self._ids: Spool[tuple[bytes, ...]] = Spool()
         self._context_lengths, self._question_lengths = array("Q"), array("Q")  # of each request
@@ -67,17 +70,22 @@ class Prompts(Sequence[Prompt]):
 
     def tokenised(self, prompt: Prompt) -> None:
         """Store the tokens of the next request."""
-        token_parts = (prompt.context_ids, prompt.question_ids, prompt.given_ids)
+        branch_parts = ((branch.lead_ids, branch.answer_ids) for branch in prompt.branches)
+        token_parts = (prompt.context_ids, prompt.question_ids, prompt.given_ids, *chain.from_iterable(branch_parts))
+        if self._only_measured and not prompt.request.measures:
+            self._only_measured, self.first_answered = False, len(self._ids)
         self._ids.append(tuple(array("I", ids).tobytes() for ids in token_parts))
-        self._context_lengths.append(len(prompt.context_ids))
+        context_length = prompt.limit if prompt.request.rolling else len(prompt.context_ids)
+        self._context_lengths.append(context_length)
         self._question_lengths.append(len(prompt.question_ids))
         self.shows |= bool(prompt.media)
         self.dialogues &= bool(prompt.request.dialogue)
-        self.longest = max(self.longest, len(prompt.ids))
+        self.rolls |= prompt.request.rolling
+        self.longest = max(self.longest, context_length + len(prompt.question_ids))
         self.limit = max(self.limit, prompt.limit)
 
     def lengths(self) -> list[tuple[int, int]]:
-        """Return the tokens of every prompt's context and question, without reading the disk."""
+        """Return the tokens of every prompt's context (or longest window) and question, without reading the disk."""
         return [(self._context_lengths[i], self._question_lengths[i]) for i in self._order]
 
     def visual_tokens(self, vision: Vision) -> list[int]:
@@ -115,16 +123,17 @@ class Prompts(Sequence[Prompt]):
 
     def _made(self, position: int) -> Prompt:
         request_index = self._order[position]
-        context_ids, question_ids, given_ids = (
+        request = self._requests[request_index]
+        context_ids, question_ids, given_ids, *branch_parts = (
             tuple(array("I", packed_ids)) for packed_ids in self._ids[request_index]
         )
-        return Prompt(
-            self._requests[request_index],
-            context_ids,
-            question_ids,
-            given_ids,
-            self._repeats[position],
-        )
+        branch_pairs = [*zip(branch_parts[::2], branch_parts[1::2], strict=True)]
+        alone = [not context_ids or continuation.alone for continuation in request.continuations]
+        branches = [
+            Branch(lead_ids, answer_ids, is_alone)
+            for (lead_ids, answer_ids), is_alone in zip(branch_pairs, alone or [True] * len(branch_pairs), strict=True)
+        ]
+        return Prompt(request, context_ids, question_ids, given_ids, self._repeats[position], tuple(branches))
 
 
 def prompts_of(
@@ -150,8 +159,8 @@ def prompts_of(
         One prompt per request and repeat (all turns of a dialogue per repeat), and the number of truncated contexts.
 
     Raises:
-        UserError: A context is empty, a prompt is longer than the model's window, or a context with images would be
-            truncated.
+        UserError: A context is empty, a continuation has no tokens, a prompt is longer than the model's window, or a
+            context with images would be truncated.
     """
     prompts = Prompts(task.requests)
     truncated = 0
@@ -161,11 +170,15 @@ def prompts_of(
     for request in task.requests:
         sample_label = f"{request.task}, {request.sample_id}"
         try:
-            prompt = prompt_of(request, tokenizer, vision)
+            prompt = prompt_of(request, tokenizer, vision, window.tokens)
         except UserError as error:
-            if not request.media:
+            if not (request.media or request.continuations or request.rolling):
                 raise
             raise UserError(f"{sample_label}: {error}") from error
+        if request.rolling:  # its windows fit
+            prompts.tokenised(prompt)
+            progress.advance()
+            continue
         reserved_tokens = len(prompt.question_ids) + prompt.limit
         available = token_limit - reserved_tokens
         if truncation is not None and token_limit and len(prompt.context_ids) > available:
@@ -198,20 +211,29 @@ def prompts_of(
     return prompts, truncated
 
 
-def prompt_of(request: Request, tokenizer: Any, vision: Vision | None) -> Prompt:
+def prompt_of(request: Request, tokenizer: Any, vision: Vision | None, window_tokens: int) -> Prompt:
     """Tokenise a request.
 
     Args:
         tokenizer: Tokenizer of the model.
         vision: Turns media into tokens; None for a text model.
+        window_tokens: The model's maximum number of tokens; 0: unknown.
 
     Raises:
-        UserError: Its context is empty, or a medium cannot be read.
+        UserError: Its context or text is empty, or a medium cannot be read.
     """
+    if request.rolling:
+        windows = encode_windows(tokenizer, request.context, window_tokens)
+        if not windows:
+            raise UserError("the text has no tokens, so nothing can be measured; leave it out")
+        return Prompt(request, (), (), branches=tuple(windows))
     context_text = request.context
     if request.media:
         assert vision is not None
         context_text = vision.expand(context_text, request.media)
+    if request.continuations:
+        context_ids, question_ids, branches = encode_continuations(tokenizer, context_text, request.continuations)
+        return Prompt(request, tuple(context_ids), tuple(question_ids), branches=tuple(branches))
     text_parts = [context_text, request.question, *filter(None, [request.given])]
     context_ids, question_ids, *given_parts = split_encode(tokenizer, *text_parts)
     given_ids = tuple(given_parts[0]) if given_parts else ()

@@ -19,6 +19,7 @@ from kvbench.engine.draw import Draw
 from kvbench.engine.driver import engine, left_padded
 from kvbench.engine.integrity import Weights
 from kvbench.engine.loading import load_model
+from kvbench.engine.measure import MeasuredText, measure_alone
 from kvbench.engine.observers import is_built_in
 from kvbench.engine.pool import Pool
 from kvbench.engine.prefix import Compression, Prefix
@@ -26,6 +27,7 @@ from kvbench.engine.pruning import Pruning
 from kvbench.engine.threads import thread_budget
 from kvbench.engine.vision import Pixels, Vision
 from kvbench.errors import BudgetError, PluginError, plugin_call
+from kvbench.harness.encode import Branch
 from kvbench.moments import LATER
 from kvbench.plugin import Policy
 from kvbench.progress import Reporter
@@ -289,6 +291,13 @@ class Worker(ModelRunner):
         self.batching = Batching(self.model, self.batch_size, self.cache_memory, self.prefill_batch)
         self._ends = end_tokens(self.model, self.tokenizer)
         self._thinking = Thinking.of(self.tokenizer)
+        self._measured_alone: dict[Branch, MeasuredText] = {}
+
+    def measure_alone(self, branch: Branch) -> MeasuredText:
+        """Measure a text on the full cache, without a context; it is the same for all cells and measured once."""
+        if branch not in self._measured_alone:
+            self._measured_alone[branch] = measure_alone(self.model, branch.input_ids, branch.answer_ids)
+        return self._measured_alone[branch]
 
     def row(self, cell: Cell, prompt: Prompt) -> DecodeRow:
         """A response of a cell to a prompt, still to be generated."""

@@ -142,7 +142,7 @@ def test_an_eviction_gives_the_answers_of_kvbench_run(
         lexicons=(LEXICON,),
         media=("image",),
     )
-    monkeypatch.setattr(catalogue, "resolve_task", lambda spec: [(spec, shapes)])
+    monkeypatch.setattr(catalogue, "resolve_task", lambda spec, *_: [(spec, shapes)])
     grid = {
         "models": ["reference-vl"],
         "tasks": [TASK],

@@ -191,6 +191,16 @@ def _collected(built: Any) -> tuple[dict[str, TaskSpec], list[TaskGroup]]:
     return specs, groups
 
 
+def configured(spec: TaskSpec, include_path: Sequence[str]) -> dict[str, Any]:
+    """Return the configuration of a task, without importing its functions."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    if not spec.known_as:
+        return dict(spec.overrides)
+    yaml = index.names(include_path)[spec.known_as].yaml
+    return {**load_yaml(yaml, resolve_func=False), **spec.overrides}
+
+
 def build(spec: TaskSpec, include_path: Sequence[str], metadata: Mapping[str, Any]) -> Any:
     """Build lm-eval's object of a task, which loads its data.
 

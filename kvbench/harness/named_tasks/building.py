@@ -17,7 +17,7 @@ from kvbench.data.hub_cache import unreachable
 from kvbench.data.records import NotFetched
 from kvbench.errors import LeftOut, UserError, first_lines, reason_of
 from kvbench.harness.lm_eval import quiet
-from kvbench.harness.named_tasks.benchmarks import NamedBenchmark, build
+from kvbench.harness.named_tasks.benchmarks import NamedBenchmark, build, configured
 from kvbench.harness.protocol import HarnessFlags, TaskSettings
 
 _FEWSHOT_SEED, _NUMPY_SEED = 1234, 1234
@@ -75,20 +75,27 @@ def fetch(benchmark: NamedBenchmark, task_name: str, *, fresh: bool = False) -> 
 
 def _build(benchmark: NamedBenchmark, task_name: str, metadata: dict[str, Any], *, fresh: bool = False) -> Any:
     """Build a task; see `load_task`."""
-    return on_its_data(task_name, partial(build, benchmark.specs[task_name], benchmark.include_path, metadata), fresh)
+    spec, include_path = benchmark.specs[task_name], benchmark.include_path
+    build_task = partial(build, spec, include_path, metadata)
+    return on_its_data(task_name, build_task, lambda: configured(spec, include_path).get("dataset_path"), fresh=fresh)
 
 
 def on_its_data(
-    task_name: str, build_task: Callable[[], Any], fresh: bool = False, harness: str = "lm-eval", data_set: str = ""
+    task_name: str,
+    build_task: Callable[[], Any],
+    data_set: Callable[[], str | None],
+    *,
+    fresh: bool = False,
+    harness: str = "lm-eval",
 ) -> Any:
     """Build a task object, which loads its data.
 
     Args:
         task_name: Name of the task.
         build_task: Builds it.
+        data_set: Returns the name of its data set, for messages.
         fresh: Whether to ask the hub for newer data.
         harness: Whose task it is, for messages.
-        data_set: Name of its data set, for messages.
 
     Raises:
         LeftOut: The data or a package is missing, or the data needs a loading script.
@@ -101,7 +108,7 @@ def on_its_data(
     except ImportError as error:
         raise LeftOut(f"it needs the package {error.name or error}, which is not installed; pip install it") from error
     except OSError as error:
-        raise _missing_data(task_name, error, data_set) from error
+        raise _missing_data(task_name, error, data_set()) from error
     except (Exception, SystemExit) as error:  # a task is third-party code
         if "scripts are no longer supported" in str(error):
             raise LeftOut("its data set needs a loading script, and kvbench never runs one") from error
@@ -134,14 +141,16 @@ def _offline() -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _missing_data(task_name: str, error: OSError, data_set: str) -> UserError:
+def _missing_data(task_name: str, error: OSError, data_set: str | None) -> UserError:
     """Return the error for data that cannot be loaded."""
     if error.filename is not None or "Unable to find" in str(error):  # a file of the user's own
         return UserError(f"{task_name}: its data cannot be read ({first_lines(error)}); mend the path in its YAML")
     hub = unreachable()
     reason = f"the hub {hub}" if hub else first_lines(error)
-    named_set = " ".join(filter(None, ["its data set", data_set]))
-    return NotFetched(f"{named_set} is not in the cache, and {reason}; `kvbench data fetch {task_name}` gets it")
+    return NotFetched(
+        f"its data set {data_set or 'of the task'} is not in the cache, and {reason}; "
+        f"`kvbench data fetch {task_name}` gets it"
+    )
 
 
 def _cause(error: BaseException) -> str:

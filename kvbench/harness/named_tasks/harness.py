@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -83,12 +84,14 @@ class NamedTaskHarness:
             rule, refused = "", dict.fromkeys(("context", "question", "turns"), _whole_texts(task_name))
         else:
             refused = {"context": f"{reason}; {_advice(rule, flags)}"} if reason else {}
-        metrics = [*built.aggregation()]
+        metric = next(iter(built.aggregation()), "")
+        higher_is_better = bool(built.higher_is_better().get(metric, True))
+        chance = _chance(built, metric, documents) if higher_is_better else math.inf
         return NamedTask(
-            **loading.facts(resolved, task_name, settings) | {"version": str(built.VERSION)},
+            **loading.facts(resolved, task_name, settings) | {"version": str(built.VERSION), "chance": chance},
             data_hash=data_hash,
-            metric=metrics[0] if metrics else "",
-            higher_is_better=bool(built.higher_is_better().get(metrics[0], True)) if metrics else True,
+            metric=metric,
+            higher_is_better=higher_is_better,
             requests=requests,
             recorded={"context": rule, **_flags(flags, builder)} if rule else _flags(flags, builder),
             refused=refused,
@@ -346,6 +349,13 @@ def _request(
         sampling=from_yaml(settings, task_name),
         repeats=int(built.config.repeats or 1),
     )
+
+
+def _chance(built: Any, metric: str, documents: Sequence[Any]) -> float:
+    """Return the expected score of a random choice; 0 where none is made."""
+    if built.OUTPUT_TYPE != "multiple_choice" or not metric.startswith("acc"):
+        return 0.0
+    return sum(1 / len(built.doc_to_choice(document)) for document in documents) / len(documents)
 
 
 def _targets(built: Any, document: Any) -> tuple[str, ...]:

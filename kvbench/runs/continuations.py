@@ -1,0 +1,245 @@
+"""Measures the continuations of prompts: branches of one cache, batched with those of other cells and questions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from kvbench.engine.cache import RaggedCache
+from kvbench.engine.decode import BLOCK, NOT_FINITE, Batch
+from kvbench.engine.driver import forward
+from kvbench.engine.measure import MeasuredText, feed_text, feed_texts, log_probabilities
+from kvbench.engine.threads import now
+from kvbench.errors import PluginError
+from kvbench.runs.answers import Prompt, peak_columns
+from kvbench.runs.cell import Cell
+from kvbench.runs.schema import Response
+from kvbench.runs.worker import Worker
+
+
+def sees_question(cell: Cell, prompt: Prompt) -> bool:
+    """Return whether a cell compresses the cache after the question of a prompt.
+
+    The full cache evicts nothing, so its continuations share the question's forward with the cells that do.
+    """
+    return cell.moment in ("question", "decode") or (cell.is_full and bool(prompt.branches))
+
+
+def column_count(token_count: int) -> int:
+    """Return the columns of a forward that feeds so many tokens to a row: a power of two.
+
+    The number depends on nothing but the row, so that the bits of a row do not depend on the others.
+    """
+    return 1 << max(0, token_count - 1).bit_length()
+
+
+def branch_columns(token_count: int) -> int:
+    """Return the columns of the forwards that feed so many tokens to a branch, which all get logits."""
+    return min(BLOCK, column_count(token_count))
+
+
+def branching_widths(prompt: Prompt) -> tuple[set[int], set[int]]:
+    """Return the columns of the forwards that feed a prompt up to where its texts branch, and of those that follow."""
+    leads, question_length = _leads(prompt), len(prompt.question_ids)
+    trunk_lengths, branch_lengths = {question_length}, set()
+    if len(leads) == 1:
+        (lead_ids,) = leads
+        trunk_lengths = {len(lead_ids), question_length + len(lead_ids)}
+    for branch in prompt.branches:
+        if not branch.alone:
+            branch_lengths.add(len(branch.answer_ids) - 1 if len(leads) == 1 else len(branch.input_ids))
+    return set(map(column_count, trunk_lengths - {0})), set(map(branch_columns, branch_lengths - {0}))
+
+
+def _leads(prompt: Prompt) -> set[tuple[int, ...]]:
+    """Return the different tokens between the question and the texts."""
+    return {branch.lead_ids for branch in prompt.branches if not branch.alone}
+
+
+@dataclass
+class _Pending:
+    """The continuations of a prompt, to be measured on a cell's cache.
+
+    Attributes:
+        trunk_ids: Tokens to feed before the texts branch.
+        texts: The texts that are measured after the prompt, in the order of its branches.
+        shares_lead: Whether the trunk includes the lead of all texts.
+        response: All fields known before measuring.
+    """
+
+    cell: Cell
+    prompt: Prompt
+    response: Response
+    trunk_ids: tuple[int, ...] = ()
+    texts: list[MeasuredText] = field(default_factory=list)
+    shares_lead: bool = False
+
+    def __post_init__(self) -> None:
+        branches = [branch for branch in self.prompt.branches if not branch.alone]
+        leads = _leads(self.prompt)
+        self.texts = [MeasuredText(branch.input_ids, branch.answer_ids) for branch in branches]
+        self.shares_lead = len(leads) == 1
+        if not sees_question(self.cell, self.prompt) and self.cell.moment != "chunked":
+            self.trunk_ids = self.prompt.question_ids
+        if self.shares_lead:
+            (lead_ids,) = leads
+            self.trunk_ids += lead_ids
+            for text in self.texts:
+                text.fed = len(lead_ids) - 1  # the last one counts when its logits are taken
+
+
+class Continuations:
+    """Measures continuations on compressed caches, and stores the responses.
+
+    Args:
+        worker: The model.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._waiting: dict[int, list[tuple[_Pending, RaggedCache]]] = {}
+
+    def add(self, cell: Cell, prompt: Prompt, cache: RaggedCache, response: Response) -> None:
+        """Queue the continuations of a prompt; measure as soon as there is enough to do.
+
+        Args:
+            cell: The cell.
+            prompt: The prompt.
+            cache: The cell's cache; it is used up.
+            response: All fields known before measuring.
+        """
+        pending = _Pending(cell, prompt, response)
+        if cache.eviction_state is not None or cache.readings or cache.slides or cache.ragged[0].coding is not None:
+            self._measure_single(pending, cache)
+            return
+        cache.detach_state()
+        width = column_count(len(pending.trunk_ids)) if pending.trunk_ids else 0
+        waiting = self._waiting.setdefault(width, [])
+        waiting.append((pending, cache))
+        batching = self.worker.batching
+        all_waiting = [waiting_cache for queue in self._waiting.values() for _, waiting_cache in queue]
+        is_full = len(waiting) >= batching.asking[-1] or not batching.has_room(len(waiting), all_waiting)
+        if is_full:
+            self._flush(width)
+        elif len(all_waiting) >= batching.counts[-1]:  # queues of several widths together hold as much as a batch
+            self._flush(max(self._waiting, key=lambda key: len(self._waiting[key])))
+
+    def drain(self) -> None:
+        """Measure everything that waits."""
+        for width in [*self._waiting]:
+            self._flush(width)
+
+    def _flush(self, width: int) -> None:
+        """Measure what waits in the queue of one width."""
+        if not (waiting := self._waiting.pop(width, [])):
+            return
+        worker = self.worker
+        started = now(worker.device)
+        queue, caches = [pending for pending, _ in waiting], [cache for _, cache in waiting]
+        del waiting
+        trunk = None
+        if width:
+            trunk = Batch(worker.model, caches, worker.batching.asking_slots(len(queue)))
+            caches.clear()  # the batch has copies
+            logits = trunk.feed([pending.trunk_ids for pending in queue], width)
+            for pending, row_logits in zip(queue, logits, strict=True):
+                _measure_first(pending, row_logits)
+        rows_by_width: dict[int, list[tuple[int, MeasuredText]]] = {}
+        for row_index, pending in enumerate(queue):
+            for text in pending.texts:
+                if text.pending_ids:
+                    rows_by_width.setdefault(branch_columns(len(text.pending_ids)), []).append((row_index, text))
+        for branch_width, rows in rows_by_width.items():
+            for start in range(0, len(rows), worker.batching.asking[-1]):
+                together = rows[start : start + worker.batching.asking[-1]]
+                row_indices, slots = (
+                    [row_index for row_index, _ in together],
+                    worker.batching.asking_slots(len(together)),
+                )
+                if trunk is None:
+                    batch = Batch(worker.model, [caches[row_index] for row_index in row_indices], slots)
+                else:
+                    batch = trunk.branches(row_indices, slots)
+                feed_texts(batch, [text for _, text in together], branch_width)
+        seconds = (now(worker.device) - started) / len(queue)
+        responses = [self._ended(pending, seconds) for pending in queue]
+        worker.done(responses, [pending.cell for pending in queue])
+
+    # -- caches that a batch would mix up -----------------------------------------------------------
+
+    def _measure_single(self, pending: _Pending, cache: RaggedCache) -> None:
+        """Measure the continuations of one prompt on a cache with eviction state, readers, codes or sliding windows."""
+        worker = self.worker
+        started = now(worker.device)
+        try:
+            with worker.policy_call():  # a policy can run again while tokens are fed
+                columns, evict_seconds = self._measure_branches(pending, cache)
+        except PluginError as error:
+            worker.fail(pending.cell, pending.prompt, str(error))
+            return
+        response = self._ended(pending, now(worker.device) - started - evict_seconds)
+        response = replace(response, compress_s=response.compress_s + evict_seconds, **columns)
+        worker.done([response], [pending.cell])
+
+    def _measure_branches(self, pending: _Pending, cache: RaggedCache) -> tuple[dict[str, int], float]:
+        """Feed the trunk and every branch; return the peak memory cost and the seconds of later eviction steps."""
+        model = self.worker.model
+        evicts = cache.eviction_state is not None
+        trunk_width = 1 if evicts else max(1, len(pending.trunk_ids))
+        for start in range(0, len(pending.trunk_ids), trunk_width):
+            logits = forward(model, cache, self.worker.tensor(pending.trunk_ids[start : start + trunk_width]))
+        if pending.trunk_ids:
+            _measure_first(pending, logits[0])
+        evict_seconds = 0.0 if cache.eviction_state is None else cache.eviction_state.seconds
+        columns = [peak_columns(cache, 0)]
+        longer_texts = [text for text in pending.texts if text.pending_ids]
+        if cache.slides:  # padding would push tokens out of the sliding windows
+            for text in longer_texts:
+                branch_cache = cache.fork()
+                feed_text(model, branch_cache, text, 1 if evicts else BLOCK)
+                columns.append(peak_columns(branch_cache, 0))
+        elif longer_texts:
+            batch = Batch(model, [cache.fork() for _ in longer_texts], len(longer_texts))
+            width = 1 if evicts else max(branch_columns(len(text.pending_ids)) for text in longer_texts)
+            feed_texts(batch, longer_texts, width)
+            columns += [peak_columns(batch.cache, row_index) for row_index in range(batch.rows)]
+            evict_seconds += 0.0 if batch.cache.eviction_state is None else batch.cache.eviction_state.seconds
+        largest = {name: max(row.get(name, 0) for row in columns) for name in columns[0]}
+        return largest, evict_seconds
+
+    # -- responses -----------------------------------------------------------------------------------
+
+    def _ended(self, pending: _Pending, seconds: float) -> Response:
+        """Return the response of a prompt whose texts are measured."""
+        return measured(pending.response, self._in_order(pending), seconds)
+
+    def _in_order(self, pending: _Pending) -> Iterator[MeasuredText]:
+        """Yield the texts of all branches; those that are alone are measured once for all cells."""
+        texts = iter(pending.texts)
+        for branch in pending.prompt.branches:
+            yield self.worker.measure_alone(branch) if branch.alone else next(texts)
+
+
+def _measure_first(pending: _Pending, trunk_logits: Tensor) -> None:
+    """Measure the first token of all texts, if the trunk ends with their lead; `trunk_logits` are `[vocabulary]`."""
+    if pending.shares_lead:
+        log_probs = log_probabilities(trunk_logits[None])
+        for text in pending.texts:
+            text.advance(log_probs)
+
+
+def measured(response: Response, texts: Iterable[MeasuredText], seconds: float) -> Response:
+    """Return a response with the log-likelihood of each text, measured in `seconds` seconds, or its error."""
+    texts = [*texts]
+    if not all(text.is_finite for text in texts):
+        return replace(response, error=NOT_FINITE, decode_s=seconds)
+    record = {
+        "loglikelihood": [text.loglikelihood for text in texts],
+        "greedy": [text.is_greedy for text in texts],
+        "tokens": [len(text.answer_ids) for text in texts],
+    }
+    token_count = sum(record["tokens"])
+    return replace(response, response=json.dumps(record), stop="given", generated_tokens=token_count, decode_s=seconds)
