@@ -38,6 +38,7 @@ from kvbench.harness import chat, loading
 from kvbench.harness import rows as data
 from kvbench.harness.lm_eval import quiet as datasets_quiet
 from kvbench.harness.lmms_tasks import LmmsBenchmark, tasks_folder
+from kvbench.harness.named_tasks import index
 from kvbench.harness.named_tasks.building import on_its_data, seeded
 from kvbench.harness.optional import provide_latex2sympy2
 from kvbench.harness.protocol import Key, LoadedTask, MetricScores, Request, TaskSettings
@@ -609,6 +610,14 @@ def build_named(benchmark: LmmsBenchmark, task_name: str, fresh: bool = False) -
         )
 
 
+def fetch(benchmark: LmmsBenchmark, task_name: str, *, fresh: bool = False) -> str:
+    """Load the data of a task into the caches of the hub's clients, and describe it; see `build_named`."""
+    with _quiet():
+        harness_task = build_named(benchmark, task_name, fresh)
+    source = " ".join(filter(None, [harness_task.DATASET_PATH, harness_task.DATASET_NAME]))
+    return f"{len(harness_task.eval_docs)} documents of {source}"
+
+
 def _unfit(task_name: str, config: Mapping[str, Any]) -> str:
     """Return why kvbench cannot answer the prompts of a task, or ""."""
     if "class" in config:
@@ -617,7 +626,8 @@ def _unfit(task_name: str, config: Mapping[str, Any]) -> str:
     if output_type != "generate_until":
         return f"its output type is {output_type}, and of lmms-eval's tasks kvbench runs those of generate_until"
     if not (config.get("doc_to_visual") or config.get("doc_to_messages")):
-        return "its prompts have no images; use the task of lm-eval: `kvbench list tasks --search WORD` finds its name"
+        text_task = f"--task {index.PREFIX}{task_name}" if task_name in index.names() else "a task of lm-eval"
+        return f"its prompts have no images; use {text_task}"
     return ""
 
 
@@ -641,6 +651,7 @@ def _loaded_definition(path: Path) -> dict[str, Any]:
     """
     prepare()
     try:
+        import lmms_eval.tasks  # noqa: F401  (registers the metrics)
         from lmms_eval.utils import load_yaml_config
 
         definition: dict[str, Any] = load_yaml_config(str(path))
