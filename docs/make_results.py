@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbench.runs.schema import CELL_COLUMNS, SAMPLE_COLUMNS, ResultColumn
+from kvbench.runs.schema import CELL_COLUMNS, METRIC_COLUMNS, SAMPLE_COLUMNS, ResultColumn
 
 PAGE = Path(__file__).parent / "results.md"
-TABLES = {"cells.parquet": CELL_COLUMNS, "samples.parquet": SAMPLE_COLUMNS}
+TABLES = {"cells.parquet": CELL_COLUMNS, "samples.parquet": SAMPLE_COLUMNS, "metrics.parquet": METRIC_COLUMNS}
 AVERAGED = "as in `cells.parquet`, for this sample"
 
 
@@ -30,7 +30,7 @@ def table(columns: Sequence[ResultColumn], *, of_samples: bool) -> str:
 
 
 def page(text: str) -> str:
-    """The page with both tables written anew between their marks."""
+    """The page with all tables written anew between their marks."""
     for name, columns in TABLES.items():
         begin, end = (f"<!-- {edge}: columns of {name} -->\n" for edge in ("begin", "end"))
         before, _, rest = text.partition(begin)

@@ -17,6 +17,9 @@ For differences and unbounded scores of 10 to 20 contexts, the percentile bootst
 variance is estimated from few contexts. These get the expanded percentile interval, see `tail`. A mean of scores in
 [0, 1] reaches its nominal coverage without it. docs/statistics.md shows the simulation.
 
+A score that is not a mean, such as a perplexity or a BLEU of the corpus, gets the expanded percentile interval of
+`aggregate_draws`, which computes it anew on every resample. Nothing guards it against overconfidence if little varies.
+
 For significance tests, see `kvbench.regression.significance`.
 """
 
@@ -27,7 +30,7 @@ import statistics
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +41,9 @@ Clusters: TypeAlias = Sequence[str] | npt.NDArray[np.int64]
 """Context of each score, by name or by index among the sorted names."""
 
 DRAWS = 2000
+AGGREGATE_DRAWS = 1000
+_LEAST_DRAWS = 100
+_AGGREGATED = 200_000  # values aggregated over all draws: a corpus metric takes up to 0.2 ms per value
 FEW = 5  # with fewer varying contexts, resamples take too few distinct values
 Z = 1.959963984540054  # the 97.5% quantile of the normal distribution
 T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
@@ -176,6 +182,56 @@ def paired_values(
         upper_bound,
         len(score_values),
     )
+
+
+def aggregate_draws(
+    values: Sequence[Any], clusters: Sequence[str], aggregate: Callable[[Sequence[Any]], float], *, seed: int = 0
+) -> Floats:
+    """Return an aggregate of the values of every bootstrap resample of contexts.
+
+    There are `AGGREGATE_DRAWS` (1000) resamples, fewer if there are more than 200 values, and at least 100. The draws
+    are those of `resampled`, so the difference of the draws of two cells with the same contexts is paired.
+
+    Args:
+        values: `[n]`, anything that `aggregate` takes.
+        clusters: `[n]`, the context of each value.
+        aggregate: Returns the score of any of the values, with repetitions.
+        seed: Seed of the bootstrap.
+
+    Returns:
+        `[draws]`, NaN for a resample that has no score: the correlation of equal values, say.
+    """
+    cluster_names, cluster_indices = np.unique(np.asarray(clusters, dtype=str), return_inverse=True)
+    by_context: list[list[Any]] = [[] for _ in cluster_names]
+    for cluster_index, value in zip(cluster_indices, values, strict=True):
+        by_context[cluster_index].append(value)
+
+    def aggregate_of(draw: Floats) -> float:
+        picked = [value for count, own in zip(draw, by_context, strict=True) for value in own * int(count)]
+        try:
+            return float(aggregate(picked))
+        except Exception:  # a metric of the harness or of a plugin
+            return math.nan
+
+    return resampled(
+        lambda draw_weights: np.array([aggregate_of(draw) for draw in draw_weights]),
+        len(cluster_names),
+        seed=seed,
+        draw_count=max(_LEAST_DRAWS, min(AGGREGATE_DRAWS, _AGGREGATED // len(values))),
+    )
+
+
+def draws_interval(draws: Floats, context_count: int) -> tuple[float, float]:
+    """Return the expanded percentile interval of `aggregate_draws`, or of the difference of two of them.
+
+    Infinite for a single context, or if most resamples have no score.
+    """
+    finite_draws = draws[np.isfinite(draws)]
+    if context_count == 1 or 2 * len(finite_draws) < len(draws):
+        return -math.inf, math.inf
+    tail_probability = tail(context_count)
+    lower_bound, upper_bound = np.quantile(finite_draws, [tail_probability, 1 - tail_probability])
+    return float(lower_bound), float(upper_bound)
 
 
 def discriminative(full_lo: float, chance: float) -> bool:

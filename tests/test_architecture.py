@@ -52,6 +52,7 @@ HEAVY = {
     "gguf",
     "huggingface_hub",
     "latex2sympy2_extended",
+    "lm_eval",  # takes seconds to import
     "lmms_eval",  # optional, and takes seconds to import
     "loguru",  # optional: comes with lmms_eval
     "math_verify",

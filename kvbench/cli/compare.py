@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvbench.cli.options import AsJson, option
+from kvbench.cli.options import AsJson, Metric, option
 from kvbench.cli.screen import FAILED, MISUSE, OK, complain, print_json, show
 from kvbench.files import write_whole
 from kvbench.runs.options import FLAG, OUTPUT
@@ -39,6 +39,7 @@ def compare(
         ),
     ] = 1.0,
     alpha: Alpha = 0.05,
+    metric: Metric = None,
     markdown: Annotated[Path | None, option(OUTPUT, "FILE", "Also write Markdown, for a CI summary.")] = None,
     junit: Annotated[Path | None, option(OUTPUT, "FILE", "Also write JUnit XML, one test case per cell.")] = None,
     quiet: Annotated[bool, option(OUTPUT, FLAG, "Print only failures.", "--quiet")] = False,
@@ -56,7 +57,7 @@ def compare(
     from kvbench.runs.load import load_frames
     from kvbench.tables.outputs import plain_text
 
-    run_frames = [load_frames(run_folder, COLUMNS, coded=True) for run_folder in (baseline, run)]
+    run_frames = [load_frames(run_folder, COLUMNS, coded=True, metric=metric) for run_folder in (baseline, run)]
     comparison = compare_runs(*run_frames, max_drop=max_drop, alpha=alpha)
     exit_code = FAILED if comparison.failed else OK if comparison.complete else MISUSE
     if markdown is not None:

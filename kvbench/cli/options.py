@@ -83,7 +83,7 @@ def _parameter(option_name: str, declared_option: Option, help_texts: Mapping[st
         declared_option.panel,
         declared_option.metavar,
         help_texts.get(option_name, declared_option.help),
-        *declared_option.spelling.split(),
+        *_spellings(option_name, declared_option),
         autocompletion=completion,
     )
     value_type: Any = list[str] if declared_option.kind is list else declared_option.kind
@@ -93,6 +93,13 @@ def _parameter(option_name: str, declared_option: Option, help_texts: Mapping[st
         default=None,
         annotation=Annotated[value_type | None, typer_option],
     )
+
+
+def _spellings(option_name: str, declared_option: Option) -> list[str]:
+    """Return the flags of an option; none if Typer's own is right."""
+    if declared_option.alias:
+        return [f"--{(declared_option.flag or option_name).replace('_', '-')}", declared_option.alias]
+    return [declared_option.spelling] if declared_option.spelling else []
 
 
 def given_values(flag_values: Mapping[str, Any], excluded: Collection[str] = ()) -> dict[str, Any]:
@@ -116,6 +123,15 @@ OneModel = Annotated[
         "NAME",
         "reference (the default), a name of kvbench list models, a folder, a GGUF file or a hub id.",
         autocompletion=complete.models,
+        show_default=False,
+    ),
+]
+Metric = Annotated[
+    str | None,
+    option(
+        None,
+        "NAME",
+        "Show another metric than each task's own, such as acc_norm, or exact_match,strict-match with its filter.",
         show_default=False,
     ),
 ]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvbench.cli.options import option
+from kvbench.cli.options import Metric, option
 from kvbench.cli.screen import complain
 from kvbench.files import state_of
 from kvbench.runs.options import FLAG
@@ -15,6 +15,7 @@ from kvbench.runs.options import FLAG
 
 def view(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    metric: Metric = None,
     opens: Annotated[
         bool,
         option(None, FLAG, "Open the page in the browser, or only print its path.", "--open/--no-open"),
@@ -31,13 +32,14 @@ def view(
     from kvbench.report.sorted_samples import COLUMNS
     from kvbench.runs.integrity import CELLS, SAMPLES
     from kvbench.runs.load import load_frames, responses_of
+    from kvbench.tables.text import slug
 
-    page_path = run / "report" / NAME
+    page_path = run / "report" / (slug(metric) if metric else "") / NAME
     table_paths = [run / CELLS, run / SAMPLES]
     page_time = page_path.stat().st_mtime_ns if page_path.is_file() else 0
     if not all(table_path.is_file() and max(state_of(table_path)[1:3]) < page_time for table_path in table_paths):
-        results = prepare(*load_frames(run, COLUMNS, coded=True))
-        page_path = write_page(results, responses_of(run), page_path.parent)
+        results = prepare(*load_frames(run, COLUMNS, coded=True, metric=metric))
+        page_path = write_page(results, responses_of(run, metric), page_path.parent)
     print(page_path)
     if opens and not webbrowser.open(page_path.resolve().as_uri()):
         complain("cannot open a browser; open the file yourself, or copy it to another machine")

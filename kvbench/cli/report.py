@@ -9,13 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from kvbench.cli import complete
-from kvbench.cli.options import Names, option
+from kvbench.cli.options import Metric, Names, option
 from kvbench.cli.screen import console, print_json, rows_of, show
+from kvbench.errors import UserError
 from kvbench.runs.options import FLAG
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    metric: Metric = None,
     against: Annotated[
         Names,
         option(
@@ -73,9 +75,11 @@ def report(
     from kvbench.tables.outputs import terminal
     from kvbench.tables.text import slug
 
+    if metric and with_published:
+        raise UserError("--with-published compares the metric of each task; leave out --metric")
     if quiet:
         warnings.simplefilter("ignore")
-    cells, samples = load_frames(runs, COLUMNS, coded=True)
+    cells, samples = load_frames(runs, COLUMNS, coded=True, metric=metric)
     grouped_samples = Samples(samples)
     results = prepare(cells, grouped_samples)
     base_policies = [
@@ -90,12 +94,12 @@ def report(
         console().print(RunTable(results))
         if any(limit_value is not None for limit_value in (within, batch, context)):
             console().print(choosing.render_choices(results, aim))
-    report_folder = out or runs[0] / "report"
+    report_folder = out or runs[0] / "report" / (slug(metric) if metric else "")
     written_paths = write_report(results, report_folder, aim)
     if html:
         from kvbench.report.page import write_page
 
-        written_paths.append(write_page(results, responses_of(runs), report_folder, aim))
+        written_paths.append(write_page(results, responses_of(runs, metric), report_folder, aim))
     for base_policy, differences in comparisons:
         if prints_tables:
             for difference_table in pairs.tables(differences, base_policy):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli import complete
-from kvbench.cli.options import Names, option, split_names
+from kvbench.cli.options import Metric, Names, option, split_names
 from kvbench.cli.screen import show
 from kvbench.errors import UserError
 from kvbench.files import write_whole
@@ -98,6 +98,7 @@ def table(
     moment: Annotated[Names, option(CHOOSE, "WHEN", "Moments.")] = None,
     length: Annotated[Names, option(CHOOSE, "N", "Lengths. Tasks of natural length are always included.")] = None,
     seed: Annotated[Names, option(CHOOSE, "N", "Seeds.")] = None,
+    metric: Metric = None,
     form: Annotated[
         Format | None,
         option(
@@ -137,7 +138,7 @@ def table(
         )
     }  # fmt: skip
     form = _format(form, out)
-    measures = load(runs, selected_names)
+    measures = load(runs, selected_names, metric)
     if layout:
         table_layout = _published(layout, measures, use or [], reduced=reduced)
     else:

@@ -14,7 +14,7 @@ from kvbench.engine.decode import BLOCK, Batch
 from kvbench.engine.driver import forward
 from kvbench.engine.models import decoder_of
 
-_DENSE_BLOCK = 256
+DENSE_BLOCK = 256
 """Tokens fed per forward of a full cache: the logits of a long text together would take gigabytes."""
 
 
@@ -45,6 +45,11 @@ class MeasuredText:
     def is_finite(self) -> bool:
         """Return whether the logits so far were finite."""
         return math.isfinite(self.loglikelihood)
+
+    def take(self, logits: Tensor) -> None:
+        """Measure the tokens that follow the next input tokens, from the logits after each, `[n, vocabulary]`."""
+        for block_logits in logits.split(BLOCK):  # in double precision, all of a long text could exhaust memory
+            self.advance(log_probabilities(block_logits))
 
     def advance(self, log_probs: Tensor) -> None:
         """Measure the tokens that follow the next input tokens.
@@ -81,7 +86,7 @@ def feed_texts(batch: Batch, texts: Sequence[MeasuredText], width: int) -> None:
         chunk_logits = batch.feed_all(token_chunks, width)
         for text, token_chunk, row_logits in zip(texts, token_chunks, chunk_logits, strict=True):
             if token_chunk:
-                text.advance(log_probabilities(row_logits[width - len(token_chunk) :]))
+                text.take(row_logits[width - len(token_chunk) :])
 
 
 def feed_text(model: nn.Module, cache: RaggedCache, text: MeasuredText, width: int = BLOCK) -> None:
@@ -96,11 +101,11 @@ def feed_text(model: nn.Module, cache: RaggedCache, text: MeasuredText, width: i
     device = next(model.parameters()).device
     while token_chunk := text.pending_ids[:width]:
         logits = forward(model, cache, torch.tensor([token_chunk], device=device), logit_count=len(token_chunk))
-        text.advance(log_probabilities(logits[0]))
+        text.take(logits[0])
 
 
 def measure_alone(model: nn.Module, input_ids: tuple[int, ...], answer_ids: tuple[int, ...]) -> MeasuredText:
     """Measure a text on the full cache, without anything before its input tokens."""
     text = MeasuredText(input_ids, answer_ids)
-    feed_text(model, RaggedCache(decoder_of(model).config), text, _DENSE_BLOCK)
+    feed_text(model, RaggedCache(decoder_of(model).config), text, DENSE_BLOCK)
     return text

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
 from kvbench.errors import UserError, quoted
 from kvbench.harness.protocol import Continuation
 
@@ -138,6 +136,8 @@ def encode_windows(tokenizer: PreTrainedTokenizerBase, text: str, window: int) -
         text: The text.
         window: Maximum number of tokens of a window; 0: unlimited.
     """
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
     token_ids = encode(tokenizer, text)
     windows = get_rolling_token_windows(token_ids, _prefix_id(tokenizer), window or max(1, len(token_ids)), 1)
     return [

@@ -23,6 +23,9 @@ from kvbench.progress import Reporter
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NO_FILTER = "none"
+"""lm-eval's name of the filter of tasks that have none; `MetricScores.filter` is then empty."""
+
 Key = tuple[str, int, int]
 """A response's key within a cell: (sample_id, question_id, repeat)."""
 
@@ -203,7 +206,7 @@ class MetricScores:
 
     Attributes:
         name: Name of the metric.
-        filter: Name of the filter that the responses went through; "" if the task has only one.
+        filter: Name of the filter that the responses went through; "" if there is none, or only one of kvbench's own.
         higher_is_better: Whether a higher score is better.
         values: The metric's value of each response that has one: a number, unless `aggregate` is set.
         score: The harness's own aggregate of the values; NaN if there are none, or if the metric failed.
@@ -225,6 +228,36 @@ class MetricScores:
         return f"{self.name},{self.filter}" if self.filter else self.name
 
 
+@dataclass(frozen=True)
+class GroupMetric:
+    """How a group of tasks aggregates a metric of its tasks.
+
+    Attributes:
+        metric: Name of the metric.
+        filters: The filters whose scores are aggregated; None: each that a task has.
+        by_size: Whether tasks are weighted by their number of documents.
+    """
+
+    metric: str
+    filters: tuple[str, ...] | None
+    by_size: bool
+
+
+@dataclass(frozen=True)
+class TaskGroup:
+    """A group of tasks with a score of its own.
+
+    Attributes:
+        name: Name of the group.
+        tasks: Names of all its tasks, also those of its subgroups.
+        metrics: The metrics that it aggregates.
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    metrics: tuple[GroupMetric, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class LoadedTask(ABC):
     """The prompts of a task at one length, and its scorer.
@@ -241,6 +274,7 @@ class LoadedTask(ABC):
         length: Tokens that prompt and answer can take, or 0 if the data is not sized.
         requests: Ordered by sample; those of one context are adjacent. Every access may create a new request object.
         rubric: See `Benchmark.judge`.
+        groups: The groups with a score of their own that the task belongs to.
         recorded: Settings of the prompts that the results record with the generation settings, such as the rule that
             decides what the context is.
         refused: Why policies cannot compress a cache at some moments, by moment; the message names those that work.
@@ -256,6 +290,7 @@ class LoadedTask(ABC):
     length: int
     requests: Sequence[Request]
     rubric: str = field(default="", kw_only=True)
+    groups: tuple[TaskGroup, ...] = field(default=(), kw_only=True)
     recorded: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     refused: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 

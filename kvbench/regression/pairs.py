@@ -157,8 +157,11 @@ def pair_cells(baseline: Frames, run: Frames) -> list[CellPair]:
 
 
 def pair_with_full(run: Frames) -> list[CellPair]:
-    """Pair every scored cell of a run with the full cache's cell of the same task, which is the baseline."""
-    ok_rows = [cell_row for cell_row in records(run[0]) if cell_row["status"] == "ok"]
+    """Pair every scored cell of a run with the full cache's cell of the same task, which is the baseline.
+
+    Cells whose score is not a mean over samples are left out.
+    """
+    ok_rows = [cell_row for cell_row in records(run[0]) if cell_row["status"] == "ok" and cell_row["is_mean"]]
     run_samples = Samples(run[1])
     full_scores = {
         _beside(cell_row): _scores(run_samples, cell_row["cell"])
@@ -298,6 +301,8 @@ def _problem(
         return f"the run has no score: {run_row['error']}"
     if run_row["metric"] != base_row["metric"]:
         return f"scored by {base_row['metric']} in the baseline and by {run_row['metric']} in the run"
+    if not (base_row["is_mean"] and run_row["is_mean"]):
+        return f"{base_row['metric']} is not a mean over samples, so it has no paired test; use --metric"
     return ""
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 from kvbench.errors import UserError, nearest
 from kvbench.files import write_whole
-from kvbench.report.frames import records
+from kvbench.report.frames import records, unaveraged_tasks
 from kvbench.report.overall import SETTING, group_means
 from kvbench.report.sorted_samples import Samples
 from kvbench.tables.numbers import score_kind
@@ -31,7 +31,8 @@ def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples, base: str)
     """Return the paired difference of every policy from a base policy, at the same budget and moment.
 
     As in `group_means`, every task of a group has the same weight, and tasks on which the full cache is not above
-    chance are left out. The bootstrap draws the same contexts for both policies.
+    chance are left out, as are those whose score is not a mean over samples. The bootstrap draws the same contexts for
+    both policies.
 
     Args:
         cells: The frame of `cells.parquet`.
@@ -49,7 +50,7 @@ def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples, base: str)
     if base not in policies:
         choices = f"there are {', '.join(policies)}" if policies else "nothing but full was run"
         raise UserError(f"--against {base}: not in this run{nearest(base, policies)} ({choices})")
-    compressed_cells = cells[cells["policy"] != "full"]
+    compressed_cells = cells[(cells["policy"] != "full") & ~cells["task"].isin(unaveraged_tasks(cells))]
     difference_rows: list[dict[str, Any]] = []
     for panel_key, panel_cells in compressed_cells.groupby(_PANEL, sort=False):
         panel_values = panel_key if isinstance(panel_key, tuple) else (panel_key,)

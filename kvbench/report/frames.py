@@ -214,6 +214,11 @@ def lower_is_better_tasks(cells: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys(cells.loc[lower_is_better, "task"].astype(str)))
 
 
+def unaveraged_tasks(cells: pd.DataFrame) -> list[str]:
+    """Return tasks whose score is not a mean over samples, such as a perplexity."""
+    return list(dict.fromkeys(cells.loc[~cells["is_mean"].astype(bool), "task"].astype(str)))
+
+
 def judged(cells: pd.DataFrame) -> dict[str, list[str]]:
     """Return judged tasks by judge, as recorded in `versions`."""
     judged_tasks: dict[str, list[str]] = {}

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from kvbench.report.frames import Results, budget_order, extras, of_moment
+from kvbench.report.frames import Results, budget_order, extras, of_moment, unaveraged_tasks
 from kvbench.report.overall import CONFIG
 from kvbench.stats import Floats
 from kvbench.tables.plot_style import COLUMN, PAGE, SavedFigure, lay_out_figure, plot_style, save
@@ -28,13 +28,16 @@ _FIELD = ["policy", "budget", "depth", "length"]
 def with_depth(results: Results) -> pd.DataFrame:
     """Return the samples of tasks in which every sample has a depth, in percent of the context, in `extra`.
 
+    Tasks whose score is not a mean over samples are left out.
+
     Returns:
         Columns `cell`, `sample_id`, `question_id`, `score`, `depth`, `model`, `task`, `metric`,
         `length`, `policy`, `budget` and `moment`.
     """
     assert results.samples is not None
     cell_columns = ["cell", "model", "task", "metric", "length", *CONFIG]
-    ok_cells = results.cells.loc[results.cells["status"] == "ok", cell_columns]
+    is_averaged = ~results.cells["task"].isin(unaveraged_tasks(results.cells))
+    ok_cells = results.cells.loc[is_averaged & (results.cells["status"] == "ok"), cell_columns]
     depth_frames = []
     for _, task_cells in ok_cells.groupby("task", sort=False):
         task_samples = results.samples.of(task_cells["cell"])[["cell", *_QUESTION, "extra", "score"]]

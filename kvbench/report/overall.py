@@ -36,9 +36,10 @@ def group_means(
     contributes its `bounded_interval` by square-and-add instead. With a single task, the numbers are those of `summary`
     and `paired`.
 
-    Tasks on which full is not above chance are left out. A group of several tasks has no mean, and no rows, if no task
-    is left or if its tasks differ in direction or scale. Without full, no task can be compared with chance: all tasks
-    count and `discriminative` is false.
+    Tasks on which full is not above chance are left out, and so are tasks whose score is not a mean over samples
+    (`is_mean`); the interval of such a task alone is that of its cells. A group of several tasks has no mean, and no
+    rows, if no task is left or if its tasks differ in direction or scale. Without full, no task can be compared with
+    chance: all tasks count and `discriminative` is false.
 
     Args:
         cells: The frame of `cells.parquet`.
@@ -68,12 +69,15 @@ def group_means(
 def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, draw_count: int) -> list[dict[str, Any]]:
     group_cells = group_cells.drop_duplicates([*CONFIG, "task"], keep="last")
     ok_cells = group_cells[group_cells["status"] == "ok"]
+    has_several_tasks = ok_cells["task"].nunique() > 1
+    if has_several_tasks:
+        ok_cells = ok_cells[~ok_cells["task"].isin(ok_cells.loc[~ok_cells["is_mean"], "task"])]
     is_informative = ok_cells.groupby("task")["discriminative"].all()
     # If full is from another run than a policy, only the row of full is reliable.
     is_informative.update(ok_cells[ok_cells["policy"] == "full"].groupby("task")["discriminative"].all())
     compared_tasks = set(ok_cells.loc[ok_cells["policy"] == "full", "task"])
     mean_tasks = sorted(is_informative.index[is_informative]) or sorted(set(is_informative.index) - compared_tasks)
-    if len(is_informative) == 1:  # a single task is not a mean, so it is always included
+    if not has_several_tasks:  # a single task is not a mean, so it is always included
         mean_tasks = sorted(is_informative.index)
     ok_cells = ok_cells[ok_cells["task"].isin(mean_tasks)]
     unit_by_task = ok_cells.groupby("task")["score"].agg(lambda task_scores: bool(task_scores.between(0, 1).all()))
@@ -84,7 +88,7 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
     score_strata, diff_strata = _Strata(len(configs), draw_count), _Strata(len(configs), draw_count)
     for task_name in mean_tasks:
         task_cells = ok_cells[ok_cells["task"] == task_name]
-        if samples is None:
+        if samples is None or not task_cells["is_mean"].all():
             bounds_frame = task_cells.set_index(CONFIG)[_BOUNDS].reindex(pd.MultiIndex.from_tuples(configs))
             task_bounds = bounds_frame.to_numpy(dtype=np.float64)
             score_strata.add_interval(*task_bounds[:, :3].T)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvbench.judge.base import LocalJudge
 from kvbench.report.equal import equal_rows, labels, without_room
-from kvbench.report.frames import Results, judged, readers, tasks_at_chance, uncompared
+from kvbench.report.frames import Results, judged, readers, tasks_at_chance, unaveraged_tasks, uncompared
 from kvbench.report.panel import MARK
 from kvbench.tables.table import Name, Phrase
 from kvbench.tables.text import REFERENCE_MODEL, REFERENCE_NOTE, listed
@@ -63,6 +63,11 @@ def remarks(results: Results) -> Iterator[Phrase]:
         yield (
             "The full cache is not above chance on ", _names(chance_tasks), f" (marked {MARK}), so differences between "
             "policies there are meaningless. Means and statements leave these tasks out.",
+        )  # fmt: skip
+    if unaveraged := unaveraged_tasks(cells):
+        yield (
+            "The score of ", _names(unaveraged), " is not a mean over samples, but computed from all of them. Means "
+            "over tasks, divisions by a field and comparisons with a policy leave these tasks out.",
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 from kvbench import stats
 from kvbench.harness import catalogue
-from kvbench.report.frames import extras, tasks_at_chance
+from kvbench.report.frames import extras, tasks_at_chance, unaveraged_tasks
 from kvbench.report.overall import group_means
 from kvbench.report.panel import Filled, Panel
 from kvbench.report.sorted_samples import Samples
@@ -31,7 +31,7 @@ def strata(panel: Panel, samples: Samples | None) -> Iterator[tuple[str, str, Ta
     """Yield every division of a panel's tasks by a field of `Request.extra`.
 
     A field divides a task if all its samples have it, with 2 to `MOST` values and at least two questions per value on
-    average, which excludes ids.
+    average, which excludes ids. Tasks whose score is not a mean over samples are not divided.
 
     Args:
         panel: The panel.
@@ -43,11 +43,12 @@ def strata(panel: Panel, samples: Samples | None) -> Iterator[tuple[str, str, Ta
     """
     if samples is None:
         return
-    chance_tasks = tasks_at_chance(panel.cells)
+    left_out = {*tasks_at_chance(panel.cells), *unaveraged_tasks(panel.cells)}
     for task_name in panel.tasks:
         task_cells = panel.of_task(task_name)
         task_samples = samples.of(task_cells.loc[task_cells["status"] == "ok", "cell"])
-        if task_name in chance_tasks or not len(task_samples):  # parts of an uninformative task are uninformative
+        # Parts of an uninformative task are uninformative, and parts of some scores are not known.
+        if task_name in left_out or not len(task_samples):
             continue
         for field_name, field_values in _dividing_fields(task_samples).items():
             yield (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -24,6 +24,9 @@ _FIXED = 32
 
 _SPARE = 3
 """Whole caches held beside the batch: the prefilled context, and copies of its parts."""
+
+_FED = 512
+"""Tokens that keep a CPU busy for one forward. A batch that feeds several tokens to each row has no more if it can."""
 
 _FORWARD = 1e13
 """Operations that keep a GPU busy for one forward; contexts are prefilled together up to this limit.
@@ -94,13 +97,19 @@ class Batching:
             memory_bytes = min(memory_bytes, int(limit_text)) if limit_text.isdecimal() else memory_bytes
         return int(_CPU_SHARE * memory_bytes * min(1, torch.get_num_threads() / available_cores()))
 
-    def fit(self, tokens: int, widths: Iterable[int], measured_widths: Iterable[int] = ()) -> None:
+    def fit(
+        self,
+        tokens: int,
+        widths: Iterable[int],
+        trunk_widths: Collection[int] = (),
+        branch_widths: Collection[int] = (),
+    ) -> None:
         """Plan the batches of a task, with a queue of caches half as long as the batch.
 
         Args:
             tokens: Tokens of its longest prompt and answer.
             widths: Numbers of tokens fed to a row at once, other than 1.
-            measured_widths: Numbers of tokens fed to a row at once that all get logits, in batches of the queue's size.
+            trunk_widths, branch_widths: The same for batches of `rows_for`; the tokens of branches all get logits.
         """
         cache_bytes = max(1, tokens) * self._token_bytes
         cache_count = self._memory / cache_bytes - _SPARE
@@ -114,10 +123,13 @@ class Batching:
             return
         steady = self._steady
         fed_tokens = {batch_rows * width for batch_rows in {*self.counts, *self.asking} for width in widths if width}
-        head_rows = {*self.counts, *(batch_rows * width for batch_rows in self.asking for width in measured_widths)}
-        if not (
-            all(steady.at(row_count, with_head=True) for row_count in head_rows) and all(map(steady.at, fed_tokens))
-        ):
+        head_rows = {*self.counts}
+        for width in {*trunk_widths, *branch_widths}:
+            row_counts = self._counts_for(width)
+            fed_tokens |= {batch_rows * width for batch_rows in row_counts}
+            head_rows |= {*row_counts, *(batch_rows * width for batch_rows in row_counts if width in branch_widths)}
+        is_steady = all(steady.at(batch_rows, with_head=True) for batch_rows in head_rows)
+        if not (is_steady and all(map(steady.at, fed_tokens))):
             row_count = min(row_count, _FIXED)
             self.counts, self.asking = (row_count,), (max(1, row_count // 2),)
 
@@ -152,9 +164,19 @@ class Batching:
         """Return the batch size for decoding `row_count` responses."""
         return smallest_count(self.counts, row_count) if self.cpu else row_count
 
-    def asking_slots(self, row_count: int) -> int:
-        """Return the batch size for feeding tokens to `row_count` caches of the queue."""
-        return smallest_count(self.asking, row_count) if self.cpu else row_count
+    def _counts_for(self, width: int) -> tuple[int, ...]:
+        """Return the row counts of a batch that feeds `width` tokens to caches of the queue, ascending."""
+        if not self.cpu:
+            return self.asking
+        return tuple(row_count for row_count in self.asking if row_count * width <= _FED) or self.asking[:1]
+
+    def rows_for(self, width: int) -> int:
+        """Return the maximum number of rows of a batch that feeds `width` tokens to caches of the queue."""
+        return self._counts_for(width)[-1]
+
+    def slots_for(self, row_count: int, width: int) -> int:
+        """Return the batch size for feeding `width` tokens to `row_count` caches of the queue."""
+        return smallest_count(self._counts_for(width), row_count) if self.cpu else row_count
 
     def has_room(self, row_count: int, waiting_caches: Iterable[RaggedCache]) -> bool:
         """Return whether a batch of `row_count` can grow, given all caches that wait to be decoded."""

@@ -15,7 +15,6 @@ from kvbench.benchmark import Medium
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import BLOCK, Batch
 from kvbench.engine.driver import forward
-from kvbench.engine.evict import restore
 from kvbench.engine.eviction_state import tail_of
 from kvbench.engine.pool import Pooled
 from kvbench.engine.prefix import Prefix
@@ -36,8 +35,10 @@ from kvbench.runs.answers import (
     key_of,
 )
 from kvbench.runs.cell import Cell
-from kvbench.runs.continuations import Continuations, branching_widths, measured, sees_question
+from kvbench.runs.chunks import end_chunks, feed_chunks
+from kvbench.runs.continuations import Continuations, add_widths, measured, sees_question
 from kvbench.runs.schema import Response
+from kvbench.runs.whole_texts import measure_whole_texts
 from kvbench.runs.worker import Worker
 from kvbench.view import Need
 
@@ -95,9 +96,11 @@ def answer_contexts(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[C
     _Contexts(worker, prompts).answer(cells)
 
 
-def _context_key(prompt: Prompt) -> tuple[tuple[int, ...], tuple[Medium, ...], str]:
-    """Return what prompts of one context have in common; those without a context have none in common."""
-    return prompt.context_ids, prompt.media, "" if prompt.context_ids else prompt.request.sample_id
+def _context_key(prompt: Prompt) -> tuple[object, ...]:
+    """Return what prompts of one context have in common; without a context, those of one request."""
+    if prompt.context_ids:
+        return prompt.context_ids, prompt.media
+    return prompt.request.sample_id, prompt.request.question_id
 
 
 class _Contexts:
@@ -111,19 +114,23 @@ class _Contexts:
         # The same room and width for every row, also if only some of them are left to do: the
         # bits of a response must not depend on what was resumed.
         self.reserve = self.width = longest_context = 0
-        widths: set[int] = set()
-        measured_widths: set[int] = set()
+        trunk_widths: set[int] = set()
+        branch_widths: set[int] = set()
+        has_given = False
         for prompt in prompts:  # once: they are read from the disk
             self.reserve = max(self.reserve, len(prompt.question_ids) + prompt.limit)
             longest_context = max(longest_context, len(prompt.context_ids))
             if prompt.branches:
-                trunk_widths, branch_widths = branching_widths(prompt)
-                widths |= trunk_widths
-                measured_widths |= branch_widths
+                add_widths(prompt, trunk_widths, branch_widths)
             else:
                 self.width = max(self.width, len(prompt.question_ids))
-                widths |= {BLOCK} if prompt.given_ids else set()
-        worker.batching.fit(longest_context + self.reserve, [self.width, *widths, *measured_widths], measured_widths)
+                has_given |= bool(prompt.given_ids)
+        worker.batching.fit(
+            longest_context + self.reserve,
+            [self.width, *([BLOCK] if has_given else [])],
+            trunk_widths,
+            branch_widths,
+        )
         self.pool = worker.pool(self.width)
         self.continuations = Continuations(worker)
 
@@ -256,11 +263,15 @@ class _Contexts:
 
     def _without_context(self, context: _Context) -> None:
         """Measure texts that nothing precedes."""
+        worker = self.worker
+        if context.wanted[0][1][0].request.rolling:
+            measure_whole_texts(worker, context.wanted)
+            return
         for cell, cell_prompts in context.wanted:
             for prompt in cell_prompts:
-                started = now(self.worker.device)
-                texts = [self.worker.measure_alone(branch) for branch in prompt.branches]
-                self.worker.done([measured(empty(cell, prompt), texts, now(self.worker.device) - started)], [cell])
+                started = now(worker.device)
+                texts = [worker.measure_alone(branch) for branch in prompt.branches]
+                worker.done([measured(empty(cell, prompt), texts, now(worker.device) - started)], [cell])
 
     def _pruned(self, cell: Cell, cell_prompts: list[Prompt]) -> None:
         """Prefill for one cell alone, whose policy prunes visual tokens meanwhile."""
@@ -337,45 +348,15 @@ class _Contexts:
         start_time = now(worker.device)
         try:
             with worker.policy_call():  # a policy also runs between chunks
-                logits = self._later_chunks(cell, repeats[0].ids, cache, logits, trailing_tokens)
+                for chunk_logits in feed_chunks(worker, cell, repeats[0].ids, cache, trailing_tokens):
+                    logits = chunk_logits
         except PluginError as error:
             worker.fail(cell, repeats[0], str(error))
             return
-        evict_seconds = 0.0
-        cache.held_entries = [cache.live_entries(0)]
-        if cache.eviction_state is not None:
-            evict_seconds = cache.eviction_state.seconds
-            cache.budget_entries = [cache.eviction_state.heads * cache.eviction_state.budget[0]]
-        cache.detach_state()
+        evict_seconds = end_chunks(cache)
         prefill_s = prefix.seconds + now(worker.device) - start_time - evict_seconds
         for prompt, forked in zip(repeats, forks(len(repeats), cache), strict=True):
             self._add(cell, prompt, forked, prefill_s, cache.seconds + evict_seconds, logits)
-
-    def _later_chunks(
-        self,
-        cell: Cell,
-        token_ids: tuple[int, ...],
-        cache: RaggedCache,
-        logits: Tensor,
-        trailing_tokens: int,
-    ) -> Tensor:
-        """Prefill the chunks after the first and the tail; return the logits after them."""
-        worker, eviction_state, body_length = self.worker, cache.eviction_state, len(token_ids) - trailing_tokens
-        budgets = [] if eviction_state is None else eviction_state.budget
-        for chunk_start in range(cell.chunk, body_length, cell.chunk):
-            if eviction_state is not None:
-                eviction_state.final = chunk_start + cell.chunk >= body_length
-                if eviction_state.final:  # the last cut leaves room for the tail
-                    eviction_state.coming = trailing_tokens
-                    eviction_state.budget = [budget - trailing_tokens for budget in budgets]
-            chunk = worker.tensor(token_ids[chunk_start : min(chunk_start + cell.chunk, body_length)])
-            logits = forward(worker.model, cache, chunk)
-            restore(cache, [0])  # a chunk of one token is not cut when its forward ends
-        if eviction_state is not None:
-            eviction_state.budget, eviction_state.coming = budgets, 0
-        if trailing_tokens:
-            logits = forward(worker.model, cache, worker.tensor(token_ids[body_length:]))
-        return logits
 
     # -- decoding ----------------------------------------------------------------------------------
 

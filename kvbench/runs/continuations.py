@@ -19,6 +19,9 @@ from kvbench.runs.cell import Cell
 from kvbench.runs.schema import Response
 from kvbench.runs.worker import Worker
 
+_TRUNK_WIDTH = 128
+"""Maximum number of columns of a forward that feeds questions."""
+
 
 def sees_question(cell: Cell, prompt: Prompt) -> bool:
     """Return whether a cell compresses the cache after the question of a prompt.
@@ -28,30 +31,32 @@ def sees_question(cell: Cell, prompt: Prompt) -> bool:
     return cell.moment in ("question", "decode") or (cell.is_full and bool(prompt.branches))
 
 
-def column_count(token_count: int) -> int:
-    """Return the columns of a forward that feeds so many tokens to a row: a power of two.
+def trunk_columns(token_count: int) -> int:
+    """Return the columns that feed so many tokens to a row: a power of two, or a multiple of `_TRUNK_WIDTH`.
 
     The number depends on nothing but the row, so that the bits of a row do not depend on the others.
     """
-    return 1 << max(0, token_count - 1).bit_length()
+    if token_count > _TRUNK_WIDTH:
+        return token_count + -token_count % _TRUNK_WIDTH
+    return 1 << (token_count - 1).bit_length() if token_count else 0
 
 
-def branch_columns(token_count: int) -> int:
-    """Return the columns of the forwards that feed so many tokens to a branch, which all get logits."""
-    return min(BLOCK, column_count(token_count))
+def branch_width(token_count: int) -> int:
+    """Return the columns of the forwards that feed so many tokens to a branch."""
+    return min(BLOCK, trunk_columns(token_count))
 
 
-def branching_widths(prompt: Prompt) -> tuple[set[int], set[int]]:
-    """Return the columns of the forwards that feed a prompt up to where its texts branch, and of those that follow."""
+def add_widths(prompt: Prompt, trunk_widths: set[int], branch_widths: set[int]) -> None:
+    """Add the columns of the forwards that can feed a prompt up to where its texts branch, and of those that follow."""
     leads, question_length = _leads(prompt), len(prompt.question_ids)
-    trunk_lengths, branch_lengths = {question_length}, set()
+    trunk_lengths = {question_length}
     if len(leads) == 1:
         (lead_ids,) = leads
         trunk_lengths = {len(lead_ids), question_length + len(lead_ids)}
-    for branch in prompt.branches:
-        if not branch.alone:
-            branch_lengths.add(len(branch.answer_ids) - 1 if len(leads) == 1 else len(branch.input_ids))
-    return set(map(column_count, trunk_lengths - {0})), set(map(branch_columns, branch_lengths - {0}))
+    branches = [branch for branch in prompt.branches if not branch.alone]
+    branch_lengths = {len(branch.answer_ids) - 1 if len(leads) == 1 else len(branch.input_ids) for branch in branches}
+    trunk_widths |= {min(_TRUNK_WIDTH, trunk_columns(length)) for length in trunk_lengths if length}
+    branch_widths |= {branch_width(length) for length in branch_lengths if length}
 
 
 def _leads(prompt: Prompt) -> set[tuple[int, ...]]:
@@ -116,54 +121,57 @@ class Continuations:
             self._measure_single(pending, cache)
             return
         cache.detach_state()
-        width = column_count(len(pending.trunk_ids)) if pending.trunk_ids else 0
-        waiting = self._waiting.setdefault(width, [])
+        columns = trunk_columns(len(pending.trunk_ids))
+        waiting = self._waiting.setdefault(columns, [])
         waiting.append((pending, cache))
         batching = self.worker.batching
         all_waiting = [waiting_cache for queue in self._waiting.values() for _, waiting_cache in queue]
-        is_full = len(waiting) >= batching.asking[-1] or not batching.has_room(len(waiting), all_waiting)
-        if is_full:
-            self._flush(width)
+        row_count = batching.rows_for(min(_TRUNK_WIDTH, columns))
+        if len(waiting) >= row_count or not batching.has_room(len(waiting), all_waiting):
+            self._flush(columns)
         elif len(all_waiting) >= batching.counts[-1]:  # queues of several widths together hold as much as a batch
-            self._flush(max(self._waiting, key=lambda key: len(self._waiting[key])))
+            self._flush(max(self._waiting, key=lambda columns: len(self._waiting[columns])))
 
     def drain(self) -> None:
         """Measure everything that waits."""
-        for width in [*self._waiting]:
-            self._flush(width)
+        for columns in [*self._waiting]:
+            self._flush(columns)
 
-    def _flush(self, width: int) -> None:
-        """Measure what waits in the queue of one width."""
-        if not (waiting := self._waiting.pop(width, [])):
-            return
-        worker = self.worker
+    def _flush(self, columns: int) -> None:
+        """Measure what waits in the queue of trunks of so many columns."""
+        waiting = self._waiting.pop(columns)
+        worker, batching = self.worker, self.worker.batching
         started = now(worker.device)
         queue, caches = [pending for pending, _ in waiting], [cache for _, cache in waiting]
         del waiting
         trunk = None
-        if width:
-            trunk = Batch(worker.model, caches, worker.batching.asking_slots(len(queue)))
+        if columns:
+            trunk_width = min(_TRUNK_WIDTH, columns)
+            trunk = Batch(worker.model, caches, batching.slots_for(len(queue), trunk_width))
             caches.clear()  # the batch has copies
-            logits = trunk.feed([pending.trunk_ids for pending in queue], width)
+            for rest in range(columns - trunk_width, -1, -trunk_width):  # columns that follow
+                ends = [len(pending.trunk_ids) - rest for pending in queue]
+                pieces = [
+                    pending.trunk_ids[max(0, end - trunk_width) : end] for pending, end in zip(queue, ends, strict=True)
+                ]
+                logits = trunk.feed(pieces, trunk_width)
             for pending, row_logits in zip(queue, logits, strict=True):
                 _measure_first(pending, row_logits)
         rows_by_width: dict[int, list[tuple[int, MeasuredText]]] = {}
         for row_index, pending in enumerate(queue):
             for text in pending.texts:
                 if text.pending_ids:
-                    rows_by_width.setdefault(branch_columns(len(text.pending_ids)), []).append((row_index, text))
-        for branch_width, rows in rows_by_width.items():
-            for start in range(0, len(rows), worker.batching.asking[-1]):
-                together = rows[start : start + worker.batching.asking[-1]]
-                row_indices, slots = (
-                    [row_index for row_index, _ in together],
-                    worker.batching.asking_slots(len(together)),
-                )
+                    rows_by_width.setdefault(branch_width(len(text.pending_ids)), []).append((row_index, text))
+        for width, rows in rows_by_width.items():
+            row_count = batching.rows_for(width)
+            for start in range(0, len(rows), row_count):
+                row_indices, texts = zip(*rows[start : start + row_count], strict=True)
+                slots = batching.slots_for(len(texts), width)
                 if trunk is None:
                     batch = Batch(worker.model, [caches[row_index] for row_index in row_indices], slots)
                 else:
                     batch = trunk.branches(row_indices, slots)
-                feed_texts(batch, [text for _, text in together], branch_width)
+                feed_texts(batch, texts, width)
         seconds = (now(worker.device) - started) / len(queue)
         responses = [self._ended(pending, seconds) for pending in queue]
         worker.done(responses, [pending.cell for pending in queue])
@@ -203,7 +211,7 @@ class Continuations:
                 columns.append(peak_columns(branch_cache, 0))
         elif longer_texts:
             batch = Batch(model, [cache.fork() for _ in longer_texts], len(longer_texts))
-            width = 1 if evicts else max(branch_columns(len(text.pending_ids)) for text in longer_texts)
+            width = 1 if evicts else max(branch_width(len(text.pending_ids)) for text in longer_texts)
             feed_texts(batch, longer_texts, width)
             columns += [peak_columns(batch.cache, row_index) for row_index in range(batch.rows)]
             evict_seconds += 0.0 if batch.cache.eviction_state is None else batch.cache.eviction_state.seconds

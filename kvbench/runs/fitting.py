@@ -24,13 +24,12 @@ def check_moments(
         notify: Receives a message where nothing would be evicted.
 
     Raises:
-        UserError: Moment `turns` needs dialogues that fit, or the task refuses a moment.
+        UserError: A moment or a budget does not apply to the task: `turns` needs dialogues that fit, whole texts are
+            compressed only while they are fed, and a task may have nothing before its questions.
     """
     task_name = task.name
-    if any(policy.evicts for policy in grid.built_policies):
-        for moment in dict.fromkeys(timing.moment for timing in grid.timings):
-            if moment in task.refused:
-                raise UserError(task.refused[moment])
+    if not all(policy.is_full for policy in grid.built_policies):
+        _check_early_moments(grid, task, prompts)
     if grid.has_moment("chunked") and prompts.shows:
         raise UserError(f"{task_name} shows images, which moment chunked does not split; use another --moment")
     if any(budget.visual for budget in grid.parsed_budgets) and not prompts.shows:
@@ -51,6 +50,23 @@ def check_moments(
                 f"{task_name}: no prompt is longer than a chunk of {timing.chunk} tokens, so the cache is evicted from "
                 f"only once; use --moment chunked:{max(1, prompts.longest // 4)}"
             )
+
+
+def _check_early_moments(grid: Grid, task: LoadedTask, prompts: Prompts) -> None:
+    """Refuse moments at which a task has nothing to compress.
+
+    Raises:
+        UserError: There is one.
+    """
+    early_timings = [str(timing) for timing in grid.timings if timing.moment not in ("decode", "chunked")]
+    if prompts.rolls and early_timings:
+        raise UserError(
+            f"{task.name} measures whole texts, so there is nothing to compress before them at moment "
+            f"{', '.join(early_timings)}; use --moment decode (budget in tokens) or chunked"
+        )
+    for timing in grid.timings:
+        if timing.moment in task.refused:
+            raise UserError(task.refused[timing.moment])
 
 
 def unfit_policies(grid: Grid, task_name: str, prompts: Prompts, depth: int) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""Integrity of a run's two tables: digests, and sums that must agree.
+"""Integrity of a run's tables: digests, and sums that must agree.
 
-The metadata of `cells.parquet` holds a record: a digest of its cells, the SHA-256 of `samples.parquet`, and the samples
-and repeats of the grid. Tables of earlier versions have no record; their counts and means are compared instead.
+The metadata of `cells.parquet` holds a record: a digest of its cells, the SHA-256 of `samples.parquet` and
+`metrics.parquet`, and the samples and repeats of the grid. Tables of earlier versions have no record; their counts and
+means are compared instead. Runs of earlier versions have no `metrics.parquet`.
 """
 
 from __future__ import annotations
@@ -25,22 +26,25 @@ from kvbench.runs.schema import AVERAGED, CELL_COLUMNS, SAMPLES_SCHEMA
 
 CELLS = "cells.parquet"
 SAMPLES = "samples.parquet"
+METRICS = "metrics.parquet"
 _RECORD = b"kvbench"
+_DIGESTS = {SAMPLES: "samples_sha256", METRICS: "metrics_sha256"}
+"""Field of the record for the SHA-256 of each file."""
 _IN_BOTH = ("score", *(name for name in AVERAGED if name in SAMPLES_SCHEMA.names))
 """Columns of the cells that are means of a sample column."""
 _NUMBERS = tuple(column.name for column in CELL_COLUMNS if column.always)
-"""Columns that are finite in every cell that has a score."""
+"""Columns that are numbers in every cell that has a score; one context has an infinite interval."""
 _MEND = "restore it, or run the same command again to rewrite it from the responses"
 
 
-def with_record(cells: pa.Table, samples: Path, facts: Mapping[str, Any]) -> pa.Table:
+def with_record(cells: pa.Table, folder: Path, facts: Mapping[str, Any]) -> pa.Table:
     """Add the record to the metadata of a table of cells.
 
     Args:
-        samples: The final file of the samples.
+        folder: The run's folder, with the final files of its other tables.
         facts: Further JSON values to record.
     """
-    digests = {"cells": _digest(cells), "samples_sha256": _sha256(samples)}
+    digests = {"cells": _digest(cells), **{field: _sha256(folder / name) for name, field in _DIGESTS.items()}}
     return cells.replace_schema_metadata({_RECORD: json.dumps({**facts, **digests})})
 
 
@@ -68,7 +72,7 @@ def _recorded(cells: pa.Table) -> dict[str, Any]:
 
 
 def checked_cells(folder: Path) -> pa.Table:
-    """Read the cells of a run, with the columns of their version, and check both tables.
+    """Read the cells of a run, with the columns of their version, and check all tables.
 
     Raises:
         UserError: A table is missing or damaged, lacks a number, or does not belong to the other.
@@ -82,7 +86,27 @@ def checked_cells(folder: Path) -> pa.Table:
             raise UserError(f"{folder} is not a finished run: {file_name} is missing") from None
         except (OSError, ValueError) as error:
             raise unreadable(path, error) from None
+    metrics = folder / METRICS
+    file_states += [state_of(metrics)] if metrics.is_file() else []
     return _checked(folder.absolute(), folder, *file_states)
+
+
+def checked_metrics(folder: Path) -> pa.Table:
+    """Read the scores of a run by all metrics, after checking all tables.
+
+    Raises:
+        UserError: An earlier version wrote the run, without them, or a table is missing or damaged.
+    """
+    if _DIGESTS[METRICS] not in _recorded(checked_cells(folder)):
+        raise UserError(
+            f"{folder} has only the scores by the metric of each task; run the same command again, which rewrites the "
+            "tables from the responses, with all metrics"
+        )
+    try:
+        with pq.ParquetFile(folder / METRICS, page_checksum_verification=True) as metrics_file:
+            return metrics_file.read()
+    except Exception as error:  # pyarrow raises many error classes for damaged files
+        raise unreadable(folder / METRICS, error) from None
 
 
 @functools.lru_cache(maxsize=16)
@@ -98,21 +122,26 @@ def _checked(_: Path, folder: Path, *states: State) -> pa.Table:
         raise unreadable(path, error) from None
     if record and record.get("cells") != cells_digest:
         raise UserError(f"{path} is damaged: it was changed after it was written; {_MEND}")
-    samples = folder / SAMPLES
-    if record:
-        try:
-            is_same = record.get("samples_sha256") == _sha256(samples)
-        except OSError as error:
-            raise unreadable(samples, error) from None
-        if not is_same:
-            raise UserError(
-                f"{samples} is not the table that {CELLS} was written with: it is damaged, "
-                f"or the run was stopped between the two; {_MEND}"
-            )
-    else:
+    for file_name, field in _DIGESTS.items() if record else ():
+        if field in record:  # earlier versions recorded fewer tables
+            _check_digest(folder / file_name, record[field])
+    if not record:
         _compare(cells, folder)
     _check_numbers(cells, path)
     return cells
+
+
+def _check_digest(path: Path, digest: str) -> None:
+    """Refuse a table other than the recorded one."""
+    try:
+        is_same = digest == _sha256(path)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if not is_same:
+        raise UserError(
+            f"{path} is not the table that {CELLS} was written with: it is damaged, "
+            f"or the run was stopped between the two; {_MEND}"
+        )
 
 
 def _compare(cells: pa.Table, folder: Path) -> None:
@@ -183,9 +212,7 @@ def _check_numbers(cells: pa.Table, path: Path) -> None:
     """Refuse scored cells that lack a number."""
     numeric_columns = [column_name for column_name in _NUMBERS if column_name in cells.column_names]
     for cell_row in cells.to_pylist():
-        bad_columns = [
-            column for column in numeric_columns if cell_row[column] is None or not math.isfinite(cell_row[column])
-        ]
+        bad_columns = [column for column in numeric_columns if cell_row[column] is None or math.isnan(cell_row[column])]
         if cell_row["status"] == "ok" and bad_columns:
             raise UserError(
                 f"{path}: {cell_row['task']}, {cell_row['policy']} at {cell_row['budget']} has a score, "

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import functools
+import json
+import math
 import operator
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from kvbench.errors import UserError, nearest, quoted
-from kvbench.runs.integrity import CELLS, SAMPLES, checked_cells, unreadable
+from kvbench.runs.integrity import CELLS, METRICS, SAMPLES, checked_cells, checked_metrics, unreadable
 from kvbench.runs.schema import (
     CELLS_SCHEMA,
+    METRICS_SCHEMA,
     OLDEST_VERSION,
     SAMPLE_COLUMNS,
     SAMPLES_SCHEMA,
     SCHEMA_VERSION,
+    SCORES,
     ResultColumn,
     missing_columns,
 )
 
 _SHARED = tuple(column.name for column in SAMPLE_COLUMNS if column.shared)
+
+_METRIC_FACTS = ("metric", "higher_is_better", "is_mean")
+"""Columns of cells that depend on the metric, besides its scores."""
 
 _PART = 1 << 13
 """Number of rows decoded at a time when only some are kept."""
@@ -35,6 +44,7 @@ def load(
     paths: str | Path | Iterable[str | Path],
     columns: Sequence[str] | None = None,
     where: Mapping[str, Any] | None = None,
+    metric: str | None = None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read the results of one run or several as data frames: cells and samples.
 
@@ -46,11 +56,13 @@ def load(
         columns: Columns of the samples; None for all.
         where: Restricts cells and samples: by column of the cells, one or several values, such as
             `{"task": "vt", "policy": ["full", "snapkv"]}`. Samples of other cells are not loaded.
+        metric: Metric of the scores, such as `acc_norm`, or `exact_match,strict-match` with its filter. Tasks without
+            it keep their own, with a warning. None: every task's own metric.
 
     Raises:
-        UserError: A run cannot be read, a column does not exist, or the runs are incompatible.
+        UserError: A run cannot be read, a column does not exist, no task has the metric, or the runs are incompatible.
     """
-    return load_frames(paths, columns, where=where)
+    return load_frames(paths, columns, where=where, metric=metric)
 
 
 def load_frames(
@@ -60,6 +72,7 @@ def load_frames(
     coded: bool = False,
     where: Mapping[str, Any] | None = None,
     sample_ids: Collection[str] | None = None,
+    metric: str | None = None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read the result tables of one run or several.
 
@@ -71,13 +84,14 @@ def load_frames(
         coded: Whether to load texts shared by samples as categories: 4 bytes per sample and column.
         where: Cells to read, as for `load`; None for all.
         sample_ids: Samples to read of each cell; None for all.
+        metric: Metric of the scores, as for `load`.
 
     Returns:
         The frames of `cells.parquet` and `samples.parquet`.
 
     Raises:
         UserError: A folder does not exist, holds no results, damaged ones or those of another version, two runs score
-            the same data by different metrics or judges, or a column does not exist.
+            the same data by different metrics or judges, a column does not exist, or no task has the metric.
     """
     folders = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
     if not folders:
@@ -94,11 +108,14 @@ def load_frames(
     for column, values in (where or {}).items():
         is_collection = isinstance(values, Collection) and not isinstance(values, str)
         cells = cells[cells[column].isin(list(values) if is_collection else [values])]
+    labels: dict[str, str] = {}
+    if metric is not None:
+        cells, labels = _with_metric(cells, folders, metric)
     _one_metric(cells, folders)
     if cells["cell"].duplicated().any():
         cells = _fullest(cells, folders)
     tables = [
-        _samples(folder, columns, coded, set(cells.loc[cells["_run"] == run_index, "cell"]), sample_ids)
+        _samples(folder, columns, coded, set(cells.loc[cells["_run"] == run_index, "cell"]), sample_ids, labels)
         for run_index, folder in enumerate(folders)
     ]
     sample_table = pa.concat_tables(tables).unify_dictionaries()
@@ -110,14 +127,15 @@ def load_frames(
 
 
 def responses_of(
-    paths: str | Path | Iterable[str | Path],
+    paths: str | Path | Iterable[str | Path], metric: str | None = None
 ) -> Callable[[Collection[str]], pd.DataFrame]:
     """Return a function that reads all columns of samples with given ids.
 
     Args:
         paths: Folders of runs, as for `load_frames`.
+        metric: Metric of the scores, as for `load`.
     """
-    return lambda sample_ids: load_frames(paths, sample_ids=sample_ids)[1]
+    return lambda sample_ids: load_frames(paths, sample_ids=sample_ids, metric=metric)[1]
 
 
 def _check_columns(table_name: str, names: Iterable[str], schema: pa.Schema) -> None:
@@ -152,24 +170,93 @@ def _one_metric(cells: pd.DataFrame, folders: Sequence[Path]) -> None:
             )
 
 
+def _with_metric(cells: pd.DataFrame, folders: Sequence[Path], metric: str) -> tuple[pd.DataFrame, dict[str, str]]:
+    """Replace the scores of cells by those of another metric.
+
+    Returns:
+        The cells, and the metric's key in the column `metrics` of the samples, by cell; without the cells of tasks that
+        lack the metric.
+
+    Raises:
+        UserError: No task has the metric, or a run has no scores by all metrics.
+    """
+    tables = [
+        _upgraded(checked_metrics(folder), folder / METRICS, METRICS_SCHEMA, METRICS_SCHEMA.names)
+        .to_pandas()
+        .assign(_run=run_index)
+        for run_index, folder in enumerate(folders)
+    ]
+    rows = pd.concat(tables, ignore_index=True).merge(cells[["cell", "_run"]], on=["cell", "_run"])
+    suffixes = rows["filter"].map(lambda filter_name: f",{filter_name}" if filter_name else "")
+    # A judged metric is stored with its judge, which users need not write.
+    names = rows["metric"].str.partition(" (")[0]
+    rows = rows.assign(_label=names + suffixes, metric=rows["metric"] + suffixes)
+    is_named = (names == metric) | (rows["_label"] == metric) | (rows["metric"] == metric)
+    named = rows[is_named].drop_duplicates(["cell", "_run"])  # without a filter, the first one counts
+    if not len(named):
+        raise UserError(
+            f"no task has the metric {quoted(metric)}; there are {', '.join(dict.fromkeys(rows['_label']))}"
+        )
+    found = named.set_index(["cell", "_run"]).reindex(pd.MultiIndex.from_frame(cells[["cell", "_run"]]))
+    found.index = cells.index
+    # A failed cell has no row, but its task has the metric.
+    cells = cells.copy()
+    facts = found[list(_METRIC_FACTS)].groupby([cells["task"], cells["_run"]]).transform("first")
+    has_metric = facts["metric"].notna()
+    if others := list(dict.fromkeys(cells.loc[~has_metric, "task"])):
+        warnings.warn(f"shown by their own metric, because they lack {metric}: {', '.join(others)}", stacklevel=1)
+    lacks_score = has_metric & (cells["status"] == "ok") & found["score"].isna()
+    for column in (*SCORES, *_METRIC_FACTS):
+        values = found[column] if column in SCORES else facts[column]
+        cells[column] = values.where(has_metric, cells[column]).astype(cells[column].dtype)
+    cells["status"] = cells["status"].mask(lacks_score, "error")
+    cells["error"] = cells["error"].mask(lacks_score, f"no score by {metric}")
+    return cells, dict(zip(named["cell"], named["_label"], strict=True))
+
+
 def _samples(
     folder: Path,
     columns: Sequence[str] | None,
     coded: bool,
     cells: Collection[str],
     sample_ids: Collection[str] | None,
+    labels: Mapping[str, str],
 ) -> pa.Table:
-    """Read the samples of some cells of a run."""
+    """Read the samples of some cells of a run, with the score by another metric for the cells in `labels`."""
     requested = SAMPLES_SCHEMA.names if columns is None else list(columns)
     stored_cells = set(_cells(folder, ["cell"])["cell"].to_pylist())
     row_filters = [] if stored_cells <= set(cells) else [_any_of("cell", cells)]
     row_filters += [] if sample_ids is None else [_any_of("sample_id", sample_ids)]
-    read_columns = list(dict.fromkeys([*requested, "cell"]))
+    is_replaced = bool(labels) and "score" in requested
+    read_columns = list(dict.fromkeys([*requested, "cell", *(["metrics"] if is_replaced else [])]))
     table = _sample_rows(folder, read_columns, _SHARED if coded else (), row_filters)
     # A run that ended between writing its two tables has samples of cells missing from the other.
     if not set(cells).issuperset(table["cell"].unique().to_pylist()):
         table = table.filter(_any_of("cell", cells))
+    if is_replaced:
+        table = _with_scores(table, labels)
     return table.select(requested)
+
+
+def _with_scores(table: pa.Table, labels: Mapping[str, str]) -> pa.Table:
+    """Replace the scores of samples by the values in their column `metrics`; each text in it is parsed once."""
+    cells, texts = (
+        column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
+        for column in (table[name].combine_chunks() for name in ("cell", "metrics"))
+    )
+    label_of_cell = np.array([labels.get(cell, "") for cell in cells.dictionary.to_pylist()], dtype=object)
+    sample_labels = label_of_cell[cells.indices.to_numpy()]
+    parsed = [json.loads(text) if text else {} for text in texts.dictionary.to_pylist()]
+    is_single = np.array([not text for text in texts.dictionary.to_pylist()], dtype=bool)[texts.indices.to_numpy()]
+    scores = table["score"].to_numpy(zero_copy_only=False).copy()
+    for label in set(labels.values()):
+        values = np.array([numbers.get(label, math.nan) for numbers in parsed], dtype=np.float64)
+        replaced = (sample_labels == label) & ~is_single
+        scores[replaced] = values[texts.indices.to_numpy()[replaced]]
+    score_field = table.schema.field("score")
+    return table.set_column(
+        table.schema.get_field_index("score"), score_field, pa.array(scores, score_field.type, from_pandas=True)
+    )
 
 
 def _any_of(column: str, values: Collection[str]) -> pc.Expression:

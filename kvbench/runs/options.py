@@ -50,8 +50,8 @@ class Option:
         metavar: Placeholder of the value in the help.
         help: Help text.
         flag: Name of the flag and of the YAML key, if not the field's.
-        spelling: Spellings of the flag, separated by spaces, if they are not `--` and its name: with a negative form,
-            such as `--full/--no-full`, or with an alias, such as `--samples --limit`.
+        spelling: Spelling of a flag with a negative form, such as `--full/--no-full`.
+        alias: Another flag that means the same.
         complete: Function of `kvbench.cli.complete` that completes the value.
         digest: When the option counts for the digest of the grid, because it changes a response or adds a cell:
             "always", "if set" (not None) or "never", so that a run continues with another value.
@@ -64,6 +64,7 @@ class Option:
     help: str
     flag: str = ""
     spelling: str = ""
+    alias: str = ""
     complete: str = ""
     digest: str = "always"
 
@@ -167,7 +168,7 @@ class GridOptions(Options):
     samples: int = declare(
         50, values.integer("samples", 1), int, PROMPTS, "N",
         "Samples per task. A larger number extends a run, a smaller one keeps it. Default: 50.",
-        spelling="--samples --limit", digest="never",
+        alias="--limit", digest="never",
     )  # fmt: skip
     lengths: tuple[int, ...] = declare(
         (1024,), values.lengths, list, PROMPTS, "TOKENS",

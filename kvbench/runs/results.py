@@ -1,42 +1,106 @@
-"""Scoring of responses into the two result tables: scores, intervals, differences from the full cache."""
+"""Scoring of responses into the result tables: scores, intervals, differences from the full cache."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from kvbench import stats
 from kvbench.benchmark import Marks
 from kvbench.errors import PluginError, UserError, plugin_call
 from kvbench.files import digest_of
-from kvbench.harness.protocol import Key, Request
+from kvbench.harness.protocol import Key, MetricScores, Request
 from kvbench.judge.base import JudgeError
 from kvbench.judge.rubrics import origin
 from kvbench.runs.cell import Cell
 from kvbench.runs.planning import Job
-from kvbench.runs.schema import AVERAGED, MEASURED, SCHEMA_VERSION, Columns, Response
+from kvbench.runs.schema import (
+    AVERAGED,
+    MEASURED,
+    METRICS_SCHEMA,
+    SCHEMA_VERSION,
+    SCORES,
+    Columns,
+    Response,
+    Row,
+    ScoredCell,
+)
 from kvbench.runs.store import RunStore
 
 _PROMPT_END = 400
 """Number of prompt characters stored with its response."""
-_SCORES = "score score_se score_lo score_hi full_score diff diff_lo diff_hi".split()
 
 _LARGEST_SCORE = 1e150
 """Limit of scores, above which their squares and thus their intervals would be infinite."""
 
-Row: TypeAlias = dict[str, Any]
-"""A row of `cells.parquet`."""
+_DIGITS = 9
+"""Significant digits of the values in the column `metrics`, which keep it small."""
 
 
 @dataclass(frozen=True)
-class _FullCache:
-    """Scores of the full cache, the reference of the other cells."""
+class _Measured:
+    """A cell's score by one metric.
 
-    scores: dict[Key, float]
+    Attributes:
+        metric: The metric, with values in order of their keys.
+        clusters: The context of each value.
+        estimate: The score with its uncertainty.
+        draws: The score of each bootstrap resample; None if the score is a mean.
+    """
+
+    metric: MetricScores
+    clusters: Mapping[Key, str]
     estimate: stats.Estimate
+    draws: stats.Floats | None = None
+
+    @classmethod
+    def of(cls, metric: MetricScores, clusters: Mapping[Key, str]) -> _Measured:
+        """Return the score of a metric.
+
+        Args:
+            metric: The metric.
+            clusters: The context of each value.
+
+        Raises:
+            PluginError: The score is not a finite number, or neither the mean of its values nor aggregated from them.
+        """
+        metric = replace(metric, values={key: metric.values[key] for key in sorted(metric.values)})
+        clusters = {key: clusters[key] for key in metric.values}
+        numbers = [metric.score] if metric.aggregate else [metric.score, *metric.values.values()]
+        if not metric.values or not all(abs(_finite(number)) <= _LARGEST_SCORE for number in numbers):
+            raise PluginError(
+                f"{metric.label} returned a score that is not a finite number of at most {_LARGEST_SCORE:g}"
+            )
+        values, contexts = list(metric.values.values()), list(clusters.values())
+        if metric.aggregate is not None:
+            draws = stats.aggregate_draws(values, contexts, metric.aggregate)
+            context_count = len(set(contexts))
+            bounds = stats.draws_interval(draws, context_count)
+            standard_error = float(np.nanstd(draws, ddof=1)) if math.isfinite(bounds[0]) else math.nan
+            estimate = stats.Estimate(metric.score, standard_error, *bounds, len(values), context_count)
+            return cls(metric, clusters, estimate, draws)
+        estimate = stats.summary(values, contexts)
+        if not math.isclose(metric.score, estimate.mean, rel_tol=1e-6, abs_tol=1e-9):
+            raise PluginError(f"{metric.label} is not the mean of its values, and has no function that aggregates them")
+        return cls(metric, clusters, estimate)
+
+    def difference(self, reference: _Measured) -> stats.Difference:
+        """Return the paired difference from another cell, over the responses of which both have a value.
+
+        A score that is not a mean has one only if these are all responses.
+        """
+        if self.draws is None or reference.draws is None:
+            return stats.paired(self.metric.values, reference.metric.values, self.clusters)
+        if self.clusters.keys() != reference.clusters.keys():
+            return stats.NO_DIFFERENCE
+        bounds = stats.draws_interval(self.draws - reference.draws, self.estimate.clusters)
+        return stats.Difference(self.estimate.mean - reference.estimate.mean, *bounds, self.estimate.n)
 
 
 class _Asked(NamedTuple):
@@ -62,16 +126,13 @@ class _Asked(NamedTuple):
         )
 
 
-def scored(jobs: Iterable[Job], responses_of: Callable[[str], Sequence[Response]]) -> Iterator[tuple[Row, Columns]]:
+def scored(jobs: Iterable[Job], responses_of: Callable[[str], Sequence[Response]]) -> Iterator[ScoredCell]:
     """Score every cell from its responses, one cell at a time.
 
     Only the requests of the tasks as loaded count: a store can hold more samples.
 
     Args:
         responses_of: Returns the responses of a cell, given its hash.
-
-    Yields:
-        A cell's row of `cells.parquet`, and the columns of its part of `samples.parquet`.
     """
     for job in jobs:
         scorer = _Scorer(job)
@@ -116,35 +177,85 @@ class _Scorer:
         self.job, self.task = job, job.task
         self.requests = {(request.sample_id, request.question_id): _Asked.of(request) for request in job.task.requests}
         # The full cache of live dialogues has its own history, so it is a separate baseline.
-        self.full: dict[bool, _FullCache] = {}
+        self.full: dict[bool, dict[str, _Measured]] = {}
 
-    def cell(self, cell: Cell, responses: Sequence[Response]) -> tuple[Row, Columns]:
-        """Return the row of a cell and the columns of its samples."""
+    def cell(self, cell: Cell, responses: Sequence[Response]) -> ScoredCell:
+        """Return what the tables say of a cell."""
         counted_responses = [response for response in responses if self._counts(response)]
         cell_row = self._empty_row(cell, counted_responses)
-        scores: dict[Key, float] = {}
+        metrics: list[MetricScores] = []
+        measured: dict[str, _Measured] = {}
         if not cell_row["error"]:
             try:
-                scores, estimate = self._scores(counted_responses)
+                metrics = self._metrics(counted_responses)
+                measured = self._measured(metrics)
             except PluginError as error:
                 cell_row |= {"status": "error", "error": str(error)}
-            else:
-                cell_row |= _columns(estimate) | _means(counted_responses)
-                is_live = cell.moment == "turns"
-                if cell.is_full:
-                    self.full[is_live] = _FullCache(scores, estimate)
-                if is_live in self.full:
-                    cell_row |= self._comparison(cell, scores, self.full[is_live])
-        return cell_row, self._samples(cell, counted_responses, scores)
+                metrics = []
+        if not metrics:
+            metrics = [MetricScores(self.task.metric, "", self.task.higher_is_better, {}, math.nan)]
+        is_live = cell.moment == "turns"
+        if cell.is_full:
+            self.full[is_live] = measured
+        metric_rows = [
+            self._metric_row(cell_row, metric, measured.get(metric.label), self.full.get(is_live, {}), cell)
+            for metric in metrics
+        ]
+        if measured:
+            cell_row |= {name: metric_rows[0][name] for name in ("is_mean", *SCORES)} | _means(counted_responses)
+            full_cache = self.full.get(is_live, {}).get(metrics[0].label)
+            cell_row["discriminative"] = full_cache is not None and self._above_chance(full_cache.estimate)
+        return ScoredCell(cell_row, metric_rows, self._samples(cell, counted_responses, metrics))
+
+    def _measured(self, metrics: Sequence[MetricScores]) -> dict[str, _Measured]:
+        """Return the scores by all metrics that have one.
+
+        Raises:
+            PluginError: The task's metric has no score.
+        """
+        measured: dict[str, _Measured] = {}
+        for metric in metrics:
+            clusters = {key: self.requests[key[:2]].context_id for key in metric.values}
+            try:
+                measured[metric.label] = _Measured.of(metric, clusters)
+            except PluginError:
+                if metric is metrics[0]:
+                    raise
+        return measured
+
+    def _metric_row(
+        self,
+        cell_row: Row,
+        metric: MetricScores,
+        measured: _Measured | None,
+        full_cache: Mapping[str, _Measured],
+        cell: Cell,
+    ) -> Row:
+        """Return the row of a cell and metric in `metrics.parquet`; its scores are NaN if there are none."""
+        judge = self.job.judge
+        row: Row = {
+            **{column: cell_row[column] for column in METRICS_SCHEMA.names if column in cell_row},
+            **dict.fromkeys(SCORES, math.nan),
+            "metric": metric.name if judge is None else f"{metric.name} ({judge.mark})",
+            "filter": metric.filter,
+            "higher_is_better": metric.higher_is_better,
+            "is_mean": metric.aggregate is None,
+        }
+        if measured is None:
+            return row
+        estimate = measured.estimate
+        scores = (estimate.mean, estimate.se, estimate.lo, estimate.hi)
+        row |= dict(zip(("score", "score_se", "score_lo", "score_hi"), scores, strict=True))
+        if (full := full_cache.get(metric.label)) is None:
+            return row
+        difference = stats.Difference(0.0, 0.0, 0.0) if cell.is_full else measured.difference(full)
+        differences = (full.estimate.mean, difference.mean, difference.lo, difference.hi)
+        return row | dict(zip(("full_score", "diff", "diff_lo", "diff_hi"), differences, strict=True))
 
     def _counts(self, response: Response) -> bool:
         """Return whether a response belongs to the loaded task: a store can hold more of them."""
         request = self.requests.get((response.sample_id, response.question_id))
         return request is not None and response.repeat < request.repeats
-
-    def _clusters(self, scores: dict[Key, float]) -> dict[Key, str]:
-        """Return the context of each score."""
-        return {key: self.requests[key[:2]].context_id for key in scores}
 
     def _empty_row(self, cell: Cell, responses: Sequence[Response]) -> dict[str, Any]:
         """Return a cell's row without scores; with the error if the cell cannot be scored."""
@@ -162,8 +273,9 @@ class _Scorer:
             "status": "error" if error else "ok",
             "error": error,
             "higher_is_better": self.task.higher_is_better,
+            "is_mean": True,
             "discriminative": False,
-            **dict.fromkeys((*_SCORES, *AVERAGED), math.nan),
+            **dict.fromkeys((*SCORES, *AVERAGED), math.nan),
         }
         return cell_row | self._judge_columns(cell_row)
 
@@ -180,29 +292,21 @@ class _Scorer:
             "match": digest_of([cell_row["match"], metric]),
         }
 
-    def _scores(self, responses: Sequence[Response]) -> tuple[dict[Key, float], stats.Estimate]:
-        """Return the score of each response and their mean.
+    def _metrics(self, responses: Sequence[Response]) -> list[MetricScores]:
+        """Score responses by all metrics of the task.
 
         Raises:
-            PluginError: The metric failed, or is not a mean of finite numbers.
+            PluginError: The task's metric failed.
         """
-        metric = self.task.metric
         response_texts = {_key(response): response.response for response in responses}
         try:
             with plugin_call():  # a metric may be plugin code: only its cell fails
-                scores, aggregate = self.task.score(response_texts, self._marks(response_texts))
+                return self.task.score_metrics(response_texts, self._marks(response_texts))
         except PluginError as error:
             cause = error.__cause__
             if isinstance(cause, UserError) and not isinstance(cause, JudgeError):
                 raise cause from None  # a user error affects all cells
             raise
-        if not all(abs(score) <= _LARGEST_SCORE for score in scores.values()):  # also false for NaN
-            raise PluginError(f"{metric} returned a score that is not a finite number of at most {_LARGEST_SCORE:g}")
-        clusters = self._clusters(scores)
-        estimate = stats.summary(list(scores.values()), list(clusters.values()))
-        if not math.isclose(aggregate, estimate.mean, rel_tol=1e-6, abs_tol=1e-9):
-            raise PluginError(f"{metric} is not a mean over samples, and only means have intervals")
-        return scores, estimate
 
     def _marks(self, responses: Mapping[Key, str]) -> list[Marks] | None:
         """Return the judge's marks of all responses, requested together; None without a judge.
@@ -223,31 +327,13 @@ class _Scorer:
             raise JudgeError(f"{count_note * (len(responses) > 1)}{location}: {failures[first_key]}")
         return [verdict for verdict in verdicts if not isinstance(verdict, JudgeError)]
 
-    def _comparison(self, cell: Cell, scores: dict[Key, float], full_cache: _FullCache) -> dict[str, Any]:
-        """Return the paired difference from the full cache on the same samples; 0 for the full cache."""
-        columns = {
-            "full_score": full_cache.estimate.mean,
-            "diff": 0.0,
-            "diff_lo": 0.0,
-            "diff_hi": 0.0,
-            "discriminative": self._above_chance(full_cache.estimate),
-        }
-        if not cell.is_full:
-            difference = stats.paired(scores, full_cache.scores, self._clusters(scores))
-            columns |= {
-                "diff": difference.mean,
-                "diff_lo": difference.lo,
-                "diff_hi": difference.hi,
-            }
-        return columns
-
     def _above_chance(self, full: stats.Estimate) -> bool:
         """Return whether the full cache is better than chance, so that differences are meaningful."""
         if self.task.higher_is_better:
             return stats.discriminative(full.lo, self.task.chance)
         return stats.discriminative(-full.hi, -self.task.chance)
 
-    def _samples(self, cell: Cell, responses: Sequence[Response], scores: dict[Key, float]) -> Columns:
+    def _samples(self, cell: Cell, responses: Sequence[Response], metrics: Sequence[MetricScores]) -> Columns:
         requests = [self.requests[response.sample_id, response.question_id] for response in responses]
         labels = {column: cell.labels[column] for column in ("task", "policy", "budget", "moment")}
         shared_columns = {
@@ -262,7 +348,8 @@ class _Scorer:
             "extra": [request.extra for request in requests],
             "prompt_end": [request.prompt_end for request in requests],
             "target": [request.target for request in requests],
-            "score": [scores.get(_key(response), math.nan) for response in responses],
+            "score": [_finite(metrics[0].values.get(_key(response))) for response in responses],
+            "metrics": [_metrics_text(metrics, _key(response)) for response in responses],
         }
 
 
@@ -280,13 +367,18 @@ def _extra(request: Request) -> str:
     return json.dumps(dict(request.extra), sort_keys=True, ensure_ascii=False, default=str)
 
 
-def _columns(estimate: stats.Estimate) -> dict[str, float]:
-    return {
-        "score": estimate.mean,
-        "score_se": estimate.se,
-        "score_lo": estimate.lo,
-        "score_hi": estimate.hi,
-    }
+def _metrics_text(metrics: Sequence[MetricScores], key: Key) -> str:
+    """Return the numbers that the metrics give to a response as JSON; "" if there is only one metric."""
+    if len(metrics) == 1:
+        return ""
+    numbers = {metric.label: _finite(metric.values.get(key)) for metric in metrics}
+    rounded = {label: float(f"{number:.{_DIGITS}g}") for label, number in numbers.items() if math.isfinite(number)}
+    return json.dumps(rounded, ensure_ascii=False)
+
+
+def _finite(value: Any) -> float:
+    """Return a value as a finite number, else NaN."""
+    return float(value) if isinstance(value, Real) and math.isfinite(value) else math.nan
 
 
 def _means(responses: Sequence[Response]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from kvbench.runs.estimate import estimate, missing_of
 from kvbench.runs.executors.base import Executor, Unfinished, run_here
 from kvbench.runs.executors.ray import run_on_ray
 from kvbench.runs.grid import Grid
+from kvbench.runs.groups import group_rows
 from kvbench.runs.integrity import rows_of_cells
 from kvbench.runs.planning import RunPlan, Say, plan
 from kvbench.runs.results import check_requests, scored
@@ -116,7 +117,8 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
                 judge.check()
             _EXECUTORS[grid.executor](open_stages, grid, store, reporter)
         facts = {"samples": grid.samples, "repeats": grid.repeats}
-        cells = store.write_scored(scored(jobs, store.responses_of), facts)
+        tasks = [job.task for job in jobs]
+        cells = store.write_scored(scored(jobs, store.responses_of), facts, functools.partial(group_rows, tasks))
         samples = store.samples()
     failures = {str(cell_row.cell): str(cell_row.error) for cell_row in cells.itertuples() if cell_row.status != "ok"}
     return Run(folder, cells, failures, planned.left_out, _samples=samples)

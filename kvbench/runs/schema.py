@@ -1,7 +1,7 @@
 """The columns of the result tables: each is declared here once. Users rely on names and types.
 
 A column that is measured for every response is a field of `Response`, with what it means. The
-schemas of both tables, what old tables lack, the means over responses, what is checked when a table
+schemas of the tables, what old tables lack, the means over responses, what is checked when a table
 is read, and the tables of docs/results.md follow from these declarations.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
@@ -18,7 +18,7 @@ from kvbench.runs.index import Key
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 OLDEST_VERSION = 2
 """The oldest schema whose tables can be read."""
 
@@ -27,6 +27,10 @@ Columns: TypeAlias = dict[str, Sequence[Any]]
 
 _TEXT, _SHORT, _LONG = pa.string(), pa.int32(), pa.int64()
 _REAL, _BOOL = pa.float64(), pa.bool_()
+
+
+Row: TypeAlias = dict[str, Any]
+"""A row of a result table."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,14 @@ class ResultColumn:
         averaged: Whether its mean over responses is in `cells.parquet`.
         summarised: Whether the mean over the tasks of a benchmark has it.
         paged: Whether the page of `kvbench view` has it.
-        always: Whether every cell that has a score has it, as a finite number.
+        always: Whether every cell that has a score has it, as a number.
     """
 
     type: Any
     meaning: str = ""
     name: str = ""
     since: int = 1
-    substitute: int | str | None = None
+    substitute: int | str | bool | None = None
     copy_of: str = ""
     shared: bool = False
     sampled: bool = True
@@ -231,6 +235,27 @@ def _measured() -> list[ResultColumn]:
     ]
 
 
+_SCORE_COLUMNS: tuple[ResultColumn, ...] = (
+    *_columns(
+        "score",
+        "mean over samples (0 to 1 unless the task says otherwise; see `is_mean`), standard error clustered by "
+        "context, 95% interval",
+        _REAL,
+        paged=True,
+        always=True,
+    ),
+    *_columns("score_se", "", _REAL),
+    *_columns("score_lo score_hi", "", _REAL, _REAL, paged=True, always=True),
+    *_columns(
+        "full_score",
+        "score of the full cache on the same samples; paired difference to it with its 95% interval, bootstrapped over "
+        "contexts (NaN with `--no-full`)",
+        _REAL,
+    ),
+    *_columns("diff diff_lo diff_hi", "", _REAL, _REAL, _REAL, paged=True),
+)
+"""A score with its uncertainty and its difference from the full cache."""
+
 CELL_COLUMNS: tuple[ResultColumn, ...] = (
     *_columns("schema", "version of these columns", _SHORT),
     *_columns("cell", "hash of everything that can change a response; runs resume by it", _TEXT),
@@ -269,22 +294,16 @@ CELL_COLUMNS: tuple[ResultColumn, ...] = (
         "NaN",
         *(_TEXT, _TEXT),
     ),
+    *_SCORE_COLUMNS,
     *_columns(
-        "score",
-        "mean (0 to 1 unless the task says otherwise), standard error clustered by context, 95% interval",
-        _REAL,
-        paged=True,
-        always=True,
+        "is_mean",
+        "whether `score` is the mean of the samples' scores. It is not for a metric such as a perplexity, Matthews' "
+        "correlation or a BLEU of the corpus: its interval and its difference are bootstrapped by computing the metric "
+        "on every resample, and means over tasks leave it out. True in tables of schema 4 and before",
+        _BOOL,
+        since=5,
+        substitute=True,
     ),
-    *_columns("score_se", "", _REAL),
-    *_columns("score_lo score_hi", "", _REAL, _REAL, paged=True, always=True),
-    *_columns(
-        "full_score",
-        "score of the full cache on the same samples; paired difference to it with its 95% interval, bootstrapped over "
-        "contexts (NaN with `--no-full`)",
-        _REAL,
-    ),
-    *_columns("diff diff_lo diff_hi", "", _REAL, _REAL, _REAL, paged=True),
     *_columns(
         "discriminative",
         "whether the full cache is above the task's chance level. If it is not, differences mean nothing, and the "
@@ -304,7 +323,22 @@ SAMPLE_COLUMNS: tuple[ResultColumn, ...] = (
     *_columns("schema", "version of these columns", _SHORT),
     *_columns("cell task policy budget moment", "the cell, as in `cells.parquet`", *[_TEXT] * 5, shared=True),
     *_columns("length", "", _SHORT),
-    *_columns("target score", "the reference answers, and the score of the response", pa.list_(_TEXT), _REAL),
+    *_columns(
+        "target score",
+        "the reference answers, and the score of the response: its value by the task's metric, NaN if that is no "
+        "number",
+        *(pa.list_(_TEXT), _REAL),
+    ),
+    *_columns(
+        "metrics",
+        'a JSON object with the value of the response by every metric that gives it a number, such as `{"acc": 1.0, '
+        '"acc_norm": 0.0}`; the names are those of `--metric`. Empty if the task has only one metric, and in tables of '
+        "schema 4 and before",
+        _TEXT,
+        since=5,
+        substitute="",
+        shared=True,
+    ),
     *(column for column in _measured() if column.sampled),
     *_columns(
         "extra",
@@ -325,10 +359,44 @@ SAMPLE_COLUMNS: tuple[ResultColumn, ...] = (
 )
 """`samples.parquet`: a row per cell, sample, question and repeat."""
 
+METRIC_COLUMNS: tuple[ResultColumn, ...] = (
+    *_columns("schema", "version of these columns", _SHORT),
+    *_columns(
+        "cell model task policy budget moment length seed",
+        "the cell, as in `cells.parquet`",
+        *(_TEXT, _TEXT, _TEXT, _TEXT, _TEXT, _TEXT, _SHORT, _LONG),
+    ),
+    *_columns(
+        "metric filter higher_is_better",
+        "name of the metric, with the judge if there is one; the filter that the responses went through, empty if the "
+        "task has only one; direction. The first row of a cell is the metric of `cells.parquet`",
+        *(_TEXT, _TEXT, _BOOL),
+    ),
+    *_columns("is_mean", "as in `cells.parquet`, for this metric. A score is NaN if the metric failed", _BOOL),
+    *(replace(column, meaning="") for column in _SCORE_COLUMNS),
+)
+"""`metrics.parquet`: a row per cell and metric."""
+
 MEASURED = tuple(column.name for column in _measured() if column.sampled)
 """Columns of the samples that are fields of their responses."""
+SCORES = tuple(column.name for column in _SCORE_COLUMNS)
+"""Columns of a score and of its difference from the full cache."""
 AVERAGED = tuple(column.name for column in CELL_COLUMNS if column.averaged)
 """Columns of the cells that are means of a field of their responses."""
+
+
+class ScoredCell(NamedTuple):
+    """What the tables say of a cell.
+
+    Attributes:
+        row: Its row of `cells.parquet`.
+        metric_rows: Its rows of `metrics.parquet`, the task's metric first.
+        samples: Its part of `samples.parquet`.
+    """
+
+    row: dict[str, Any]
+    metric_rows: list[dict[str, Any]]
+    samples: Columns
 
 
 def _schema(columns: Iterable[ResultColumn], *types: Any) -> Any:
@@ -339,6 +407,7 @@ def _schema(columns: Iterable[ResultColumn], *types: Any) -> Any:
 
 CELLS_SCHEMA = _schema(CELL_COLUMNS, _TEXT, _SHORT, _LONG, _REAL, _BOOL)
 SAMPLES_SCHEMA = _schema(SAMPLE_COLUMNS, _TEXT, pa.list_(_TEXT), _SHORT, _REAL, _LONG)
+METRICS_SCHEMA = _schema(METRIC_COLUMNS, _TEXT, _SHORT, _LONG, _REAL, _BOOL)
 
 
 def missing_columns(version: int) -> Iterator[ResultColumn]:
@@ -352,7 +421,7 @@ def to_table(frame: pd.DataFrame, schema: Any) -> Any:
 
     Args:
         frame: It must have every column of the schema and no other; `schema` is filled in.
-        schema: `CELLS_SCHEMA` or `SAMPLES_SCHEMA`.
+        schema: `CELLS_SCHEMA`, `SAMPLES_SCHEMA` or `METRICS_SCHEMA`.
 
     Raises:
         ValueError: A column is missing or unknown, or does not fit its type.
@@ -368,7 +437,7 @@ def from_columns(columns: Columns, schema: Any) -> Any:
 
     Args:
         columns: By name; each column of the schema and no other.
-        schema: `CELLS_SCHEMA` or `SAMPLES_SCHEMA`.
+        schema: `CELLS_SCHEMA`, `SAMPLES_SCHEMA` or `METRICS_SCHEMA`.
 
     Raises:
         ValueError: A column is missing or unknown, or does not fit its type.

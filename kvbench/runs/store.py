@@ -1,4 +1,4 @@
-"""A run on disk: a crash-safe journal of responses and the two result tables."""
+"""A run on disk: a crash-safe journal of responses and the result tables."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ import yaml
 from kvbench.errors import UserError
 from kvbench.files import Journal, Place, cannot, replacing, unfinished
 from kvbench.runs.index import Key, ResponseIndex
-from kvbench.runs.integrity import CELLS, SAMPLES, with_record
+from kvbench.runs.integrity import CELLS, METRICS, SAMPLES, with_record
 from kvbench.runs.schema import (
     CELLS_SCHEMA,
+    METRICS_SCHEMA,
     SAMPLES_SCHEMA,
-    Columns,
     Response,
+    Row,
+    ScoredCell,
     from_columns,
     to_table,
 )
@@ -31,6 +33,7 @@ from kvbench.runs.schema import (
 RESPONSES = "responses.jsonl"
 GRID = "grid.yaml"
 LOCK = ".lock"
+_TABLES = (CELLS, SAMPLES, METRICS)
 _ROW_GROUP = 1 << 18
 """Rows of `samples.parquet` held in memory: some 200 MB if prompts are long."""
 
@@ -61,7 +64,7 @@ class RunStore:
             self._clear_parts()
             self._check_owner()
             if fresh:
-                for file_name in (RESPONSES, GRID, CELLS, SAMPLES):
+                for file_name in (RESPONSES, GRID, *_TABLES):
                     (self.path / file_name).unlink(missing_ok=True)
             self._open_journal()
         except OSError as error:
@@ -130,27 +133,42 @@ class RunStore:
             partial_file.write_text(yaml.safe_dump(dict(grid), sort_keys=False), encoding="utf-8")
 
     def write(self, cells: pd.DataFrame, samples: pd.DataFrame) -> None:
-        """Write both result tables with the schemas of `kvbench.runs.schema`."""
-        self._write([to_table(samples, SAMPLES_SCHEMA)], lambda: cells, {})
+        """Write the result tables with the schemas of `kvbench.runs.schema`, for tasks with a single metric."""
+        metrics = cells.assign(filter="").reindex(columns=METRICS_SCHEMA.names)
+        self._write([to_table(samples, SAMPLES_SCHEMA)], lambda: (cells, metrics), {})
 
-    def write_scored(self, scored: Iterable[tuple[dict[str, Any], Columns]], facts: Mapping[str, Any]) -> pd.DataFrame:
-        """Write both result tables cell by cell, without holding all samples in memory.
+    def write_scored(
+        self,
+        scored: Iterable[ScoredCell],
+        facts: Mapping[str, Any],
+        group_rows: Callable[[list[Row], list[Row]], Iterable[Row]] = lambda cell_rows, metric_rows: (),
+    ) -> pd.DataFrame:
+        """Write the result tables cell by cell, without holding all samples in memory.
 
         Args:
-            scored: The row of each cell, and the columns of its samples.
+            scored: The scored cells.
             facts: Further facts for the record of `kvbench.runs.integrity`.
+            group_rows: Returns the rows of groups of tasks, given all rows of cells and of metrics.
 
         Returns:
             The frame of the cells.
         """
-        cell_rows: list[dict[str, Any]] = []
+        cell_rows: list[Row] = []
+        metric_rows: list[Row] = []
 
         def samples() -> Iterator[pa.Table]:
-            for cell_row, columns in scored:
-                cell_rows.append(cell_row)
-                yield from_columns(columns, SAMPLES_SCHEMA)
+            for cell in scored:
+                cell_rows.append(cell.row)
+                metric_rows.extend(cell.metric_rows)
+                yield from_columns(cell.samples, SAMPLES_SCHEMA)
 
-        return self._write(samples(), lambda: pd.DataFrame(cell_rows, columns=CELLS_SCHEMA.names), facts)
+        def frames() -> tuple[pd.DataFrame, pd.DataFrame]:
+            metric_rows.extend([*group_rows(cell_rows, metric_rows)])
+            rows_and_schemas = ((cell_rows, CELLS_SCHEMA), (metric_rows, METRICS_SCHEMA))
+            cells, metrics = (pd.DataFrame(rows, columns=schema.names) for rows, schema in rows_and_schemas)
+            return cells, metrics
+
+        return self._write(samples(), frames, facts)
 
     def samples(self) -> pq.ParquetFile:
         """Open the table of samples, unaffected if another run replaces the file."""
@@ -160,27 +178,30 @@ class RunStore:
     def _write(
         self,
         samples: Iterable[pa.Table],
-        cells: Callable[[], pd.DataFrame],
+        frames: Callable[[], tuple[pd.DataFrame, pd.DataFrame]],
         facts: Mapping[str, Any],
     ) -> pd.DataFrame:
-        """Write the samples, then the cells, which are complete only after all samples."""
+        """Write the samples, then metrics and cells, which are complete only after all samples."""
         with (
             replacing(self.path / SAMPLES) as partial_file,
             pq.ParquetWriter(partial_file, SAMPLES_SCHEMA, write_page_checksum=True) as writer,
         ):
             for row_group in _row_groups(samples):
                 writer.write_table(row_group)
-        cells_frame = cells()
-        cells_table = with_record(to_table(cells_frame, CELLS_SCHEMA), self.path / SAMPLES, facts)
+        cells, metrics = frames()
+        cells_table, metrics_table = to_table(cells, CELLS_SCHEMA), to_table(metrics, METRICS_SCHEMA)
+        with replacing(self.path / METRICS) as partial_file:
+            pq.write_table(metrics_table, partial_file, write_page_checksum=True)
+        cells_table = with_record(cells_table, self.path, facts)
         with replacing(self.path / CELLS) as partial_file:
             pq.write_table(cells_table, partial_file, write_page_checksum=True)
-        return cells_frame
+        return cells
 
     def _check_owner(self) -> None:
         """Refuse a folder with results that kvbench did not write, because they would be lost."""
         if (self.path / GRID).exists():
             return
-        for file_name in (RESPONSES, CELLS, SAMPLES):
+        for file_name in (RESPONSES, *_TABLES):
             file_path = self.path / file_name
             # A run killed at its very start leaves an empty journal and no grid.
             if file_path.exists() and (file_name != RESPONSES or file_path.stat().st_size > 0):
@@ -205,7 +226,7 @@ class RunStore:
 
     def _clear_parts(self) -> None:
         """Remove half-written files of killed runs; the lock excludes other writers."""
-        for file_name in (RESPONSES, GRID, CELLS, SAMPLES):
+        for file_name in (RESPONSES, GRID, *_TABLES):
             for partial_file in unfinished(self.path / file_name):
                 partial_file.unlink()
 

@@ -91,6 +91,8 @@ class ModelRunner:
         needs: Collection[Need],
         media: Sequence[Medium] = (),
         pruning: Pruning | None = None,
+        *,
+        logit_count: int | None = None,
     ) -> tuple[Prefix, Tensor]:
         """Prefill tokens with the needed observations; return the logits after them as well.
 
@@ -99,9 +101,10 @@ class ModelRunner:
             needs: What the policies need.
             media: Images and videos among the tokens.
             pruning: Visual tokens to prune.
+            logit_count: As in `Prefix.extend`.
         """
         pixel_values = self.pixels(media)
-        extend = partial(Prefix.extend, token_ids=self.tensor(token_ids), pixels=pixel_values)
+        extend = partial(Prefix.extend, token_ids=self.tensor(token_ids), pixels=pixel_values, logit_count=logit_count)
         prefix, logits = self._observed(frozenset(needs), extend, pruning)
         prefix.remake = lambda: self.prefill(token_ids, needs, media, pruning)[0]
         return prefix, logits

@@ -12,6 +12,7 @@ from kvbench.benchmark import Benchmark, Doc
 from kvbench.errors import UserError, first_lines
 from kvbench.files import digest_of
 from kvbench.harness.named_tasks import index
+from kvbench.harness.protocol import GroupMetric, TaskGroup
 
 HARNESS = "lm_eval_named"
 """Name of the harness that runs these tasks."""
@@ -35,36 +36,6 @@ class TaskSpec:
     def digest(self) -> str:
         """Return a digest that two tasks share only if they are the same."""
         return digest_of([self.known_as, {key: repr(value) for key, value in self.overrides.items()}])
-
-
-@dataclass(frozen=True)
-class GroupMetric:
-    """How a group of tasks aggregates a metric of its tasks.
-
-    Attributes:
-        metric: Name of the metric.
-        filters: The filters whose scores are aggregated; None: each that a task has.
-        by_size: Whether tasks are weighted by their number of documents.
-    """
-
-    metric: str
-    filters: tuple[str, ...] | None
-    by_size: bool
-
-
-@dataclass(frozen=True)
-class TaskGroup:
-    """A group of tasks with a score of its own.
-
-    Attributes:
-        name: Name of the group.
-        tasks: Names of all its tasks, also those of its subgroups.
-        metrics: The metrics that it aggregates.
-    """
-
-    name: str
-    tasks: tuple[str, ...]
-    metrics: tuple[GroupMetric, ...]
 
 
 @dataclass(frozen=True)
@@ -151,7 +122,7 @@ def _sketching(task_name: str) -> Iterator[Any]:
 
     class SketchFactory(_factory.TaskFactory):  # type: ignore[misc]
         def _build_task(self, entry: Any, overrides: dict[str, Any] | None) -> _Sketch:
-            changes = dict(overrides or {})
+            changes = {key: value for key, value in (overrides or {}).items() if (key, value) != ("task", entry.name)}
             return _Sketch(TaskSpec(changes.get("task", entry.name), entry.name, changes))
 
     def sketch(config: dict[str, Any]) -> _Sketch:

@@ -106,7 +106,7 @@ def on_its_data(
     except UserError:
         raise
     except ImportError as error:
-        raise LeftOut(f"it needs the package {error.name or error}, which is not installed; pip install it") from error
+        raise LeftOut(f"something that it needs is missing ({first_lines(error)}); pip install the package") from error
     except OSError as error:
         raise _missing_data(task_name, error, data_set()) from error
     except (Exception, SystemExit) as error:  # a task is third-party code

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from kvbench.harness.named_tasks.benchmarks import HARNESS, NamedBenchmark
 from kvbench.harness.named_tasks.building import GENERATE, configure, load_task, seeded
 from kvbench.harness.named_tasks.prompts import DOCUMENT, PromptBuilder, Rendered, context_ends
 from kvbench.harness.protocol import (
+    NO_FILTER,
     Continuation,
     HarnessFlags,
     Key,
@@ -44,8 +45,6 @@ from kvbench.progress import Late
 
 _MULTIPLE, _ROLLING = "loglikelihood", "loglikelihood_rolling"
 """Kinds of requests besides answers; multiple choice consists of log-likelihoods."""
-
-_MOMENTS_OF_TEXTS = "use --moment decode with a budget in tokens, or chunked"
 
 
 class NamedTaskHarness:
@@ -69,7 +68,10 @@ class NamedTaskHarness:
             data_hash = _read(built, settings.samples, documents)
             builder = PromptBuilder(built, _renderer(settings), flags)
             prompts, instances = _prompts(builder, task_name, documents, settings)
-            rule, ends, reason = context_ends(builder, documents, prompts)
+            is_rolling = built.OUTPUT_TYPE == _ROLLING
+            rule, ends, reason = (
+                ("", [0] * len(documents), "") if is_rolling else context_ends(builder, documents, prompts)
+            )
             kinds = {entry.request_type for document_instances in instances for entry in document_instances}
             if len(kinds) > 1:
                 raise LeftOut(
@@ -80,10 +82,7 @@ class NamedTaskHarness:
                 _request(task_name, built, index, documents[index], ends[index], instances[index], rule)
                 for index in _neighbours(prompts, ends)
             )
-        if kinds == {_ROLLING}:
-            rule, refused = "", dict.fromkeys(("context", "question", "turns"), _whole_texts(task_name))
-        else:
-            refused = {"context": f"{reason}; {_advice(rule, flags)}"} if reason else {}
+        refused = {"context": f"{reason}; {_advice(flags)}"} if reason else {}
         metric = next(iter(built.aggregation()), "")
         higher_is_better = bool(built.higher_is_better().get(metric, True))
         chance = _chance(built, metric, documents) if higher_is_better else math.inf
@@ -93,6 +92,7 @@ class NamedTaskHarness:
             metric=metric,
             higher_is_better=higher_is_better,
             requests=requests,
+            groups=tuple(group for group in resolved.groups if task_name in group.tasks),
             recorded={"context": rule, **_flags(flags, builder)} if rule else _flags(flags, builder),
             refused=refused,
             built=built,
@@ -126,12 +126,7 @@ class NamedTask(LoadedTask):
                 first_key = min(by_document[doc_id])
                 for name, value in self._scored(doc_id, by_document[doc_id]).items():
                     values[name][first_key] = value
-            aggregations = self.built.aggregation()
-            filters = {filter_name for _, filter_name in values}
-            return [
-                self._metric(name, filter_name if len(filters) > 1 else "", found, aggregations.get(name, mean))
-                for (name, filter_name), found in values.items()
-            ]
+            return [self._metric(*name, found) for name, found in values.items()]
 
     def _scored(self, doc_id: int, responses: Mapping[Key, str]) -> dict[tuple[str, str], Any]:
         """Return the value of every metric and filter for one document."""
@@ -164,15 +159,15 @@ class NamedTask(LoadedTask):
         pairs = zip(measured["loglikelihood"], measured["greedy"], strict=True)
         return [Instance(_MULTIPLE, document, (), index, identity, resps=[pair]) for index, pair in enumerate(pairs)]
 
-    def _metric(
-        self, name: str, filter_name: str, values: Mapping[Key, Any], aggregate: Callable[[Sequence[Any]], float]
-    ) -> MetricScores:
+    def _metric(self, name: str, filter_name: str, values: Mapping[Key, Any]) -> MetricScores:
+        """Return a metric's values with their aggregate."""
+        aggregate = self.built.aggregation().get(name, mean)
         is_mean = aggregate is mean and all(isinstance(value, int | float | np.number) for value in values.values())
         if is_mean:
             values = {key: float(value) for key, value in values.items()}
         return MetricScores(
             name=name,
-            filter=filter_name,
+            filter="" if filter_name == NO_FILTER else filter_name,
             higher_is_better=bool(self.built.higher_is_better().get(name, True)),
             values=values,
             score=float(aggregate([*values.values()])),
@@ -368,10 +363,6 @@ def _targets(built: Any, document: Any) -> tuple[str, ...]:
     )
 
 
-def _whole_texts(task_name: str) -> str:
-    return f"{task_name} measures whole texts, before which there is nothing to compress; {_MOMENTS_OF_TEXTS}"
-
-
-def _advice(rule: str, flags: HarnessFlags) -> str:
+def _advice(flags: HarnessFlags) -> str:
     shots = "" if flags.num_fewshot else ", or give examples with --num-fewshot"
     return f"use --moment question, decode or chunked{shots}, or --context prompt"

@@ -158,13 +158,14 @@ def document_end(document: Any, prompt: Rendered, field: str | None = None) -> i
             least half of the document's own text.
     """
     own_text = prompt.text[prompt.start : prompt.end]
+    before_last = len(own_text.rstrip()) - 1
     longest, end = 0, 0
     for name, value in fields(document):
         text = value.strip()
         if not text or (field is not None and name != field):
             continue
-        found = own_text.find(text)
-        if found >= 0 and own_text[found + len(text) :].strip() and len(text) > longest:
+        found = own_text.rfind(text, 0, max(0, before_last))
+        if found >= 0 and len(text) > longest:
             longest, end = len(text), prompt.start + found + len(text)
     return end if field is not None or longest >= _MOST_OF_IT * len(own_text) else 0
 

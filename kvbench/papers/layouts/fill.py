@@ -101,6 +101,8 @@ class _Filler:
         full_score = self._mean(replace(slot, config=slot.config.full), self.measures.score)
         if slot.value is Value.DIFF:
             has_both = not math.isnan(mean_score) and not math.isnan(full_score)
+            if not all(self.measures.is_mean(source) for source, _ in slot.weights):
+                return mean_score - full_score
             paired_scores = self.measures.paired(slot.config, slot.config.full, slot.weights)
             return paired_scores.gap if has_both else math.nan
         relative_change = mean_score / full_score - 1 if full_score else math.nan
@@ -130,9 +132,14 @@ class _Filler:
         return 100 * self.value(slot)
 
     def _mean(self, slot: MeasuredSlot, measure: Callable[[Config, ScoreSource], float]) -> float:
-        """Return the mean of a slot; NaN if a source lacks a score, or if they differ in direction or scale."""
+        """Return the mean of a slot; NaN if a source lacks a score, or if they differ in direction or scale.
+
+        The mean of a single source is its score, whatever that is.
+        """
         sources = [source for source, _ in slot.weights]
         directions = {self.measures.higher_is_better(slot.config, mean_source) for mean_source in sources}
+        if len(sources) > 1 and measure == self.measures.score and not all(map(self.measures.is_mean, sources)):
+            return math.nan
         if len(directions) > 1 or len({self.measures.unit(mean_source) for mean_source in sources}) > 1:
             return math.nan
         return math.fsum(weight * measure(slot.config, mean_source) for mean_source, weight in slot.weights)

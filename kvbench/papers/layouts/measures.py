@@ -15,7 +15,7 @@ import pandas as pd
 from kvbench.errors import UserError
 from kvbench.harness import catalogue
 from kvbench.regression import significance
-from kvbench.report.frames import recorded, records, unit_scale
+from kvbench.report.frames import recorded, records, unaveraged_tasks, unit_scale
 from kvbench.report.sorted_samples import Samples
 from kvbench.runs.load import load_frames
 from kvbench.tables.text import counted, listed, tokens
@@ -148,6 +148,7 @@ class Measures:
         for cell_row in records(cells):
             self._rows[tuple(cell_row[column_name] for column_name in _PLACE)] = cell_row
         self._samples = Samples(samples)
+        self._unaveraged = set(unaveraged_tasks(cells))
         self._unit = {str(task_name): unit_scale(task_cells) for task_name, task_cells in cells.groupby("task")}
         self.responses = functools.lru_cache(maxsize=_KEPT)(self._responses)
 
@@ -169,6 +170,8 @@ class Measures:
             return math.nan
         if not source.field:
             return float(cell_row["score"])
+        if not self.is_mean(source):
+            return math.nan
         scores = self.responses(config, source).scores.values()
         return math.fsum(scores) / len(scores) if scores else math.nan
 
@@ -189,11 +192,15 @@ class Measures:
         """Return whether all scores of a source's task lie in [0, 1]."""
         return self._unit.get(source.task, True)
 
+    def is_mean(self, source: ScoreSource) -> bool:
+        """Return whether the score of a source's task is a mean over samples."""
+        return source.task not in self._unaveraged
+
     def paired(self, first_config: Config, second_config: Config, weights: Weights) -> Paired:
         """Return the weighted scores of two configurations on their common responses.
 
         The weight of a source does not depend on its number of responses. Contexts of different tasks are distinct.
-        Empty if a source has no common responses.
+        Empty if a source has no common responses, or its score is not a mean over them.
 
         Args:
             first_config: The first configuration.
@@ -211,7 +218,7 @@ class Measures:
             shared_keys = [
                 response_key for response_key in first_responses.scores if response_key in second_responses.scores
             ]
-            if not shared_keys:
+            if not shared_keys or not self.is_mean(source):
                 return Paired({}, {}, {})
             for response_key in shared_keys:
                 first_scores[response_key] = weight / len(shared_keys) * first_responses.scores[response_key]
@@ -239,19 +246,20 @@ def _extra(extra_json: str) -> dict[str, Any]:
     return dict(json.loads(extra_json or "{}"))
 
 
-def load(folders: Sequence[Path], filters: Mapping[str, Sequence[str]]) -> Measures:
+def load(folders: Sequence[Path], filters: Mapping[str, Sequence[str]], metric: str | None = None) -> Measures:
     """Load runs for a table.
 
     Args:
         folders: Folders of runs.
         filters: Values to keep, as text, by column of `cells.parquet`. Filters of policy, budget and moment do not
             apply to the full cache, and length filters do not apply to tasks of natural length.
+        metric: Metric of the scores; None: every task's own.
 
     Raises:
         UserError: A run cannot be read, a value is in none of them, or two runs have different scores for the same
             cell.
     """
-    cells, samples = load_frames(folders, ["cell", *_ANSWER], coded=True)
+    cells, samples = load_frames(folders, ["cell", *_ANSWER], coded=True, metric=metric)
     for column_name, selected_names in filters.items():
         column_values = cells[column_name].astype(str)
         task_sets = catalogue.task_sets() if column_name == "task" and selected_names else {}

@@ -13,10 +13,10 @@ from kvbench.errors import UserError, unknown
 from kvbench.papers.layouts.measures import Config, Measures, ScoreSource, Weights
 from kvbench.papers.layouts.slots import Layout, LayoutRow, MeasuredSlot
 from kvbench.papers.layouts.value import Value
-from kvbench.report.frames import budget_order, lower_is_better_tasks, records
+from kvbench.report.frames import budget_order, lower_is_better_tasks, records, unaveraged_tasks
 from kvbench.report.panel import DOWN
 from kvbench.tables.table import Column, Name, Phrase
-from kvbench.tables.text import tokens
+from kvbench.tables.text import listed, tokens
 
 DIMENSIONS = ("policy", "budget", "task", "group", "model", "moment", "length", "seed")
 """Dimensions of the axes."""
@@ -94,7 +94,7 @@ def pivot(measures: Measures, axes: Axes) -> Layout:
     single value.
 
     Raises:
-        UserError: A dimension that is on no axis has several values.
+        UserError: A dimension that is on no axis has several values, or there is nothing to average.
     """
     cells = measures.cells
     axis_dimensions = (*axes.rows, *axes.columns)
@@ -109,8 +109,10 @@ def pivot(measures: Measures, axes: Axes) -> Layout:
     all_tasks = _tasks(cells, {})
     column_heads = [_head(cell_place, measures) for cell_place in column_places]
     if axes.mean:
+        if not all_tasks:
+            raise UserError("--mean needs a task whose score is a mean over samples; choose a metric with --metric")
         column_heads += [(f"mean of {len(all_tasks)}", ""), ("loss", "")]
-    task_pairs = cells[[*_TASKS]].drop_duplicates()  # in the order of the cells
+    task_pairs = cells[[*_TASKS, "is_mean"]].drop_duplicates()  # in the order of the cells
 
     @functools.cache
     def weights_of(task_items: tuple[tuple[str, Any], ...]) -> Weights:
@@ -139,7 +141,10 @@ def pivot(measures: Measures, axes: Axes) -> Layout:
     lead_columns = tuple(Column(dimension, merged=dimension != axes.rows[-1]) for dimension in axes.rows)
     mean_text = "" if {"task", "group"} & {*axis_dimensions} or len(all_tasks) == 1 else _mean(all_tasks)
     table_title = (_TITLES[axes.value], mean_text, *_shared_values(fixed_values), ".")
-    return Layout(table_title, lead_columns, tuple(column_heads), tuple(layout_rows))
+    has_means = cells["task"].nunique() > 1 and (axes.mean or "task" not in axis_dimensions)
+    unaveraged = unaveraged_tasks(cells) if has_means else []
+    layout_notes = [f"Means leave out {listed(unaveraged)}, whose score is not a mean over samples."] * bool(unaveraged)
+    return Layout(table_title, lead_columns, tuple(column_heads), tuple(layout_rows), tuple(layout_notes))
 
 
 def _only(cells: pd.DataFrame, axis: str) -> Any:
@@ -215,12 +220,18 @@ def _config(fixed_values: Mapping[str, Any], place: Place) -> Config:
 
 
 def _tasks(cells: pd.DataFrame, place: Place) -> Weights:
-    """Return the tasks for some dimension values, with equal weights."""
+    """Return the tasks for some dimension values, with equal weights.
+
+    A mean leaves out tasks whose own score is not a mean over samples.
+    """
     place_cells = cells
     for dimension in _TASKS:
         if dimension in place:
             place_cells = place_cells[place_cells[dimension] == place[dimension]]
     task_names = list(dict.fromkeys(place_cells["task"].astype(str)))
+    if len(task_names) > 1:
+        unaveraged = unaveraged_tasks(place_cells)
+        task_names = [task_name for task_name in task_names if task_name not in unaveraged]
     return tuple((ScoreSource(task_name), 1 / len(task_names)) for task_name in task_names)
 
 

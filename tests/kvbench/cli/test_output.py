@@ -249,8 +249,8 @@ def test_completion_can_be_installed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
-        ("--task", "rulr", "unknown task 'rulr'; did you mean ruler?"),
-        ("--task", "zzzz", "unknown task 'zzzz' (kvbench list tasks shows all)"),
+        ("--task", "rulr", "unknown task 'rulr'; did you mean ruler, "),
+        ("--task", "zzzz", "unknown task 'zzzz' (kvbench list tasks --search WORD shows all)"),
         ("--policy", "snapvk", "unknown policy 'snapvk'; did you mean snapkv"),
         ("--policy", "wxyz", "(kvbench list policies shows all)"),
         ("--model", "refernce", "did you mean reference"),

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import CacheHook
+from lm_eval.models.huggingface import HFLM
+from tokenizers import processors
 from transformers import PreTrainedTokenizer
 
-from kvbench.harness.encode import count_tokens, split_encode, tokenizer_hash
+from kvbench.errors import UserError
+from kvbench.harness.encode import (
+    count_tokens,
+    encode_continuations,
+    encode_windows,
+    split_encode,
+    tokenizer_hash,
+)
+from kvbench.harness.protocol import Continuation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -185,3 +198,93 @@ def test_the_hash_sees_template_and_vocabulary_but_not_padding(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bpe_tokenizer, "chat_template", "{{ messages }}")
         assert tokenizer_hash(bpe_tokenizer) != before
+
+
+class Recorded(HFLM):  # type: ignore[misc]
+    """lm-eval's `hf` without a model, which notes what it would measure."""
+
+    def __init__(self, tokenizer: Any, window: int = 0) -> None:
+        self.tokenizer, self.backend, self.add_bos_token = tokenizer, "causal", None
+        self.custom_prefix_token_id, self._max_length, self.batch_size_per_gpu = None, window, 1
+        self._rank, self._world_size, self.enable_thinking = 0, 1, False
+        self.cache_hook = CacheHook(None)
+        self.measured: list[tuple[list[int], list[int]]] = []
+
+    def _loglikelihood_tokens(self, requests: Any, **options: Any) -> list[tuple[float, bool]]:
+        self.measured += [(context_ids, answer_ids) for _, context_ids, answer_ids in requests]
+        return [(0.0, False)] * len(requests)
+
+
+def instances(*arguments: tuple[str, ...]) -> list[Instance]:
+    return [Instance("loglikelihood", {}, entry, 0) for entry in arguments]
+
+
+@pytest.fixture(scope="session", params=["bpe_tokenizer", "without_bos"])
+def any_tokenizer(request: pytest.FixtureRequest, bpe_tokenizer: PreTrainedTokenizerFast) -> Any:
+    """A tokenizer that puts BOS first, and one that does not."""
+    if request.param == "bpe_tokenizer":
+        return bpe_tokenizer
+    tokenizer = copy.deepcopy(bpe_tokenizer)
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    return tokenizer
+
+
+@many
+@given(texts, st.lists(st.tuples(texts, texts, st.booleans()), min_size=1, max_size=4))
+def test_continuations_have_the_tokens_of_lm_evals_hf(
+    any_tokenizer: Any, context: str, parts: list[tuple[str, str, bool]]
+) -> None:
+    continuations = [Continuation(question, text, alone) for question, text, alone in parts]
+    hf = Recorded(any_tokenizer)
+    asked = [("" if entry.alone else context + entry.question, entry.text) for entry in continuations]
+    try:
+        hf.loglikelihood(instances(*asked), disable_tqdm=True)
+    except IndexError:  # an empty text after an empty prompt
+        hf.measured.append(([], []))
+    if not all(answer_ids for _, answer_ids in hf.measured):
+        with pytest.raises(UserError, match="adds no tokens"):
+            encode_continuations(any_tokenizer, context, continuations)
+        return
+    context_ids, question_ids, branches = encode_continuations(any_tokenizer, context, continuations)
+    shared_ids = [*context_ids, *question_ids]
+    for branch, (prompt_ids, answer_ids), entry in zip(branches, hf.measured, continuations, strict=True):
+        lead_ids = [*(() if branch.alone else shared_ids), *branch.lead_ids]
+        if prompt_ids:  # `hf` cannot measure after a prompt of white space without BOS
+            assert lead_ids == prompt_ids
+        assert list(branch.answer_ids) == answer_ids
+        assert branch.lead_ids and branch.alone == (entry.alone or not context_ids)
+    together = {tuple(branch.lead_ids) for branch in branches if not branch.alone}
+    if len(together) > 1 and min(map(len, together)) > 1:  # nothing more is shared
+        assert len({lead_ids[0] for lead_ids in together}) > 1
+
+
+@many
+@given(st.text("ab .\n", max_size=30), st.text("ab .\n", max_size=30), st.text("ab", min_size=1, max_size=9))
+def test_the_context_of_continuations_ends_where_a_prompt_is_cut(
+    any_tokenizer: Any, context: str, question: str, text: str
+) -> None:
+    try:
+        context_ids, question_ids, (branch,) = encode_continuations(
+            any_tokenizer, context, [Continuation(question, text)]
+        )
+    except UserError:
+        return
+    prompt = (context + question).rstrip()
+    head, tail = split_encode(any_tokenizer, prompt[: len(context)], prompt[len(context) :])
+    text_begins = len(any_tokenizer(prompt[:0])["input_ids"])
+    if len(head) > text_begins and tail:
+        assert context_ids == head
+        assert [*question_ids, *branch.lead_ids] == tail
+    elif not branch.alone:  # without a context text, all but the last token
+        assert [*context_ids, *branch.lead_ids] == [*head, *tail] and len(branch.lead_ids) == 1
+
+
+@many
+@given(texts, st.integers(1, 12))
+def test_windows_are_those_of_lm_evals_hf(any_tokenizer: Any, text: str, window: int) -> None:
+    hf = Recorded(any_tokenizer, window)
+    hf.loglikelihood_rolling(instances((text,)), disable_tqdm=True)
+    windows = encode_windows(any_tokenizer, text, window)
+    assert [([*branch.lead_ids], [*branch.answer_ids]) for branch in windows] == hf.measured
+    assert all(len(branch.input_ids) <= window for branch in windows)
+    assert sum(len(branch.answer_ids) for branch in encode_windows(any_tokenizer, text, 0)) == len(hf.tok_encode(text))

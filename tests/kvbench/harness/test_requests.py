@@ -184,7 +184,7 @@ def test_perplexity_goes_the_whole_way(llama_folder: str, tmp_path: Path, monkey
     )
     rows = [{**row, "question": "", "given": f"The river {i} is green." * 3} for i, row in enumerate(ROWS)]
     made = bench(tmp_path, rows, yaml, metric="score", plain=frozenset({"toy"}))
-    monkeypatch.setattr(catalogue, "resolve_task", lambda spec: [("toy", made)])
+    monkeypatch.setattr(catalogue, "resolve_task", lambda spec, *_: [("toy", made)])
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     grid = {"policy": "snapkv:window=8", "budget": "0.2", "task": "toy", "model": llama_folder}
     done = kvbench.run({**grid, "samples": 3, "out": str(tmp_path / "run"), "moment": "context,question"})
@@ -223,7 +223,7 @@ def test_a_task_without_prompts_for_the_model_is_left_out(
     with pytest.raises(LeftOut, match="the reference model knows only its own 900 words"):
         load(made, bpe_tokenizer, tmp_path, lexicon="reference")
     found = catalogue.resolve_task
-    monkeypatch.setattr(catalogue, "resolve_task", lambda spec: [("toy", made)] if spec == "toy" else found(spec))
+    monkeypatch.setattr(catalogue, "resolve_task", lambda spec, *_: [("toy", made)] if spec == "toy" else found(spec))
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     out = str(tmp_path / "run")
     usual = ["run", "--policy", "knorm", "--samples", "1", "--length", "200", "--out", out]

@@ -77,7 +77,7 @@ def quiz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sized=False,
     )
     known = catalogue.resolve_task
-    monkeypatch.setattr(catalogue, "resolve_task", lambda s: [("quiz", benchmark)] if s == "quiz" else known(s))
+    monkeypatch.setattr(catalogue, "resolve_task", lambda s, *_: [("quiz", benchmark)] if s == "quiz" else known(s))
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     for name in ("", "_URL", "_KEY", "_MODEL", "_JOBS", "_TIMEOUT", "_TOKENS"):
         monkeypatch.delenv(f"KVBENCH_JUDGE{name}", raising=False)

@@ -22,7 +22,7 @@ STRENGTH = {
     "keydiff": 0.6,
 }
 _SAMPLES = (
-    "cell task policy budget moment sample_id context_id response stop error extra prompt_end "
+    "cell task policy budget moment sample_id context_id response stop error extra prompt_end metrics "
     "target schema "
     "length doc_id question_id repeat context_tokens question_tokens generated_tokens score "
     "budget_entries held_entries kv_bytes_live kv_bytes_read visual_tokens held_visual"
@@ -118,15 +118,15 @@ def make_run(
                      "error": error if bad else "", "task_version": "1", "data_hash": "ab" * 8,
                      "dtype": "float32", "device": "cpu", "attention": "auto",
                      "versions": json.dumps({"kvbench": "0.1.0", "torch": "2.13.0"}),
-                     "schema": 4, "length": length, "samples": samples, "seed": 0,
-                     "higher_is_better": True, "discriminative": telling and not bad}
+                     "schema": 5, "length": length, "samples": samples, "seed": 0,
+                     "higher_is_better": True, "is_mean": True, "discriminative": telling and not bad}
                     | {k: np.nan if bad else v for k, v in numbers.items()}
                 )  # fmt: skip
                 rows += [
                     {"cell": cell, "task": task, "policy": policy, "budget": budget,
                      "moment": moment, "sample_id": k[0], "context_id": c, "response": "x",
-                     "stop": "eos", "error": "", "extra": extra(i), "target": ["x"], "schema": 4,
-                     "prompt_end": f"What is {i}?", "length": length,
+                     "stop": "eos", "error": "", "extra": extra(i), "target": ["x"], "schema": 5,
+                     "prompt_end": f"What is {i}?", "metrics": "", "length": length,
                      "doc_id": i, "question_id": 0, "repeat": 0, "context_tokens": length - 40,
                      "question_tokens": 20, "generated_tokens": 8, "score": s,
                      "budget_entries": 10, "held_entries": 10, "kv_bytes_live": 1000,

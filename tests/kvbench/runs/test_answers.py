@@ -227,7 +227,7 @@ def test_thinking_is_nothing_to_a_task_that_is_given_no_template(
 ) -> None:
     find = catalogue.resolve_task
 
-    def plain(name: str) -> Any:
+    def plain(name: str, *_: Any) -> Any:
         return [(leaf, replace(of, plain=frozenset({leaf}))) for leaf, of in find(name)]
 
     monkeypatch.setattr(catalogue, "resolve_task", plain)

@@ -38,7 +38,7 @@ ALONE = tuple(Continuation("", text, alone=True) for text in (" red", " the cup 
 
 
 class Task(LoadedTask):
-    def score(self, responses: Mapping[Key, str], marks: Sequence[Marks] | None = None) -> Any:
+    def score_metrics(self, responses: Mapping[Key, str], marks: Sequence[Marks] | None = None) -> Any:
         raise NotImplementedError
 
 

@@ -60,8 +60,8 @@ def row(judge: LocalJudge, *texts: str) -> dict[str, Any]:
         )
         for i, text in enumerate(texts)
     ]  # fmt: skip
-    [(only, _)] = scored([Job(task, [], [cell], judge)], lambda _: responses[::-1])
-    return only
+    [only] = scored([Job(task, [], [cell], judge)], lambda _: responses[::-1])
+    return only.row
 
 
 def test_the_responses_of_a_cell_are_judged_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import kvbench
 from kvbench.errors import UserError
 from kvbench.runs.load import load_frames, responses_of
-from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA
+from kvbench.runs.schema import CELLS_SCHEMA, METRICS_SCHEMA, SAMPLES_SCHEMA, SCHEMA_VERSION, ScoredCell
 from kvbench.runs.store import RunStore
 
 
@@ -131,7 +132,7 @@ def test_tables_without_the_columns_of_images_can_still_be_read(run: Path, tmp_p
     for name in ("cells.parquet", "samples.parquet"):
         table = pq.read_table(run / name).replace_schema_metadata()
         assert (table.select(["visual_tokens", "held_visual"]).to_pandas() != 0).all(axis=None)
-        later = {"visual_tokens", "held_visual", "prompt_end", "kv_bytes_read"}
+        later = {"visual_tokens", "held_visual", "prompt_end", "kv_bytes_read", "is_mean", "metrics"}
         old = table.drop_columns(sorted(later.intersection(table.column_names)))
         version = pa.array([2] * len(old), pa.int32())
         old = old.set_column(old.column_names.index("schema"), "schema", version)
@@ -141,8 +142,8 @@ def test_tables_without_the_columns_of_images_can_still_be_read(run: Path, tmp_p
         assert list(frame.columns) == schema.names
         assert (frame[["visual_tokens", "held_visual"]] == 0).all(axis=None)
         assert (frame["kv_bytes_read"] == frame["kv_bytes_live"]).all()
-        assert (frame["schema"] == 4).all() and frame["schema"].dtype == "int32"
-    assert (samples["prompt_end"] == "").all()
+        assert (frame["schema"] == SCHEMA_VERSION).all() and frame["schema"].dtype == "int32"
+    assert (samples["prompt_end"] == "").all() and (samples["metrics"] == "").all() and cells["is_mean"].all()
     for folders in (run, [run, new]):
         _, coded = load_frames(folders, coded=True)
         assert coded["prompt_end"].dtype == "category"
@@ -154,5 +155,92 @@ def test_another_schema_is_refused(run: Path) -> None:
     with RunStore(run) as store:
         store.write(cells, samples)
     pq.read_table(run / "cells.parquet").to_pandas().assign(schema=99).to_parquet(run / "cells.parquet")
-    with pytest.raises(UserError, match="not written with schema 4"):
+    with pytest.raises(UserError, match=f"not written with schema {SCHEMA_VERSION}"):
         load_frames(run)
+
+
+def write_metrics(folder: Path, task: str = "t", *metrics: str, judge: str = "") -> None:
+    """Write a run of one task with a full cache and a failed cell; metric i gives sample j the score i + j / 10."""
+    cells, samples = make_frames(f"{task}-full", 3)
+    labels = [name.partition(",") for name in metrics]
+    facts = {"task": task, "metric": labels[0][0] + judge, "higher_is_better": True, "status": "ok", "error": ""}
+    whole = cells.iloc[0].to_dict() | facts | {"score": 0.1}
+    scores = [{name: i + j / 10 for i, name in enumerate(metrics)} for j in range(3)]
+    rows = [
+        whole
+        | {"metric": name + judge, "filter": kind, "score": i + 0.1, "diff": -float(i), "higher_is_better": i != 1}
+        for i, (name, _, kind) in enumerate(labels)
+    ]
+    failed = whole | {"cell": f"{task}-failed", "status": "error", "error": "no luck", "score": np.nan}
+    columns = samples.assign(
+        schema=SCHEMA_VERSION,
+        task=task,
+        score=[0.0, 0.1, 0.2],
+        metrics=[json.dumps(score) if len(metrics) > 1 else "" for score in scores],
+    ).to_dict("list")
+    none = {name: [] for name in columns}
+    metric_rows = [{name: row[name] for name in METRICS_SCHEMA.names} for row in (*rows, failed | {"filter": ""})]
+    with RunStore(folder) as store:
+        store.write_scored(
+            [ScoredCell(whole, metric_rows[:-1], columns), ScoredCell(failed, metric_rows[-1:], none)], {}
+        )
+
+
+def test_another_metric_replaces_the_scores_of_cells_and_samples(run: Path) -> None:
+    write_metrics(run, "t", "acc", "loss", "exact,strict", "exact,loose")
+    cells, samples = kvbench.load(run, metric="loss")
+    assert cells["metric"].tolist() == ["loss", "loss"] and not cells["higher_is_better"].any()
+    assert cells["score"][0] == 1.1 and cells["diff"][0] == -1 and np.isnan(cells["score"][1])
+    assert cells["status"].tolist() == ["ok", "error"] and cells["error"].tolist() == ["", "no luck"]
+    assert samples["score"].tolist() == [1.0, 1.1, 1.2]
+    for coded in (True, False):
+        cells, samples = load_frames(run, ["score"], coded=coded, metric="exact,loose")
+        assert cells["metric"][0] == "exact,loose" and samples["score"].tolist() == [3.0, 3.1, 3.2]
+        assert list(samples.columns) == ["score"]
+    assert kvbench.load(run, metric="exact")[0]["metric"][0] == "exact,strict", "the first filter counts"
+    assert responses_of(run, "loss")(["s1"])["score"].tolist() == [1.1]
+    with pytest.raises(
+        UserError, match=r"no task has the metric 'f1'; there are acc, loss, exact,strict, exact"
+    ):
+        kvbench.load(run, metric="f1")
+
+
+def test_tasks_without_the_metric_keep_their_own_with_a_warning(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "a", "a", "acc", "loss")
+    write_metrics(tmp_path / "b", "b", "f1")
+    with pytest.warns(UserWarning, match=r"because they lack loss: b$"):
+        cells, samples = kvbench.load([tmp_path / "a", tmp_path / "b"], metric="loss")
+    assert cells["metric"].tolist() == ["loss", "loss", "f1", "f1"]
+    assert samples["score"].tolist() == [1.0, 1.1, 1.2, 0.0, 0.1, 0.2]
+
+
+def test_a_judged_metric_is_named_without_its_judge(run: Path) -> None:
+    write_metrics(run, "t", "overall", "richness", judge=" (local judge)")
+    for name in ("richness", "richness (local judge)"):
+        cells, samples = kvbench.load(run, metric=name)
+        assert cells["metric"][0] == "richness (local judge)" and samples["score"].tolist() == [1.0, 1.1, 1.2]
+    with pytest.raises(UserError, match=r"there are overall, richness$"):
+        kvbench.load(run, metric="style")
+
+
+def test_runs_of_earlier_versions_have_no_other_metrics(run: Path) -> None:
+    write_metrics(run, "t", "acc", "loss")
+    stored = pq.read_table(run / "cells.parquet")
+    record = json.loads(stored.schema.metadata[b"kvbench"])
+    del record["metrics_sha256"]
+    pq.write_table(stored.replace_schema_metadata({b"kvbench": json.dumps(record)}), run / "cells.parquet")
+    (run / "metrics.parquet").unlink()
+    assert len(kvbench.load(run)[0]) == 2
+    with pytest.raises(UserError, match="run the same command again"):
+        kvbench.load(run, metric="loss")
+
+
+def test_a_changed_table_of_metrics_is_refused(run: Path) -> None:
+    write_metrics(run, "t", "acc", "loss")
+    path = run / "metrics.parquet"
+    pq.write_table(pq.read_table(path).slice(1), path)
+    with pytest.raises(UserError, match=r"metrics\.parquet is not the table that cells\.parquet was written with"):
+        kvbench.load(run)
+    path.unlink()
+    with pytest.raises(UserError, match=r"cannot read .*metrics\.parquet"):
+        kvbench.load(run)

@@ -6,19 +6,31 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
 
+from kvbench import stats
 from kvbench.harness.protocol import Key, LoadedTask, MetricScores, Request
 from kvbench.runs.cell import Cell
 from kvbench.runs.planning import Job
 from kvbench.runs.results import prompt_end, scored
-from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA, Response, from_columns, to_table
+from kvbench.runs.schema import (
+    CELLS_SCHEMA,
+    METRICS_SCHEMA,
+    SAMPLES_SCHEMA,
+    SCORES,
+    Response,
+    ScoredCell,
+    from_columns,
+    to_table,
+)
 
 from .cells import make_cell
 
@@ -27,11 +39,11 @@ from .cells import make_cell
 class Numbers(LoadedTask):
     """Responses are numbers and score what they say."""
 
-    aggregate: Callable[[list[float]], float] = statistics.fmean
+    mean: Callable[[list[float]], float] = statistics.fmean
 
     def score_metrics(self, responses: Mapping[Key, str], marks: Any = None) -> list[MetricScores]:
         scores = {key: float(text) for key, text in responses.items()}
-        score = self.aggregate(list(scores.values()))
+        score = self.mean(list(scores.values()))
         return [MetricScores(self.metric, "", self.higher_is_better, scores, score)]
 
 
@@ -50,9 +62,9 @@ def cell(policy: str) -> Cell:
 
 def tables(task: LoadedTask, cells: list[Cell], got: list[Response]) -> Any:
     rows, parts = [], []
-    for row, columns in scored([Job(task, [], cells)], lambda cell: [r for r in got if r.cell == cell]):
-        rows.append(row)
-        parts.append(from_columns(columns, SAMPLES_SCHEMA))
+    for scored_cell in scored([Job(task, [], cells)], lambda cell: [r for r in got if r.cell == cell]):
+        rows.append(scored_cell.row)
+        parts.append(from_columns(scored_cell.samples, SAMPLES_SCHEMA))
     return pd.DataFrame(rows), pa.concat_tables(parts).to_pandas()
 
 
@@ -127,10 +139,86 @@ def test_a_cell_that_is_not_whole_has_no_score(numbers: list[float], error: str)
     assert math.isnan(rows["snapkv"]["score"])
 
 
-def test_an_aggregation_that_is_no_mean_is_refused() -> None:
+def test_a_score_that_is_neither_a_mean_nor_aggregated_from_its_values_is_refused() -> None:
     full = cell("full")
-    cells, _ = tables(task(aggregate=statistics.median), [full], responses(full, FULL))
-    assert cells.status[0] == "error" and "not a mean" in cells.error[0]
+    cells, _ = tables(task(mean=statistics.median), [full], responses(full, FULL))
+    assert cells.status[0] == "error" and "not the mean of its values" in cells.error[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Words(Numbers):
+    """Responses are numbers, scored by their geometric mean, their mean, and by a metric of few of them."""
+
+    def score_metrics(self, responses: Mapping[Key, str], marks: Any = None) -> list[MetricScores]:
+        (numbers,) = super().score_metrics(responses)
+        pairs = {key: (math.log(value), 1) for key, value in numbers.values.items()}
+        last = {key: value for key, value in numbers.values.items() if key[0] == "3"}
+        return [
+            MetricScores("perplexity", "", False, pairs, geometric_mean([*pairs.values()]), geometric_mean),
+            replace(numbers, name="mean", filter="strict"),
+            replace(numbers, name="last", values=last, score=statistics.fmean(last.values())),
+            replace(numbers, name="broken", score=math.nan),
+        ]
+
+
+def geometric_mean(pairs: Sequence[tuple[float, int]]) -> float:
+    return math.exp(sum(value for value, _ in pairs) / sum(count for _, count in pairs))
+
+
+def all_metrics(task: LoadedTask, cells: list[Cell], got: list[Response]) -> list[ScoredCell]:
+    return [*scored([Job(task, [], cells)], lambda cell: [r for r in got if r.cell == cell])]
+
+
+def words() -> Words:
+    return Words(**{entry.name: getattr(task(), entry.name) for entry in dataclasses.fields(Numbers)})
+
+
+def test_a_metric_that_is_no_mean_is_computed_on_every_resample() -> None:
+    mine, full = cell("snapkv"), cell("full")
+    before, after = [1.0, 2.0, 4.0, 1.0, 2.0, 2.0, 1.0, 8.0], [1.0, 4.0, 4.0, 1.0, 2.0, 8.0, 1.0, 8.0]
+    rows = [c.row for c in all_metrics(words(), [mine, full], responses(full, before) + responses(mine, after))]
+    whole, part = rows
+    assert not whole["is_mean"] and not part["is_mean"]
+    assert whole["score"] == pytest.approx(statistics.geometric_mean(before))
+    assert part["score"] == pytest.approx(statistics.geometric_mean(after))
+    assert part["diff"] == pytest.approx(part["score"] - whole["score"])
+    # Four contexts have few enough resamples to count them all.
+    means = [statistics.fmean(map(math.log, after[2 * k : 2 * k + 2])) for k in range(4)]
+    every = [math.exp(statistics.fmean(drawn)) for drawn in product(means, repeat=4)]
+    low, high = np.quantile(every, [stats.tail(4), 1 - stats.tail(4)])
+    assert part["score_lo"] == pytest.approx(low, rel=0.05) and part["score_hi"] == pytest.approx(high, rel=0.05)
+    assert part["score_se"] == pytest.approx(np.std(every), rel=0.1)
+    # The draws are paired: contexts 0 and 2 make all the difference.
+    assert part["diff_lo"] >= 0 and whole["diff_lo"] == whole["diff_hi"] == 0
+
+
+def test_all_metrics_of_a_cell_have_scores_intervals_and_differences() -> None:
+    mine, full = cell("snapkv"), cell("full")
+    got = responses(mine, [x + 1 for x in MINE]) + responses(full, [x + 1 for x in FULL])
+    whole, part = all_metrics(words(), [mine, full], got)
+    assert [(row["metric"], row["filter"]) for row in part.metric_rows] == [
+        ("perplexity", ""), ("mean", "strict"), ("last", ""), ("broken", "")
+    ]  # fmt: skip
+    perplexity, mean, last, broken = part.metric_rows
+    assert all(perplexity[name] == part.row[name] for name in SCORES)
+    assert (mean["score"], mean["full_score"], mean["diff"]) == (1 + 4 / 8, 1 + 7 / 8, pytest.approx(-3 / 8))
+    assert mean["higher_is_better"] and not perplexity["higher_is_better"]
+    assert (last["score"], last["full_score"]) == (2, 2)
+    assert math.isnan(broken["score"]) and math.isnan(broken["diff"]) and part.row["status"] == "ok"
+    assert whole.metric_rows[1]["diff"] == 0
+    assert all(math.isnan(score) for score in part.samples["score"]), "pairs are no numbers"
+    values = [json.loads(text) for text in part.samples["metrics"]]
+    assert values[1] == {"mean,strict": 1.0, "broken": 1.0}
+    assert values[7] == {"mean,strict": 2.0, "last": 2.0, "broken": 2.0}
+    to_table(pd.DataFrame(whole.metric_rows + part.metric_rows), METRICS_SCHEMA)
+
+
+def test_a_failed_cell_has_a_row_without_scores_and_one_metric_needs_no_text() -> None:
+    mine, full = cell("snapkv"), cell("full")
+    whole, part = all_metrics(task(), [mine, full], responses(full, FULL) + responses(mine, MINE[:3]))
+    assert set(whole.samples["metrics"]) == {""} and len(whole.metric_rows) == 1
+    (row,) = part.metric_rows
+    assert row["metric"] == "score" and all(math.isnan(row[name]) for name in SCORES)
 
 
 @pytest.mark.parametrize(

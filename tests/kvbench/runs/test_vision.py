@@ -84,7 +84,7 @@ def benchmark(yaml: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch:
         sized=False,
         media=("image",),
     )
-    monkeypatch.setattr(catalogue, "resolve_task", lambda spec: [(spec, made)])
+    monkeypatch.setattr(catalogue, "resolve_task", lambda spec, *_: [(spec, made)])
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path_factory.getbasetemp() / "pictures-cache"))
 
 
