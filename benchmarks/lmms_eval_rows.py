@@ -279,6 +279,13 @@ class Table:
     yes_no: bool = False
     per_scene: int = 1
 
+    def answers(self) -> list[str]:
+        """Return an answer to each row: some right, as a word or as the letter of an option, others wrong."""
+        return [
+            (scene.answer, scene.letter, f"{scene.letter}. {scene.answer}", "apple")[scene.index % 4]
+            for scene in scenes(self.yes_no, self.per_scene)
+        ]
+
     def rows(self) -> datasets.DatasetDict:
         """Return the data set."""
         rows = [self.row(scene) for scene in scenes(self.yes_no, self.per_scene)]

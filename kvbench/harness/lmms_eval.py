@@ -37,7 +37,7 @@ from kvbench.errors import LeftOut, UserError, reason_of
 from kvbench.harness import chat, loading
 from kvbench.harness import rows as data
 from kvbench.harness.lm_eval import quiet as datasets_quiet
-from kvbench.harness.lmms_tasks import LmmsBenchmark, tasks_folder
+from kvbench.harness.lmms_tasks import LmmsBenchmark, read_config, tasks_folder
 from kvbench.harness.named_tasks import index
 from kvbench.harness.named_tasks.building import on_its_data, seeded
 from kvbench.harness.optional import provide_latex2sympy2
@@ -585,9 +585,10 @@ def build_named(benchmark: LmmsBenchmark, task_name: str, fresh: bool = False) -
         LeftOut: The data is not available, or kvbench cannot answer the prompts.
         UserError: lmms-eval cannot load the task.
     """
-    config = _loaded_definition(benchmark.definitions[task_name])
-    if reason := _unfit(task_name, config):
+    path = benchmark.definitions[task_name]
+    if reason := _unfit(task_name, read_config(path, {})):
         raise LeftOut(reason)
+    config = _loaded_definition(path, "pip install it")
     # A token is used where there is one, and remote code never runs.
     data_options = {key: value for key, value in (config.pop("dataset_kwargs", None) or {}).items() if key not in _HUB}
     config |= {"dataset_kwargs": data_options or None}
@@ -640,11 +641,15 @@ def _definition(definition_name: str) -> dict[str, Any]:
     folder = tasks_folder()
     if folder is None or not (folder / definition_name).is_file():
         raise UserError(f"lmms-eval has no definition {definition_name}")
-    return _loaded_definition(folder / definition_name)
+    return _loaded_definition(folder / definition_name, "run `make vision`")
 
 
-def _loaded_definition(path: Path) -> dict[str, Any]:
+def _loaded_definition(path: Path, remedy: str) -> dict[str, Any]:
     """Read a YAML of lmms-eval and import its functions.
+
+    Args:
+        path: The file.
+        remedy: What to do if a package is missing.
 
     Raises:
         LeftOut: A package that its functions import is not installed.
@@ -657,7 +662,7 @@ def _loaded_definition(path: Path) -> dict[str, Any]:
         definition: dict[str, Any] = load_yaml_config(str(path))
     except ImportError as error:
         package = (error.name or "").partition(".")[0] or str(error)
-        raise LeftOut(f"it needs {package}, which is not installed; run `make vision`") from None
+        raise LeftOut(f"it needs {package}, which is not installed; {remedy}") from None
     return definition
 
 

@@ -167,7 +167,7 @@ def _scanned(folder: Path) -> dict[str, LmmsEntry]:
     found: dict[str, LmmsEntry] = {}
     included: dict[str, dict[str, Any]] = {}
     for path in _yaml_files(folder):
-        config = _config(path, included)
+        config = read_config(path, included)
         task, yaml_path = config.get("task"), os.path.relpath(path, folder)
         if "class" in config:
             found[config["task"]] = LmmsEntry(CLASS, yaml_path, [])
@@ -199,15 +199,15 @@ class _Loader(yaml.CSafeLoader):
     """Loader that leaves functions unresolved."""
 
 
-_Loader.add_constructor("!function", lambda loader, node: None)
+_Loader.add_constructor("!function", lambda loader, node: node.value)
 
 
-def _config(path: str, included: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return a YAML with the files that it includes.
+def read_config(path: str | Path, included: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return a YAML with the files that it includes, and with functions as their names.
 
     Args:
         path: The file.
-        included: What was read before.
+        included: What was read before, by path.
     """
     path = os.path.normpath(path)
     if path not in included:
@@ -217,6 +217,6 @@ def _config(path: str, included: dict[str, dict[str, Any]]) -> dict[str, Any]:
         includes = config.pop("include", None) or []
         for include in reversed([includes] if isinstance(includes, str) else includes):
             beside = os.path.join(os.path.dirname(path), include)
-            merged |= _config(include if os.path.isfile(include) else beside, included)
+            merged |= read_config(include if os.path.isfile(include) else beside, included)
         included[path] = {**merged, **config}
     return included[path]
