@@ -25,6 +25,7 @@ import pytest
 from hypothesis import settings
 
 import kvbench  # noqa: F401 - before any test imports transformers: torchvision may be broken
+from tests.own_tasks import write_own_tasks
 from tests.tiny import byte_tokenizer, random_llama
 
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
@@ -32,6 +33,8 @@ settings.register_profile("any machine", deadline=None)  # a busy machine is no 
 settings.load_profile("any machine")
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 LONGEST = ("test_interpreter.py", "test_offline.py", "test_smollm2.py", "test_ray.py")
@@ -90,3 +93,9 @@ def llama_folder(
     tiny_llama.save_pretrained(folder)
     bpe_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def own_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the user's own tasks of lm-eval."""
+    return write_own_tasks(tmp_path_factory.mktemp("own_tasks"))

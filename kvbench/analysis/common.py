@@ -63,17 +63,27 @@ def stages(grid: Grid, message: Callable[[str], None], *, pruning: bool = False)
         grid: The grid to analyse.
         message: Receives messages about skipped tasks and policies.
         pruning: Whether to keep cells that prune images in the prefill; `all` may include them.
+
+    Raises:
+        UserError: A value in the grid is unknown or out of range, or a task has no contexts with questions.
     """
 
     def is_analysed(cell: Cell) -> bool:
         return cell.policy.evicts and (pruning or not prunes(cell.policy))
 
+    planned_stages = plan(grid, message, scored=False).stages
+    for job in (job for stage in planned_stages for job in stage.jobs):
+        if not job.prompts.parted:
+            raise UserError(
+                f"{job.task.name} measures texts without a context or a question before them, so there is nothing to "
+                "analyse; use another --task"
+            )
     return [
         replace(
             stage,
             jobs=[replace(job, cells=[cell for cell in job.cells if is_analysed(cell)]) for job in stage.jobs],
         )
-        for stage in plan(grid, message, scored=False).stages
+        for stage in planned_stages
     ]
 
 

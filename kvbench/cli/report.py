@@ -67,11 +67,12 @@ def report(
     from kvbench.report import against as pairs
     from kvbench.report import choosing
     from kvbench.report.frames import prepare
+    from kvbench.report.groups import group_table
     from kvbench.report.overall import group_means
     from kvbench.report.rendering import write_report
     from kvbench.report.sorted_samples import COLUMNS, Samples
     from kvbench.report.terminal import RunTable
-    from kvbench.runs.load import load_frames, responses_of
+    from kvbench.runs.load import load_frames, load_groups, responses_of
     from kvbench.tables.outputs import terminal
     from kvbench.tables.text import slug
 
@@ -92,6 +93,8 @@ def report(
     aim = choosing.Aim.of(within, batch, context)
     if prints_tables:
         console().print(RunTable(results))
+        if (groups := group_table(load_groups(runs))) is not None:
+            console().print(terminal(groups))
         if any(limit_value is not None for limit_value in (within, batch, context)):
             console().print(choosing.render_choices(results, aim))
     report_folder = out or runs[0] / "report" / (slug(metric) if metric else "")

@@ -156,11 +156,15 @@ def _show(finished_run: Run, run_folder: Path, *, quiet: bool) -> None:
     if quiet:
         print(run_folder)
         return
+    from kvbench.report.groups import group_table
     from kvbench.report.sorted_samples import COLUMNS
     from kvbench.report.terminal import run_table
-    from kvbench.runs.load import load_frames
+    from kvbench.runs.load import load_frames, load_groups
+    from kvbench.tables.outputs import terminal
 
     console().print(run_table(finished_run.cells, load_frames(finished_run.path, COLUMNS, coded=True)[1]))
+    if (groups := group_table(load_groups(finished_run.path))) is not None:
+        console().print(terminal(groups))
     file_names = [
         file_path.name
         for file_path in sorted(finished_run.path.iterdir())

@@ -143,7 +143,8 @@ def measure_queries(
 ) -> tuple[Tensors, SummaryNotes]:
     """Summarise the queries of a model; arguments as in `profile_queries`."""
     grid, stage, network = _load_stage(model, {"samples": PROMPTS, **options}, reporter)
-    prompts = [(*prompt.context_ids, *prompt.question_ids) for job in stage.jobs for prompt in job.prompts]
+    # A whole text has no prompt: its windows are read instead.
+    prompts = [prompt.ids or prompt.branches[0].input_ids for job in stage.jobs for prompt in job.prompts]
     try:
         reporter.start(len(prompts), f"{model} reads")
         if summary is FILTERS:

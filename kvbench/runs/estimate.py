@@ -121,9 +121,11 @@ class _Meter:
             for response in scratch.responses():
                 earlier_prefill = prefills.get(response.context_id, 0.0)
                 prefills[response.context_id] = max(earlier_prefill, response.prefill_s)
-        prefill_time = min(seconds, sum(prefills.values()))
+        token_count = sum(len(context[0].context_ids) for context in contexts)
+        # Whole texts have no context: their time goes with the measured tokens.
+        prefill_time = min(seconds, sum(prefills.values())) if token_count else 0.0
         return _Measured(
-            tokens=sum(len(context[0].context_ids) for context in contexts),
+            tokens=token_count,
             steps=len(job.cells) * sum(prompt.steps for prompt in prompts),
             prefill=prefill_time,
             rest=seconds - prefill_time,

@@ -2,7 +2,7 @@
 
 The metadata of `cells.parquet` holds a record: a digest of its cells, the SHA-256 of `samples.parquet` and
 `metrics.parquet`, and the samples and repeats of the grid. Tables of earlier versions have no record; their counts and
-means are compared instead. Runs of earlier versions have no `metrics.parquet`.
+means are compared instead. `metrics.parquet` can be missing: earlier versions did not write it.
 """
 
 from __future__ import annotations
@@ -95,9 +95,10 @@ def checked_metrics(folder: Path) -> pa.Table:
     """Read the scores of a run by all metrics, after checking all tables.
 
     Raises:
-        UserError: An earlier version wrote the run, without them, or a table is missing or damaged.
+        UserError: The run does not have them, or a table is missing or damaged.
     """
-    if _DIGESTS[METRICS] not in _recorded(checked_cells(folder)):
+    record = _recorded(checked_cells(folder))
+    if _DIGESTS[METRICS] not in record or not (folder / METRICS).is_file():
         raise UserError(
             f"{folder} has only the scores by the metric of each task; run the same command again, which rewrites the "
             "tables from the responses, with all metrics"
@@ -122,16 +123,17 @@ def _checked(_: Path, folder: Path, *states: State) -> pa.Table:
         raise unreadable(path, error) from None
     if record and record.get("cells") != cells_digest:
         raise UserError(f"{path} is damaged: it was changed after it was written; {_MEND}")
-    for file_name, field in _DIGESTS.items() if record else ():
-        if field in record:  # earlier versions recorded fewer tables
-            _check_digest(folder / file_name, record[field])
+    if record:
+        _check_digest(folder / SAMPLES, record.get(_DIGESTS[SAMPLES]))
+    if (folder / METRICS).is_file() and _DIGESTS[METRICS] in record:
+        _check_digest(folder / METRICS, record[_DIGESTS[METRICS]])
     if not record:
         _compare(cells, folder)
     _check_numbers(cells, path)
     return cells
 
 
-def _check_digest(path: Path, digest: str) -> None:
+def _check_digest(path: Path, digest: object) -> None:
     """Refuse a table other than the recorded one."""
     try:
         is_same = digest == _sha256(path)

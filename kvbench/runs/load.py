@@ -126,6 +126,22 @@ def load_frames(
     return cells.drop(columns="_run").reset_index(drop=True), samples
 
 
+def load_groups(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
+    """Read the scores of groups of tasks: the rows of `metrics.parquet` whose `task` is a group.
+
+    Args:
+        paths: Folders of runs, as for `load_frames`. Those of earlier versions have none.
+    """
+    folders = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
+    tables = [
+        _upgraded(checked_metrics(folder), folder / METRICS, METRICS_SCHEMA, METRICS_SCHEMA.names).to_pandas()
+        for folder in folders
+        if (folder / METRICS).exists()
+    ]
+    rows = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=METRICS_SCHEMA.names)
+    return rows[rows["cell"] == ""].reset_index(drop=True)
+
+
 def responses_of(
     paths: str | Path | Iterable[str | Path], metric: str | None = None
 ) -> Callable[[Collection[str]], pd.DataFrame]:

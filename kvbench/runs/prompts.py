@@ -53,13 +53,14 @@ class Prompts(Sequence[Prompt]):
         shows: Whether a prompt has images or videos.
         dialogues: Whether all prompts are turns of dialogues.
         rolls: Whether whole texts are measured.
+        parted: Whether all prompts have a context and a question.
         longest: Tokens of the longest prompt, without its answer, or of the longest window of a whole text.
         limit: Maximum number of tokens after a prompt.
         first_answered: Index of the first request that asks for an answer; 0 if all are measured.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self.shows, self.dialogues, self.rolls = False, True, False
+        self.shows, self.dialogues, self.rolls, self.parted = False, True, False, True
         self.longest = self.limit = self.first_answered = 0
         self._only_measured = True
         self._requests = requests
@@ -81,6 +82,7 @@ class Prompts(Sequence[Prompt]):
         self.shows |= bool(prompt.media)
         self.dialogues &= bool(prompt.request.dialogue)
         self.rolls |= prompt.request.rolling
+        self.parted &= bool(prompt.context_ids and prompt.question_ids)
         self.longest = max(self.longest, context_length + len(prompt.question_ids))
         self.limit = max(self.limit, prompt.limit)
 

@@ -106,7 +106,9 @@ class Response:
             "why the response ended: `eos`, `stop` (a stop string), `length`, or `given`. With "
             "`given`, a text of the task was measured; the response is then its negative "
             'log-likelihood in nats and its number of tokens, such as `{"nll": 71.3, "tokens": '
-            "24}`",
+            "24}`. For several texts, such as the choices of a question, it lists the log-likelihood "
+            "of each, whether greedy decoding would produce it, and its number of tokens: "
+            '`{"loglikelihood": [-1.2, -3.4], "greedy": [true, false], "tokens": [1, 2]}`',
             shared=True,
         ),
     )

@@ -291,6 +291,8 @@ def _task(
     )
     (stage,) = plan(grid, message).stages
     prompts = [prompt for job in stage.jobs for prompt in job.prompts]
+    if any(prompt.branches for prompt in prompts):
+        raise UserError(f"{task_name} measures texts and asks for no answer; train on a task with answers")
     shuffled_order = np.random.default_rng([_RNG_KEY, seed]).permutation(len(prompts))
 
     def get_item(index: int) -> Item:

@@ -6,9 +6,11 @@ then go through the task's own filters, `process_results` and aggregation.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
+from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +44,8 @@ from kvbench.harness.protocol import (
     kept,
 )
 from kvbench.progress import Late
+
+_NUMBERS = (int, float, np.number, np.bool_)
 
 _MULTIPLE, _ROLLING = "loglikelihood", "loglikelihood_rolling"
 """Kinds of requests besides answers; multiple choice consists of log-likelihoods."""
@@ -83,6 +87,9 @@ class NamedTaskHarness:
                 for index in _neighbours(prompts, ends)
             )
         refused = {"context": f"{reason}; {_advice(flags)}"} if reason else {}
+        if not is_rolling and not any(ends):
+            empty = f"{task_name} has empty prompts, so there is nothing to compress before its answers"
+            refused = dict.fromkeys(("context", "question", "chunked"), f"{empty}; use --moment decode")
         metric = next(iter(built.aggregation()), "")
         higher_is_better = bool(built.higher_is_better().get(metric, True))
         chance = _chance(built, metric, documents) if higher_is_better else math.inf
@@ -119,14 +126,20 @@ class NamedTask(LoadedTask):
         """Score responses by all metrics and filters of the task; see `LoadedTask.score_metrics`."""
         by_document: dict[int, dict[Key, str]] = defaultdict(dict)
         for key, response in responses.items():
-            by_document[self.requests[self.places[key[:2]]].doc_id][key] = response
+            by_document[self._doc_ids[self.places[key[:2]]]][key] = response
         values: dict[tuple[str, str], dict[Key, Any]] = defaultdict(dict)
         with quiet(), seeded(0):
             for doc_id in sorted(by_document):
                 first_key = min(by_document[doc_id])
                 for name, value in self._scored(doc_id, by_document[doc_id]).items():
                     values[name][first_key] = value
-            return [self._metric(*name, found) for name, found in values.items()]
+            metrics = [self._metric(*name, found) for name, found in values.items()]
+        return sorted(metrics, key=lambda entry: entry.name != self.metric)
+
+    @functools.cached_property
+    def _doc_ids(self) -> Sequence[int]:
+        """Return the document of each request."""
+        return array("Q", (request.doc_id for request in self.requests))
 
     def _scored(self, doc_id: int, responses: Mapping[Key, str]) -> dict[tuple[str, str], Any]:
         """Return the value of every metric and filter for one document."""
@@ -162,15 +175,21 @@ class NamedTask(LoadedTask):
     def _metric(self, name: str, filter_name: str, values: Mapping[Key, Any]) -> MetricScores:
         """Return a metric's values with their aggregate."""
         aggregate = self.built.aggregation().get(name, mean)
-        is_mean = aggregate is mean and all(isinstance(value, int | float | np.number) for value in values.values())
+        is_mean = aggregate is mean and all(isinstance(value, _NUMBERS) for value in values.values())
         if is_mean:
             values = {key: float(value) for key, value in values.items()}
+        try:
+            score = float(aggregate([*values.values()]))
+        except Exception:  # a metric is third-party code, and only the task's own may not fail
+            if name == self.metric:
+                raise
+            score = math.nan
         return MetricScores(
             name=name,
             filter="" if filter_name == NO_FILTER else filter_name,
             higher_is_better=bool(self.built.higher_is_better().get(name, True)),
             values=values,
-            score=float(aggregate([*values.values()])),
+            score=score,
             aggregate=None if is_mean else aggregate,
         )
 

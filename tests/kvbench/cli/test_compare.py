@@ -11,6 +11,7 @@ import pytest
 from kvbench import cli
 
 from ..regression.conftest import rescored, save, usual, without
+from ..report.conftest import save_two_metrics
 
 POLICY = """
 import torch
@@ -165,3 +166,13 @@ def test_a_policy_that_keeps_the_wrong_end_fails(
     captured = capsys.readouterr()
     assert "regression in 1 cell, first niah_single_2, ./mine.py:kept at 0.4" in captured.err
     assert "Settings that differ: policy" in captured.out
+
+
+def test_another_metric_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, frames in (("base", usual()), ("worse", rescored(usual(), [0.0] * 40))):
+        save_two_metrics(frames, tmp_path / name)
+    runs = [str(tmp_path / name) for name in ("base", "worse")]
+    assert cli.call(["compare", *runs, "--metric", "missed", "--json"]) == 1
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    (failed,) = (cell for cell in cells if cell["outcome"] == "failed")
+    assert failed["metric"] == "missed" and failed["run"] == 1 and failed["change"] > 0

@@ -12,7 +12,7 @@ from kvbench.cli import call
 from kvbench.runs.integrity import SAMPLES
 from kvbench.runs.store import RunStore
 
-from ..report.conftest import make_run
+from ..report.conftest import make_run, save_two_metrics
 
 
 @pytest.fixture
@@ -72,3 +72,17 @@ def test_report_writes_the_page_if_asked(run: Path, capsys: pytest.CaptureFixtur
     assert call(["report", str(run), "--html"]) == 0
     assert f"wrote {run}/report/report.html" in capsys.readouterr().out.splitlines()
     assert (run / "report" / "report.html").is_file()
+
+
+def test_another_metric_has_a_page_of_its_own(
+    tmp_path: Path, opened: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = save_two_metrics(make_run(["snapkv"], ("0.2",), ["vt"], samples=5), tmp_path / "run")
+    assert call(["view", str(run)]) == call(["view", str(run), "--metric", "missed"]) == 0
+    own, missed = (Path(line) for line in capsys.readouterr().out.splitlines())
+    assert missed == run / "report" / "missed" / "report.html" and own == run / "report" / "report.html"
+    assert "missed" in missed.read_text() and "missed" not in own.read_text()
+    assert call(["report", str(run), "--metric", "missed", "--quiet"]) == 0
+    assert capsys.readouterr().out == f"{run / 'report' / 'missed' / 'summary.md'}\n"
+    assert call(["report", str(run), "--metric", "missed", "--with-published"]) == 2
+    assert "leave out --metric" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 from kvbench.cli import call
 
 from ..papers.layouts.conftest import write_run
-from ..report.conftest import make_run
+from ..report.conftest import make_run, save_two_metrics
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +112,15 @@ def test_layouts_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("criticalkv-1  RULER by task") for line in lines)
     assert any("dbtrimkv-3" in line and "no task for MMDU" in line for line in lines)
+
+
+def test_another_metric(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    frames = make_run(["snapkv", "adakv"], ("0.2",), samples=10)
+    run = str(save_two_metrics(frames, tmp_path / "run"))
+    (own, missed) = (
+        list(csv.DictReader(out(capsys, run, "--format", "csv", *more).splitlines()))
+        for more in ((), ("--metric", "missed"))
+    )
+    for row, other in zip(own, missed, strict=True):
+        assert float(row["vt"]) + float(other["vt ↓"]) == pytest.approx(1)
+    assert "no task has the metric 'acc'; there are string_match, missed" in error(capsys, run, "--metric", "acc")

@@ -318,3 +318,81 @@ def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     rows = data.cached(tmp_path / "file" / "x.jsonl", 2, lambda n: [{"n": i} for i in range(n)])
     assert rows == [{"n": 0}, {"n": 1}]
+
+
+METRICS = """
+task: toy
+output_type: generate_until
+test_split: test
+doc_to_text: "{{context}}<|kvb_split|>{{question}}"
+doc_to_target: outputs
+num_fewshot: 0
+process_results: !function metric.scores
+metric_list:
+  - {metric: right, aggregation: mean, higher_is_better: true}
+  - {metric: loss, aggregation: perplexity, higher_is_better: false}
+  - {metric: bleu, aggregation: bleu, higher_is_better: true}
+  - {metric: undefined, aggregation: perplexity, higher_is_better: false}
+generation_kwargs: {until: ["\\n"], max_gen_toks: 9, do_sample: false}
+"""
+
+UNDEFINED = "  - {metric: undefined, aggregation: perplexity, higher_is_better: false}\n"
+
+METRIC = """
+MORE = {}
+def scores(doc, results):
+    text = results[0]
+    found = {
+        "bleu": (doc["outputs"][0], text), "loss": -len(text) / 2, **MORE,
+        "right": float(doc["outputs"][0] in text),
+    }
+    return found | ({"length": len(text)} if len(text) > 1 else {})
+"""
+
+
+def test_all_metrics_have_the_aggregates_of_lm_eval(bpe_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "toy.yaml").write_text(METRICS.replace(UNDEFINED, ""))
+    (tmp_path / "metric.py").write_text(METRIC)
+    bench = Benchmark(name="toy", leaves=("toy_sum",), docs=toy_docs, yaml=tmp_path, metric="right")
+    task = load(bench, "toy_sum", bpe_tokenizer, tmp_path, chat=False)
+    answers = ["1 it is the one", "4 and so on it is", "it is 5 or so", "7", "9 is the answer to it"]
+    responses = {(str(i), 0, 0): text for i, text in enumerate(answers)}
+    metrics = {metric.name: metric for metric in task.score_metrics(responses)}
+    assert next(iter(metrics)) == "right"
+    assert set(metrics) == {"right", "bleu", "loss", "length"}
+    found, _ = evaluated(task, answers, bpe_tokenizer, chat=False)
+    for name in ("right", "bleu", "loss"):
+        assert metrics[name].score == found["results"]["toy_sum"][f"{name},none"]
+    assert metrics["right"].aggregate is None and metrics["right"].values["1", 0, 0] == 0.0
+    bleu, loss, length = metrics["bleu"], metrics["loss"], metrics["length"]
+    assert bleu.values["3", 0, 0] == ("7", "7") and bleu.aggregate is not None
+    assert loss.aggregate is not None and not loss.higher_is_better
+    assert loss.aggregate([-1.0, -2.0]) == pytest.approx(math.exp(1.5))
+    assert ("3", 0, 0) not in length.values and length.higher_is_better
+    assert length.score == pytest.approx(sum(map(len, answers[:3] + answers[4:])) / 4)
+    assert {metric.filter for metric in metrics.values()} == {""}
+    assert task.score(responses) == (dict(metrics["right"].values), 0.8)
+
+
+def test_a_further_metric_that_fails_has_no_score_and_the_tasks_own_is_an_error(
+    bpe_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    (tmp_path / "toy.yaml").write_text(METRICS)
+    (tmp_path / "metric.py").write_text(METRIC.replace("{}", '{"undefined": "none", "note": "x"}'))
+    responses = {("0", 0, 0): "1"}
+    for metric in ("right", "undefined"):
+        bench = Benchmark(name="toy", leaves=("toy_sum",), docs=toy_docs, yaml=tmp_path, metric=metric)
+        task = load(bench, "toy_sum", bpe_tokenizer, tmp_path, chat=False)
+        if metric == "right":
+            scores = {each.name: each.score for each in task.score_metrics(responses)}
+            assert math.isnan(scores["undefined"]) and scores["right"] == 1 and "note" not in scores
+        else:
+            with pytest.raises(TypeError):
+                task.score_metrics(responses)
+
+
+def test_metrics_name_their_filter_if_there_are_several(
+    toy: Benchmark, bpe_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    (metric,) = load(toy, "toy_sum", bpe_tokenizer, tmp_path).score_metrics({("0", 0, 0): "1"})
+    assert (metric.name, metric.filter, metric.label) == ("exact_match", "number", "exact_match,number")

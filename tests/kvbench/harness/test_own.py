@@ -158,3 +158,16 @@ def test_metrics_of_rows_may_differ(tmp_path: Path, bpe_tokenizer: PreTrainedTok
     assert task.metric == "score"
     scores, _ = task.score({(r.sample_id, 0, 0): "the red house there" for r in task.requests})
     assert list(scores.values()) == pytest.approx([1.0, 0.0, 0.8, 2 * 2 / 6])
+
+
+def test_every_metric_that_rows_name_has_the_scores_of_its_rows(
+    tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [{**GOOD, "answers": "7", "metric": metric} for metric in ("f1", "contains_all", "f1")]
+    task = load(write(tmp_path / "mine.jsonl", *rows), bpe_tokenizer)
+    responses = {(r.sample_id, r.question_id, 0): "it is 7" for r in task.requests}
+    metrics = {metric.name: metric for metric in task.score_metrics(responses)}
+    assert list(metrics) == ["score", "f1", "contains_all"]
+    assert [len(metric.values) for metric in metrics.values()] == [3, 2, 1]
+    assert metrics["f1"].score == pytest.approx(0.5) and metrics["contains_all"].score == 1
+    assert metrics["score"].score == pytest.approx(2 / 3)

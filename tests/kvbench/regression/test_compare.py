@@ -9,8 +9,9 @@ import pytest
 
 from kvbench.errors import UserError
 from kvbench.regression.compare import Outcome, compare
-from kvbench.regression.pairs import pair_cells
+from kvbench.regression.pairs import pair_cells, pair_with_full
 
+from ..report.conftest import unaveraged
 from .conftest import one_cell, rescored, usual, without
 
 
@@ -252,3 +253,12 @@ def test_a_sample_with_another_context_cannot_be_compared() -> None:
         "",
         f"the task's data differ: sample {sample} has a different context",
     ]
+
+
+def test_a_score_that_is_no_mean_is_not_compared() -> None:
+    found = compare(unaveraged(usual(), "cwe"), unaveraged(usual(), "cwe"))
+    missing = found.of(Outcome.NOT_COMPARED)
+    assert len(missing) == 5 and {cell.pair.place.task for cell in missing} == {"cwe"}
+    assert missing[0].reason == "string_match is not a mean over samples, so it has no paired test; use --metric"
+    assert not found.complete and len(found.of(Outcome.SAME)) == 5
+    assert {pair.place.task for pair in pair_with_full(unaveraged(usual(), "cwe"))} == {"vt"}

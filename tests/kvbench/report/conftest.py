@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from kvbench.runs.schema import METRICS_SCHEMA, ScoredCell
+from kvbench.runs.store import RunStore
 from kvbench.stats import discriminative, paired, summary
 
 Frames = tuple[pd.DataFrame, pd.DataFrame]
@@ -143,3 +146,36 @@ def make_run(
 def run_frames() -> Callable[..., Frames]:
     """The function that makes the frames of a run."""
     return make_run
+
+
+def unaveraged(frames: Frames, task: str) -> Frames:
+    """The run with a task whose score is no mean: a perplexity of 3 at full and 5 otherwise."""
+    cells, samples = frames[0].copy(), frames[1].copy()
+    here = cells["task"] == task
+    score = np.where(cells["policy"] == "full", 3.0, 5.0)[here]
+    numbers = {"score": score, "full_score": 3.0, "diff": score - 3, "higher_is_better": False, "is_mean": False}
+    ends = {f"{name}_lo": numbers[name] - 1 for name in ("score", "diff")}
+    ends |= {f"{name}_hi": numbers[name] + 2 for name in ("score", "diff")}
+    for name, values in (numbers | ends).items():
+        cells.loc[here, name] = values
+    samples.loc[samples["task"] == task, "score"] = np.nan
+    return cells, samples
+
+
+def save_two_metrics(frames: Frames, folder: Path) -> Path:
+    """Write the run with the further metric `missed`, 1 minus the score, of which less is better."""
+    cells, samples = frames
+    both = samples.assign(metrics=[json.dumps({"string_match": s, "missed": 1 - s}) for s in samples["score"]])
+    ends = {"score_lo": "score_hi", "score_hi": "score_lo", "diff_lo": "diff_hi", "diff_hi": "diff_lo"}
+    scored = []
+    for cell in cells.to_dict("records"):
+        missed = {"metric": "missed", "higher_is_better": False}
+        missed |= {name: 1 - cell[ends.get(name, name)] for name in ("score", "score_lo", "score_hi", "full_score")}
+        missed |= {name: -cell[ends.get(name, name)] for name in ("diff", "diff_lo", "diff_hi")}
+        rows = [{**cell, "filter": "", **change} for change in ({}, missed)]
+        metric_rows = [{name: row[name] for name in METRICS_SCHEMA.names} for row in rows]
+        scored.append(ScoredCell(cell, metric_rows, both[both["cell"] == cell["cell"]].to_dict("list")))
+    with RunStore(folder) as store:
+        store.save_grid({})
+        store.write_scored(scored, {})
+    return folder

@@ -12,7 +12,7 @@ from kvbench.report.against import differences, tables, write
 from kvbench.stats import paired
 from kvbench.tables.outputs import terminal
 
-from .conftest import make_run
+from .conftest import make_run, unaveraged
 
 
 def test_of_one_task_it_is_the_paired_difference() -> None:
@@ -53,3 +53,12 @@ def test_a_policy_that_was_not_run_is_named_with_the_nearest() -> None:
     cells, samples = make_run(("snapkv", "criticalkv"), budgets=("0.2",))
     with pytest.raises(UserError, match="did you mean snapkv"):
         differences(cells, samples, "snapvk")
+
+
+def test_a_score_that_is_no_mean_is_left_out() -> None:
+    frames = make_run(("snapkv", "criticalkv"), budgets=("0.2",), tasks=("vt", "cwe"))
+    found = differences(*unaveraged(frames, "cwe"), "snapkv")
+    assert found["tasks"].item() == 1
+    alone = differences(*make_run(("snapkv", "criticalkv"), ("0.2",), ("vt",)), "snapkv")
+    assert found["diff"].item() == alone["diff"].item()
+    assert not len(differences(*unaveraged(unaveraged(frames, "vt"), "cwe"), "snapkv"))

@@ -11,6 +11,8 @@ from rich.console import Console
 from kvbench.report import render, run_table
 from kvbench.report.frames import answers, prepare, tasks_at_chance, uncompared
 
+from .conftest import unaveraged
+
 
 def together(*runs):
     """Frames of runs as `load_frames` gives them."""
@@ -98,3 +100,11 @@ def test_runs_whose_answers_were_made_otherwise_keep_apart(run_frames):
     assert answers("not JSON") == answers("{}") == "greedy"
     recorded = {"thinking": False, "think_end": "</think>", "truncated": 3}
     assert answers(json.dumps({"generation": recorded})) == "greedy, thinking False"
+
+
+def test_scores_that_are_no_means_are_named_in_a_remark(run_frames, tmp_path):
+    frames = run_frames(["snapkv"], ("0.2",), ["vt", "cwe"], depths=(0, 50), samples=10)
+    summary, *files = render(*unaveraged(frames, "cwe"), tmp_path)
+    assert "The score of `cwe` is not a mean over samples" in summary.read_text()
+    assert {path.name for path in files if path.name.startswith("depth")} == {"depth-vt.png", "depth-vt.svg"}
+    assert "not a mean over samples" not in render(*frames, tmp_path)[0].read_text()

@@ -10,6 +10,8 @@ import pytest
 from kvbench.report.overall import group_means
 from kvbench.stats import few_vary, resampled
 
+from .conftest import unaveraged
+
 
 def row_of(frame, policy, budget="full"):
     found = frame[(frame["policy"] == policy) & (frame["budget"] == budget)]
@@ -113,3 +115,19 @@ def test_pairs_are_the_questions_that_both_answered(run_frames):
     got = row_of(group_means(cells, part), "snapkv", "0.2")
     by = part[part["doc_id"] < 20].pivot(index="doc_id", columns="policy", values="score")
     assert got["diff"] == pytest.approx((by["snapkv"] - by["full"]).mean())
+
+
+def test_a_score_that_is_no_mean_is_in_no_mean_and_keeps_its_interval_alone(run_frames):
+    both = run_frames(["snapkv"], ("0.2",), ["vt", "cwe"])
+    means = group_means(*unaveraged(both, "cwe"))
+    assert (means["tasks"] == 1).all()
+    assert row_of(means, "snapkv", "0.2")["score"] == pytest.approx(
+        both[0].query("task == 'vt' and policy == 'snapkv'")["score"].item()
+    )
+    alone = run_frames(["snapkv"], ("0.2",), ["cwe"])
+    for samples in (unaveraged(alone, "cwe")[1], None):
+        row = row_of(group_means(unaveraged(alone, "cwe")[0], samples), "snapkv", "0.2")
+        assert (row["score"], row["score_lo"], row["score_hi"]) == (5, 4, 7)
+        assert (row["diff"], row["diff_lo"], row["diff_hi"], row["full_score"]) == (2, 1, 4, 3)
+    cells, samples = unaveraged(unaveraged(both, "vt"), "cwe")
+    assert not len(group_means(cells, samples)), "no task is left"

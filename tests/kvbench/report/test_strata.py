@@ -15,6 +15,8 @@ from kvbench.report.strata import MOST, strata
 from kvbench.stats import paired
 from kvbench.tables.table import Compared, Interval, Name, Table
 
+from .conftest import unaveraged
+
 
 def tables(cells: Any, samples: Any) -> list[Table]:
     results = prepare(cells, samples)
@@ -103,3 +105,10 @@ def test_a_failed_cell_and_a_run_without_full(run_frames: Any) -> None:
 def test_a_task_that_says_nothing_is_not_divided(run_frames: Any) -> None:
     cells, samples = run_frames(["snapkv"], ("0.2",), ["vt"], samples=30, chance=0.995)
     assert tables(cells, marked(samples, lambda i: {"kind": i % 2})) == []
+
+
+def test_a_score_that_is_no_mean_is_not_divided(run_frames: Any) -> None:
+    cells, samples = run_frames(["snapkv"], ("0.2",), ["vt"], samples=30)
+    divided = marked(samples, lambda i: {"kind": i % 2})
+    assert len(tables(cells, divided)) == 1
+    assert tables(*unaveraged((cells, divided), "vt")) == []

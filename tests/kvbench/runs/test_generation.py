@@ -10,7 +10,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 
 from kvbench.decoding import THOUGHT, Sampling, from_yaml, scored_text
 from kvbench.errors import UserError
-from kvbench.harness.protocol import Request
+from kvbench.harness.protocol import Continuation, Request
 from kvbench.runs.generation import GenerationFlags, Truncation
 from kvbench.runs.grid import Grid
 
@@ -93,6 +93,14 @@ def test_given_text_is_not_drawn_and_has_no_limit_of_ours() -> None:
     settings = GenerationFlags(temperature=0.5, repeats=4, max_new_tokens=2)
     assert applied(settings, own) == ([own], [])
     assert settings.record(own, thinks=True) == ""
+
+
+@pytest.mark.parametrize("measured", [{"continuations": (Continuation("?", "a"),)}, {"rolling": True}])
+def test_measured_texts_are_not_drawn_and_have_no_limit_of_ours(measured: dict[str, Any]) -> None:
+    own = request(**measured)
+    settings = GenerationFlags(temperature=0.5, repeats=4, max_new_tokens=2, truncate="middle")
+    assert applied(settings, own) == ([own], [])
+    assert settings.record(own, thinks=True) == '{"truncate": "middle"}'
 
 
 def test_what_would_do_nothing_is_refused() -> None:

@@ -109,6 +109,11 @@ def test_every_answer_gets_seven_ratings(tmp_path: Path) -> None:
     assert list(scores.values()) == [0.4, 1.0, 0.1, 1.0]
     assert mean == pytest.approx(2.5 / 4)
     assert (task.metric, task.rubric) == ("overall", "dialogue_answer")
+    respects = [metric.name for metric in task.score_metrics(given, LocalJudge().judge(asks))]
+    assert respects[0] == "overall" and set(respects[1:]) == set(rubric("dialogue_answer").ratings[:-1])
+    marks = [{"score": 0.5, **{respect: rank / 10 for rank, respect in enumerate(respects[1:], 1)}} for _ in asks]
+    scores = {metric.name: metric.score for metric in task.score_metrics(given, marks)}
+    assert scores == {"overall": 0.5, **{respect: pytest.approx(r / 10) for r, respect in enumerate(respects[1:], 1)}}
 
 
 def test_a_dialogue_with_a_wrong_number_of_images_is_left_out_with_a_note(tmp_path: Path) -> None:

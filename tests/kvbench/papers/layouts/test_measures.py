@@ -12,7 +12,7 @@ from kvbench.errors import UserError
 from kvbench.papers.layouts.measures import Config, ScoreSource, load, merged
 from kvbench.regression import significance
 
-from ...report.conftest import make_run
+from ...report.conftest import make_run, unaveraged
 from .conftest import measures_of, write_run
 
 VT, CWE = ScoreSource("vt"), ScoreSource("cwe")
@@ -152,3 +152,11 @@ def test_what_is_chosen_is_kept_and_full_stays(tmp_path: Path) -> None:
         load([folder], {"budget": ["0.2", "0.3"]})
     with pytest.raises(UserError, match="--task longbench: not in the run; it has vt, cwe"):
         load([folder], {"task": ["longbench"]})
+
+
+def test_a_part_of_a_score_that_is_no_mean_is_unknown() -> None:
+    cells, samples = make_run(["snapkv"], ["0.2"], ["vt"], samples=9)
+    samples["extra"] = [json.dumps({"kind": "ab"[i % 2]}) for i in samples["doc_id"]]
+    measures = measures_of(unaveraged((cells, samples), "vt"))
+    assert measures.score(SNAP, VT) == 5
+    assert math.isnan(measures.score(SNAP, ScoreSource("vt", "kind", "b")))

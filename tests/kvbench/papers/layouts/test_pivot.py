@@ -9,7 +9,7 @@ from kvbench.papers.layouts.value import Value
 from kvbench.tables.outputs import csv, markdown
 from kvbench.tables.table import Graded, Name, Table
 
-from ...report.conftest import make_run
+from ...report.conftest import make_run, unaveraged
 from .conftest import measures_of, together
 
 MOMENTS = ("context", "question")
@@ -156,3 +156,29 @@ def test_by_default_whatever_varies_is_in_the_rows() -> None:
     assert default_rows(plain, ("budget", "task")) == ("policy",)
     varied = measures_of(make_run(samples=4, moments=MOMENTS, lengths=(512, 1024)))
     assert default_rows(varied, ("length",)) == ("moment", "policy", "budget")
+
+
+def test_means_leave_out_scores_that_are_no_means_and_say_so() -> None:
+    frames = make_run(["snapkv"], ["0.2"], tasks=("vt", "cwe", "fwe"), samples=10)
+    cells = frames[0]
+    measures = measures_of(unaveraged(frames, "cwe"))
+    for axes, column in ((Axes(("policy",), ("budget",)), 1), (Axes(("policy", "budget"), ("task",), mean=True), 5)):
+        table = fill(pivot(measures, axes), measures)
+        cell = table.rows[1].cells[column]
+        assert isinstance(cell, Graded)
+        want = cells[(cells["policy"] == "snapkv") & (cells["task"] != "cwe")]["score"].mean()
+        assert cell.value == pytest.approx(want)
+        assert "Means leave out cwe, whose score is not a mean over samples." in markdown(table)
+    alone = fill(pivot(measures, Axes(("policy", "budget"), ("task",))), measures)
+    assert "Means leave out" not in markdown(alone)
+    both = measures_of(unaveraged(unaveraged(make_run(samples=10), "vt"), "cwe"))
+    with pytest.raises(UserError, match="--mean needs a task"):
+        pivot(both, Axes(("policy", "budget"), ("task",), mean=True))
+
+
+def test_a_score_that_is_no_mean_has_a_difference_and_no_mark() -> None:
+    measures = measures_of(unaveraged(make_run(["snapkv"], ["0.2"], ["vt"], samples=40), "vt"))
+    for value, want in ((Value.SCORE, 5), (Value.DIFF, 2), (Value.RELATIVE, 2 / 3)):
+        cell = fill(pivot(measures, Axes(("policy",), ("task",), value)), measures, "full").rows[1].cells[1]
+        assert isinstance(cell, Graded)
+        assert cell.value == pytest.approx(want) and not cell.better

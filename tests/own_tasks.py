@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 HEAD = """task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {folder}/rows.jsonl, train: {folder}/shots.jsonl}}}}
@@ -38,6 +36,12 @@ metric_list: [{metric: perplexity}, {metric: acc}]
 doc_to_target: "{{passage}}"
 metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
 """,
+    "own_empty": """output_type: multiple_choice
+doc_to_text: ""
+doc_to_choice: options
+doc_to_target: label
+metric_list: [{metric: acc}]
+""",
     "own_code": """output_type: generate_until
 unsafe_code: true
 doc_to_target: "{{options[label]}}"
@@ -49,10 +53,8 @@ aggregate_metric_list: [{metric: acc, weight_by_size: true}, {metric: exact_matc
 """
 
 
-@pytest.fixture(scope="session")
-def own_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder."""
-    folder = tmp_path_factory.mktemp("own_tasks")
+def write_own_tasks(folder: Path) -> Path:
+    """Write them to a folder, and return it."""
     words = ["red", "blue one", "green", "a very black one"]
     rows = [
         {
