@@ -36,6 +36,12 @@ metric_list: [{metric: perplexity}, {metric: acc}]
 doc_to_target: "{{passage}}"
 metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
 """,
+    "own_empty": """output_type: multiple_choice
+doc_to_text: ""
+doc_to_choice: options
+doc_to_target: label
+metric_list: [{metric: acc}]
+""",
     "own_code": """output_type: generate_until
 unsafe_code: true
 doc_to_target: "{{options[label]}}"

@@ -66,6 +66,11 @@ app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )(harnesses.lm_eval)
+app.command(
+    "lmms-eval",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)(harnesses.lmms_eval)
 app.add_typer(profile.app, name="profile")
 app.add_typer(analyze.app, name="analyze")
 app.add_typer(train.app, name="train")

@@ -21,6 +21,7 @@ from kvbench.data.records import Damaged, Record
 from kvbench.errors import UserError
 from kvbench.files import cache_dir
 from kvbench.harness import catalogue
+from kvbench.harness.lmms_tasks import LmmsBenchmark
 from kvbench.harness.named_tasks.benchmarks import NamedBenchmark
 from kvbench.runs.options import FLAG
 
@@ -81,26 +82,33 @@ def fetch(
 
 def _split_named(
     task_specs: Sequence[str], include_path: Sequence[str]
-) -> tuple[list[tuple[str, NamedBenchmark]], list[str]]:
-    """Return the tasks of lm-eval among some names, and the other names."""
-    named_tasks: dict[str, NamedBenchmark] = {}
+) -> tuple[list[tuple[str, NamedBenchmark | LmmsBenchmark]], list[str]]:
+    """Return the tasks of lm-eval and lmms-eval among some names, and the other names."""
+    named_tasks: dict[str, NamedBenchmark | LmmsBenchmark] = {}
     own_specs = []
     for task_spec in split_names(task_specs):
         pairs = [] if task_spec == "all" else catalogue.resolve_task(task_spec, include_path)
-        named_pairs = {task_name: group for task_name, group in pairs if isinstance(group, NamedBenchmark)}
+        named_pairs = {
+            task_name: group for task_name, group in pairs if isinstance(group, NamedBenchmark | LmmsBenchmark)
+        }
         named_tasks |= named_pairs
         own_specs += [] if named_pairs else [task_spec]
     return [*named_tasks.items()], own_specs
 
 
-def _fetch_named(named_tasks: Sequence[tuple[str, NamedBenchmark]], fresh: bool) -> bool:
-    """Fetch the data of tasks of lm-eval; return whether some could not be fetched."""
+def _fetch_named(named_tasks: Sequence[tuple[str, NamedBenchmark | LmmsBenchmark]], fresh: bool) -> bool:
+    """Fetch the data of tasks of lm-eval and lmms-eval; return whether some could not be fetched."""
+    from kvbench.harness import lmms_eval
     from kvbench.harness.named_tasks import building
 
     has_failures = False
     for task_name, benchmark in named_tasks:
         try:
-            print(f"{task_name}: {building.fetch(benchmark, task_name, fresh=fresh)}", flush=True)
+            if isinstance(benchmark, LmmsBenchmark):
+                description = lmms_eval.fetch(benchmark, task_name, fresh=fresh)
+            else:
+                description = building.fetch(benchmark, task_name, fresh=fresh)
+            print(f"{task_name}: {description}", flush=True)
         except UserError as error:
             complain(f"{task_name}: {error}")
             has_failures = True
@@ -196,9 +204,10 @@ def _tables(task_specs: Sequence[str]) -> tuple[dict[Source, list[str]], bool]:
             task_pairs = [(task_name, benchmark) for benchmark in benchmarks.values() for task_name in benchmark.leaves]
         else:
             task_pairs = catalogue.resolve_task(task_spec)
-            if isinstance(task_pairs[0][1], NamedBenchmark):
+            if isinstance(task_pairs[0][1], NamedBenchmark | LmmsBenchmark):
+                harness = "lm-eval" if isinstance(task_pairs[0][1], NamedBenchmark) else "lmms-eval"
                 raise UserError(
-                    f"{task_spec} is lm-eval's, and the hub's own clients keep its data; "
+                    f"{task_spec} is {harness}'s, and the hub's own clients keep its data; "
                     f"`kvbench data fetch {task_spec}` gets it"
                 )
         for task_name, benchmark in task_pairs:

@@ -10,11 +10,14 @@ import io
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbench.benchmark import Medium
 from kvbench.errors import LeftOut, UserError
 from kvbench.files import State, state_of
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 FRAMES = 32
 """Number of video frames for the model, unless a row has `frames`: the default of lmms-eval."""
@@ -28,6 +31,16 @@ def is_medium(value: object) -> bool:
 def image(image_bytes: bytes) -> dict[str, str]:
     """Return an image for a row, from the content of a file such as a PNG."""
     return {"bytes": base64.b64encode(image_bytes).decode()}
+
+
+def picture(pixels: Image.Image) -> Medium:
+    """Return the medium of an image of Pillow. It is held as a PNG, and identified by its RGB pixels."""
+    rgb = pixels.convert("RGB")
+    rgb.info.clear()  # a PNG would keep an EXIF rotation, which nothing has applied
+    encoded = io.BytesIO()
+    rgb.save(encoded, "PNG", compress_level=1)
+    digest = hashlib.sha256(f"{rgb.width}x{rgb.height}".encode() + rgb.tobytes()).hexdigest()
+    return Medium("image", digest, functools.partial(_image, encoded.getvalue()))
 
 
 def video(path: str | Path, frames: int = FRAMES) -> dict[str, Any]:

@@ -13,23 +13,33 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import hashlib
+import inspect
 import io
+import json
 import math
+import numbers
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvbench.benchmark import IMAGE, VIDEO, Benchmark, Doc, Marks, Medium
 from kvbench.data import records
-from kvbench.data.media import is_medium, medium, video
+from kvbench.data.media import image, is_medium, medium, picture, video
 from kvbench.data.sources import hinting
 from kvbench.decoding import Thinking, scored_text
-from kvbench.errors import LeftOut, UserError
+from kvbench.errors import LeftOut, UserError, reason_of
 from kvbench.harness import chat, loading
 from kvbench.harness import rows as data
+from kvbench.harness.lm_eval import quiet as datasets_quiet
+from kvbench.harness.lmms_tasks import LmmsBenchmark, read_config, tasks_folder
+from kvbench.harness.named_tasks import index
+from kvbench.harness.named_tasks.building import on_its_data, seeded
 from kvbench.harness.optional import provide_latex2sympy2
 from kvbench.harness.protocol import Key, LoadedTask, MetricScores, Request, TaskSettings
 from kvbench.harness.requests import AnswerSettings, arranged
@@ -37,12 +47,20 @@ from kvbench.harness.requests import AnswerSettings, arranged
 _OWN = ("definition", "metric", "percent")
 """Keys of our YAML for kvbench itself; the others override the definition."""
 
+_LOCAL = ("dataset_path", "dataset_kwargs", "metadata")
+"""Keys of a configuration that depend on the machine, or do not change the prompts."""
+
+_HUB = ("token", "trust_remote_code")
+"""Options of data sets that lmms-eval's YAML sets for people who have logged in."""
+
+_NUMBERS = (numbers.Real, np.bool_)
+
 _MAX_NEW_TOKENS = 128
 """Default token limit of lmms-eval's models."""
 
 
 class LmmsEvalHarness:
-    """Loads tasks that lmms-eval defines."""
+    """Loads tasks that lmms-eval defines: on our rows, or by their names on lmms-eval's own data."""
 
     name = "lmms_eval"
 
@@ -50,14 +68,15 @@ class LmmsEvalHarness:
         """Load a task; see `Harness.load`.
 
         Raises:
-            LeftOut: lmms-eval or a package that the task needs is not installed.
+            LeftOut: lmms-eval or a package that the task needs is not installed, its data is not available, or kvbench
+                cannot answer its prompts.
         """
         task_name, resolved = loading.find(task, benchmark)
-        settings = loading.settle(task_name, resolved, settings)
         if resolved.judge:
             raise UserError(f"{resolved.name}: only tasks of the harness lm_eval can have a judge")
-        render = loading.renderer(settings)
-        assert render is not None  # `settle` refuses media without a chat template
+        if isinstance(resolved, LmmsBenchmark):
+            return _named_task(resolved, task_name, settings)
+        settings = loading.settle(task_name, resolved, settings)
         with hinting(task_name):
             documents = resolved.docs(
                 task_name,
@@ -74,7 +93,10 @@ class LmmsEvalHarness:
         with _quiet():
             doc_table = MediaRows(rows)
             harness_task, overrides = _build(resolved, task_name, doc_table)
-            prepared = _requests(harness_task, task_name, doc_table, [row.get("extra", {}) for row in rows], render)
+            extra_fields = [row.get("extra", {}) for row in rows]
+            prepared = _requests(harness_task, task_name, doc_table, extra_fields, settings)
+        if not all(request.media for request in prepared):
+            raise UserError(f"{task_name}: a prompt of lmms-eval has neither images nor videos")
         if not harness_task.config.process_results_use_image:
             doc_table.forget_media()
         metric = overrides.get("metric", resolved.metric)
@@ -91,6 +113,37 @@ class LmmsEvalHarness:
             percent=bool(overrides.get("percent")),
             thinks=Thinking.of(settings.tokenizer) is not None,
         )
+
+
+def _named_task(benchmark: LmmsBenchmark, task_name: str, settings: TaskSettings) -> NamedLmmsTask:
+    """Load a task by its name in lmms-eval; see `LmmsEvalHarness.load`."""
+    # Any model can run its prompts, whatever words it knows.
+    settings = loading.settle(task_name, replace(benchmark, lexicons=(settings.lexicon,)), settings)
+    with seeded(settings.seed), _quiet():
+        harness_task = build_named(benchmark, task_name)
+        metrics = _metrics(harness_task)
+        documents = harness_task.eval_docs
+        shown = [documents[index] for index in range(min(settings.samples, len(documents)))]
+        try:
+            prepared = _requests(harness_task, task_name, shown, [{}] * len(shown), settings)
+        except LeftOut:
+            raise
+        except UserError as error:
+            raise LeftOut(str(error).removeprefix(f"{task_name}: ")) from error
+        data_hash = _content_hash(harness_task)
+    bare = sum(not request.media for request in prepared)
+    refused = f"{task_name}: {bare} of {len(shown)} prompts have no images, so no context; use another --moment"
+    return NamedLmmsTask(
+        **loading.facts(benchmark, task_name, settings) | {"version": str(harness_task.VERSION)},
+        data_hash=data_hash,
+        metric=metrics[0],
+        higher_is_better=bool(harness_task.higher_is_better()[metrics[0]]),
+        requests=prepared,
+        refused={"context": refused} if bare else {},
+        built=harness_task,
+        table=harness_task.eval_docs_no_media,
+        thinks=Thinking.of(settings.tokenizer) is not None,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,10 +173,7 @@ class LmmsEvalTask(LoadedTask):
         with _quiet():
             for key, response in responses.items():
                 request = self.requests[request_indices[key[:2]]]
-                if self.thinks:
-                    response = scored_text(response, request.until)
-                random.seed(0)  # some definitions choose at random if a response names no option
-                for metric, value in self._values(request, response).items():
+                for metric, value in self._values(request, self._answer(request, response)).items():
                     values_by_metric.setdefault(metric, {})[key] = value
         return [
             MetricScores(
@@ -142,25 +192,133 @@ class LmmsEvalTask(LoadedTask):
         Others are never aggregated, because some of lmms-eval's aggregates write files for submission. `percent` is a
         property of the task's metric; the scale of another one is not known.
         """
-        document = self.table[request.doc_id]
-        # Call the undecorated method, because lmms-eval's wrapper tries five times, two seconds apart.
-        process_results = type(self.built).process_results.__wrapped__
-        results = dict(process_results(self.built, document, [response]))
+        results = self._processed(self.table[request.doc_id], response)
         task_value = results.pop(self.metric)
         number = _number(task_value)
         if number is None:
             number = float(self.built.aggregation()[self.metric]([task_value]))
         if self.percent and not (isinstance(task_value, Mapping) and "score" in task_value):
             number /= 100
-        numbers = {metric: _number(value) for metric, value in results.items()}
-        return {self.metric: number, **{metric: other for metric, other in numbers.items() if other is not None}}
+        others = {metric: _number(value) for metric, value in results.items()}
+        return {self.metric: number, **{metric: other for metric, other in others.items() if other is not None}}
+
+    def _answer(self, request: Request, response: str) -> str:
+        """Return the part of a response that is scored."""
+        return scored_text(response, request.until) if self.thinks else response
+
+    def _processed(self, document: Doc, result: Any) -> dict[str, Any]:
+        """Return what the task's `process_results` says of a response."""
+        random.seed(0)  # some definitions choose at random if a response names no option
+        # Call the undecorated method, because lmms-eval's wrapper tries five times, two seconds apart.
+        process_results = type(self.built).process_results.__wrapped__
+        return dict(process_results(self.built, document, [result]))
+
+
+@dataclass(frozen=True, eq=False)
+class NamedLmmsTask(LmmsEvalTask):
+    """A task of lmms-eval by its name, scored as lmms-eval scores it. See `LoadedTask`."""
+
+    def score_metrics(self, responses: Mapping[Key, str], marks: Sequence[Marks] | None = None) -> list[MetricScores]:
+        """Score responses by all metrics and filters of the task; see `LoadedTask.score_metrics`.
+
+        The repeats of a prompt are one response to lmms-eval, as its filters decide.
+        """
+        by_question: dict[tuple[str, int], dict[Key, str]] = {}
+        for key, response in responses.items():
+            by_question.setdefault(key[:2], {})[key] = response
+        task_filter = self.built._filters[0].name
+        values: dict[tuple[str, str], dict[Key, Any]] = {(self.metric, task_filter): {}}
+        aggregations = self.built.aggregation()
+        with _quiet():
+            asked = [(self.requests[self.places[question_key]], question_key) for question_key in by_question]
+            for request, question_key in sorted(asked, key=lambda pair: pair[0].doc_id):  # as lmms-eval aggregates
+                answers = by_question[question_key]
+                for filter_name, result in self._filtered(request, [answers[key] for key in sorted(answers)]).items():
+                    for metric, value in self._scored(request, result).items():
+                        if metric in aggregations:
+                            values.setdefault((metric, filter_name), {})[min(answers)] = value
+        several = len(self.built._filters) > 1
+        metrics = [self._metric(metric, name if several else "", found) for (metric, name), found in values.items()]
+        return [metrics[0], *(entry for entry in metrics[1:] if entry.values)]
+
+    def _filtered(self, request: Request, responses: Sequence[str]) -> dict[str, Any]:
+        """Return the responses to a prompt as each filter of the task passes them on."""
+        from lmms_eval.api.instance import Instance
+
+        repeats = int(self.built.config.repeats or 1)
+        texts = [self._answer(request, response) for response in responses]
+        if len(texts) == 1:  # greedy answers are given once, however often lmms-eval repeats them
+            texts *= repeats
+        identity = {"task": self.name, "doc_id": request.doc_id, "repeats": repeats}
+        instance = Instance("generate_until", (), 0, identity, texts)
+        for named_filter in self.built._filters:
+            named_filter.apply([instance], [self.table[request.doc_id]])
+        return dict(instance.filtered_resps)
+
+    def _scored(self, request: Request, result: Any) -> dict[str, Any]:
+        """Return what the task's `process_results` says of a filtered response.
+
+        Raises:
+            UserError: It fails.
+        """
+        try:
+            return self._processed(self.table[request.doc_id], result)
+        except Exception as error:  # a task is third-party code
+            raise UserError(f"{self.name}: lmms-eval cannot score a response ({reason_of(error)})") from error
+
+    def _metric(self, metric: str, filter_name: str, values: Mapping[Key, Any]) -> MetricScores:
+        """Return the scores by a metric: lmms-eval's aggregate, or the mean if that would write files.
+
+        Raises:
+            UserError: The task's own metric fails.
+        """
+        from lmms_eval.api.metrics import mean
+
+        function = self.built.aggregation()[metric]
+        if _writes_files(function):
+            found = {key: _number(value) for key, value in values.items()}
+            function, values = mean, {key: number for key, number in found.items() if number is not None}
+        is_mean = function is mean and all(isinstance(value, _NUMBERS) for value in values.values())
+        aggregate = functools.partial(_aggregated, function)
+        score = math.nan
+        try:
+            score = aggregate([*values.values()]) if values else math.nan
+        except Exception as error:  # a task is third-party code
+            if metric == self.metric:
+                raise UserError(f"{self.name}: lmms-eval's metric {metric} fails ({reason_of(error)})") from error
+        return MetricScores(
+            metric,
+            filter_name,
+            bool(self.built.higher_is_better().get(metric, True)),
+            {key: float(value) for key, value in values.items()} if is_mean else values,
+            score,
+            None if is_mean else aggregate,
+        )
+
+
+def _aggregated(function: Callable[[list[Any]], Any], values: Sequence[Any]) -> float:
+    """Apply an aggregation of lmms-eval, which may change its input and print tables."""
+    with _quiet():
+        random.seed(0)
+        return float(function(copy.deepcopy([*values])))
 
 
 def _number(value: Any) -> float | None:
     """Return a value of lmms-eval, or its field `score`, if that is a number."""
     if isinstance(value, Mapping):
         value = value.get("score")
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, _NUMBERS) else None
+
+
+def _metrics(harness_task: Any) -> list[str]:
+    """Return the metrics of a task; first those that kvbench aggregates as lmms-eval does."""
+    aggregations = harness_task.aggregation()
+    return sorted(aggregations, key=lambda metric: _writes_files(aggregations[metric]))
+
+
+def _writes_files(aggregation: Callable[..., Any]) -> bool:
+    """Return whether an aggregation takes lmms-eval's command line: such functions write files for a submission."""
+    return "args" in inspect.signature(aggregation).parameters
 
 
 def _data_hash(benchmark: Benchmark, task_name: str, settings: TaskSettings) -> str:
@@ -170,22 +328,43 @@ def _data_hash(benchmark: Benchmark, task_name: str, settings: TaskSettings) -> 
     return data.digest([task_name, benchmark.version_of(task_name, settings.lexicon), *hashes])
 
 
+def _content_hash(harness_task: Any) -> str:
+    """Hash the configuration of a task and all its documents but their media, which the requests identify."""
+    config = {key: value for key, value in vars(harness_task.config).items() if key not in _LOCAL}
+    content = hashlib.sha256(json.dumps(config, sort_keys=True, default=_described).encode())
+    for document in harness_task.eval_docs_no_media:
+        content.update(json.dumps(document, sort_keys=True, default=_described).encode())
+    return content.hexdigest()[:16]
+
+
+def _described(value: Any) -> str:
+    """Return a text for a value that JSON does not have, without its address."""
+    return str(getattr(value, "__name__", type(value).__name__))
+
+
 # --- prompts --------------------------------------------------------------------------------------
 
 
 def _requests(
     harness_task: Any,
     task_name: str,
-    doc_table: MediaRows,
+    documents: Iterable[Doc],
     extra_fields: Sequence[Doc],
-    render: chat.Render,
+    settings: TaskSettings,
 ) -> Sequence[Request]:
-    """Get every prompt from lmms-eval, and split it after its last medium."""
-    generation_kwargs = harness_task.config.generation_kwargs or {}
-    token_limit = int(generation_kwargs.get("max_new_tokens") or _MAX_NEW_TOKENS)
+    """Get every prompt from lmms-eval, and split it after its last medium.
+
+    Raises:
+        UserError: A prompt has audio, or a function of the task fails.
+    """
+    render = loading.renderer(settings)
+    assert render is not None  # `settle` refuses media without a chat template
+    token_limit, question_settings = answer_settings(
+        task_name, harness_task.config.generation_kwargs or {}, int(harness_task.config.repeats or 1)
+    )
     prompt_rows, prompt_parts, prompt_media = [], [], []
     distinct_media: dict[Medium, Medium] = {}  # hold an image shared by several questions once
-    for document, doc_extra in zip(doc_table, extra_fields, strict=True):
+    for document, doc_extra in zip(documents, extra_fields, strict=True):
         messages, doc_media = _messages(harness_task, task_name, document)
         context, _, question = render(messages).partition(data.SENTINEL)
         target = harness_task.doc_to_target(document)
@@ -201,7 +380,6 @@ def _requests(
         prompt_parts.append((context, question))
         prompt_media.append(tuple(distinct_media.setdefault(entry, entry) for entry in doc_media))
     positions = [None] * len(prompt_rows)
-    question_settings = AnswerSettings(generation_kwargs, int(harness_task.config.repeats or 1))
     return arranged(task_name, prompt_rows, positions, prompt_parts, prompt_media, render, question_settings)
 
 
@@ -210,7 +388,7 @@ def _messages(harness_task: Any, task_name: str, document: Doc) -> tuple[list[ch
 
     Raises:
         LeftOut: A video is not where lmms-eval expects it.
-        UserError: The prompt has no media, or has audio.
+        UserError: The prompt has audio.
     """
     try:
         messages = harness_task.doc_to_messages(document)
@@ -221,6 +399,22 @@ def _messages(harness_task: Any, task_name: str, document: Doc) -> tuple[list[ch
             f"it needs the video {video_path}; run `hf download --repo-type dataset {dataset}` and "
             f"unpack the videos of its archives into {folder}"
         ) from None
+    return split_messages(task_name, messages)
+
+
+def split_messages(task_name: str, messages: Sequence[Mapping[str, Any]]) -> tuple[list[chat.Message], list[Medium]]:
+    """Convert messages of lmms-eval.
+
+    Args:
+        task_name: Name of the task in messages to the user.
+        messages: Messages of a prompt, as `doc_to_messages` of a task returns them.
+
+    Returns:
+        The messages with a marker for each medium and the sentinel after the last one, and the media.
+
+    Raises:
+        UserError: A message has audio.
+    """
     message_media: list[Medium] = []
     chat_messages: list[chat.Message] = []
     for message in messages:
@@ -229,24 +423,55 @@ def _messages(harness_task: Any, task_name: str, document: Doc) -> tuple[list[ch
             if content_part["type"] == "text":
                 message_text += content_part["text"]
                 continue
-            picture = content_part["url"]
-            if content_part["type"] == "video" and isinstance(picture, str):
-                picture = MediaValue(video(picture))
-            if not isinstance(picture, MediaValue):
-                raise UserError(f"{task_name}: kvbench cannot pass on its {content_part['type']}")
-            message_media.append(picture.medium)
-            message_text += VIDEO if picture.medium.kind == "video" else IMAGE
+            message_media.append(_medium(task_name, content_part["type"], content_part["url"]))
+            message_text += VIDEO if message_media[-1].kind == "video" else IMAGE
         chat_messages.append({"role": message["role"], "content": message_text})
-    last_media = max(
-        (message_index for message_index, chat_message in enumerate(chat_messages) if _end(chat_message["content"])),
-        default=None,
-    )
-    if last_media is None:
-        raise UserError(f"{task_name}: a prompt of lmms-eval has neither images nor videos")
-    last_content = chat_messages[last_media]["content"]
-    split_offset = _end(last_content)
-    chat_messages[last_media]["content"] = last_content[:split_offset] + data.SENTINEL + last_content[split_offset:]
+    for chat_message in reversed(chat_messages):
+        if split_offset := _end(chat_message["content"]):
+            content = chat_message["content"]
+            chat_message["content"] = content[:split_offset] + data.SENTINEL + content[split_offset:]
+            break
     return chat_messages, message_media
+
+
+def _medium(task_name: str, kind: str, value: Any) -> Medium:
+    """Return the medium of a part of a message: a `MediaValue`, an image of Pillow, or the path of a file."""
+    from PIL import Image
+
+    if isinstance(value, MediaValue):
+        return value.medium
+    if isinstance(value, Image.Image):
+        return picture(value)
+    if isinstance(value, str) and kind == "video":
+        return medium(video(value))
+    if isinstance(value, str) and kind == "image":
+        return medium(image(Path(value).read_bytes()))
+    raise UserError(f"{task_name}: kvbench cannot pass on its {kind}")
+
+
+def answer_settings(
+    task_name: str, generation_kwargs: Mapping[str, Any], repeats: int = 1
+) -> tuple[int, AnswerSettings]:
+    """Return the limit of an answer in tokens, and how it is generated.
+
+    The models of lmms-eval sample if the temperature is above 0, whatever `do_sample` says.
+
+    Args:
+        task_name: Name of the task in messages.
+        generation_kwargs: `generation_kwargs` of the task.
+        repeats: Number of answers.
+
+    Raises:
+        UserError: The task uses beam search.
+    """
+    if int(generation_kwargs.get("num_beams") or 1) > 1:
+        raise UserError(
+            f"{task_name} uses beam search (num_beams: {generation_kwargs['num_beams']}), which kvbench does not have; "
+            "choose another task"
+        )
+    token_limit = int(generation_kwargs.get("max_new_tokens") or _MAX_NEW_TOKENS)
+    sampled = {**generation_kwargs, "do_sample": bool(generation_kwargs.get("temperature"))}
+    return token_limit, AnswerSettings(sampled, repeats)
 
 
 def _end(content: str) -> int:
@@ -348,29 +573,100 @@ def _build(benchmark: Benchmark, task_name: str, doc_table: MediaRows) -> tuple[
     return harness_task, overrides
 
 
+def build_named(benchmark: LmmsBenchmark, task_name: str, fresh: bool = False) -> Any:
+    """Build the task object of a task by its name, which loads its data.
+
+    Args:
+        benchmark: Its benchmark.
+        task_name: Name of the task.
+        fresh: Whether to ask the hub for newer data.
+
+    Raises:
+        LeftOut: The data is not available, or kvbench cannot answer the prompts.
+        UserError: lmms-eval cannot load the task.
+    """
+    path = benchmark.definitions[task_name]
+    if reason := _unfit(task_name, read_config(path, {})):
+        raise LeftOut(reason)
+    config = _loaded_definition(path, "pip install it")
+    # A token is used where there is one, and remote code never runs.
+    data_options = {key: value for key, value in (config.pop("dataset_kwargs", None) or {}).items() if key not in _HUB}
+    config |= {"dataset_kwargs": data_options or None}
+
+    from lmms_eval.api.task import ConfigurableMessagesTask
+
+    class OnItsData(ConfigurableMessagesTask):  # type: ignore[misc]
+        def download(self, dataset_kwargs: Any = None) -> None:
+            # The undecorated method; the other one tries five times, two seconds apart.
+            ConfigurableMessagesTask.download.__wrapped__(self, dataset_kwargs)
+
+    data_set = " ".join(filter(None, map(config.get, ("dataset_path", "dataset_name"))))
+    with datasets_quiet():
+        return on_its_data(
+            task_name,
+            lambda: OnItsData(config=copy.deepcopy(config)),
+            lambda: data_set,
+            fresh=fresh,
+            harness="lmms-eval",
+        )
+
+
+def fetch(benchmark: LmmsBenchmark, task_name: str, *, fresh: bool = False) -> str:
+    """Load the data of a task into the caches of the hub's clients, and describe it; see `build_named`."""
+    with _quiet():
+        harness_task = build_named(benchmark, task_name, fresh)
+    source = " ".join(filter(None, [harness_task.DATASET_PATH, harness_task.DATASET_NAME]))
+    return f"{len(harness_task.eval_docs)} documents of {source}"
+
+
+def _unfit(task_name: str, config: Mapping[str, Any]) -> str:
+    """Return why kvbench cannot answer the prompts of a task, or ""."""
+    if "class" in config:
+        return f"a Python class defines it; run it by `kvbench lmms-eval --model kvbench --tasks {task_name}`"
+    output_type = config.get("output_type", "generate_until")
+    if output_type != "generate_until":
+        return f"its output type is {output_type}, and of lmms-eval's tasks kvbench runs those of generate_until"
+    if not (config.get("doc_to_visual") or config.get("doc_to_messages")):
+        text_task = f"--task {index.PREFIX}{task_name}" if task_name in index.names() else "a task of lm-eval"
+        return f"its prompts have no images; use {text_task}"
+    return ""
+
+
 def _definition(definition_name: str) -> dict[str, Any]:
-    """Read a definition of lmms-eval, such as `mmstar/mmstar.yaml`.
+    """Read a definition of lmms-eval, such as `mmstar/mmstar.yaml`; see `_loaded_definition`.
+
+    Raises:
+        UserError: There is no such definition.
+    """
+    folder = tasks_folder()
+    if folder is None or not (folder / definition_name).is_file():
+        raise UserError(f"lmms-eval has no definition {definition_name}")
+    return _loaded_definition(folder / definition_name, "run `make vision`")
+
+
+def _loaded_definition(path: Path, remedy: str) -> dict[str, Any]:
+    """Read a YAML of lmms-eval and import its functions.
+
+    Args:
+        path: The file.
+        remedy: What to do if a package is missing.
 
     Raises:
         LeftOut: A package that its functions import is not installed.
-        UserError: There is no such definition.
     """
-    _prepare()
+    prepare()
     try:
-        import lmms_eval.tasks
+        import lmms_eval.tasks  # noqa: F401  (registers the metrics)
         from lmms_eval.utils import load_yaml_config
 
-        path = Path(lmms_eval.tasks.__file__).parent / definition_name
-        if not path.is_file():
-            raise UserError(f"lmms-eval has no definition {definition_name}")
         definition: dict[str, Any] = load_yaml_config(str(path))
     except ImportError as error:
         package = (error.name or "").partition(".")[0] or str(error)
-        raise LeftOut(f"it needs {package}, which is not installed; run `make vision`") from None
+        raise LeftOut(f"it needs {package}, which is not installed; {remedy}") from None
     return definition
 
 
-def _prepare() -> None:
+def prepare() -> None:
     """Set up what lmms-eval's modules expect at import."""
     from huggingface_hub import constants
 

@@ -172,7 +172,7 @@ def prompts_of(
     for request in task.requests:
         sample_label = f"{request.task}, {request.sample_id}"
         try:
-            prompt = _prompt(request, tokenizer, vision, window.tokens)
+            prompt = prompt_of(request, tokenizer, vision, window.tokens)
         except UserError as error:
             if not (request.media or request.continuations or request.rolling):
                 raise
@@ -213,7 +213,17 @@ def prompts_of(
     return prompts, truncated
 
 
-def _prompt(request: Request, tokenizer: Any, vision: Vision | None, window_tokens: int) -> Prompt:
+def prompt_of(request: Request, tokenizer: Any, vision: Vision | None, window_tokens: int) -> Prompt:
+    """Tokenise a request.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        vision: Turns media into tokens; None for a text model.
+        window_tokens: The model's maximum number of tokens; 0: unknown.
+
+    Raises:
+        UserError: Its context or text is empty, or a medium cannot be read.
+    """
     if request.rolling:
         windows = encode_windows(tokenizer, request.context, window_tokens)
         if not windows:

@@ -75,16 +75,44 @@ def fetch(benchmark: NamedBenchmark, task_name: str, *, fresh: bool = False) -> 
 
 def _build(benchmark: NamedBenchmark, task_name: str, metadata: dict[str, Any], *, fresh: bool = False) -> Any:
     """Build a task; see `load_task`."""
+    spec, include_path = benchmark.specs[task_name], benchmark.include_path
+    build_task = partial(build, spec, include_path, metadata)
+    return on_its_data(task_name, build_task, lambda: configured(spec, include_path).get("dataset_path"), fresh=fresh)
+
+
+def on_its_data(
+    task_name: str,
+    build_task: Callable[[], Any],
+    data_set: Callable[[], str | None],
+    *,
+    fresh: bool = False,
+    harness: str = "lm-eval",
+) -> Any:
+    """Build a task object, which loads its data.
+
+    Args:
+        task_name: Name of the task.
+        build_task: Builds it.
+        data_set: Returns the name of its data set, for messages.
+        fresh: Whether to ask the hub for newer data.
+        harness: Whose task it is, for messages.
+
+    Raises:
+        LeftOut: The data or a package is missing, or the data needs a loading script.
+        UserError: The task cannot be loaded.
+    """
     try:
-        return _with_data(partial(build, benchmark.specs[task_name], benchmark.include_path, metadata), fresh)
+        return _with_data(build_task, fresh)
+    except UserError:
+        raise
     except ImportError as error:
         raise LeftOut(f"something that it needs is missing ({first_lines(error)}); pip install the package") from error
     except OSError as error:
-        raise _missing_data(benchmark, task_name, error) from error
+        raise _missing_data(task_name, error, data_set()) from error
     except (Exception, SystemExit) as error:  # a task is third-party code
         if "scripts are no longer supported" in str(error):
             raise LeftOut("its data set needs a loading script, and kvbench never runs one") from error
-        raise UserError(f"{task_name}: lm-eval cannot load this task ({_cause(error)}); mend its YAML") from error
+        raise UserError(f"{task_name}: {harness} cannot load this task ({_cause(error)}); mend its YAML") from error
 
 
 def _with_data(build_task: Callable[[], Any], fresh: bool) -> Any:
@@ -113,15 +141,15 @@ def _offline() -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _missing_data(benchmark: NamedBenchmark, task_name: str, error: OSError) -> UserError:
+def _missing_data(task_name: str, error: OSError, data_set: str | None) -> UserError:
     """Return the error for data that cannot be loaded."""
-    dataset = configured(benchmark.specs[task_name], benchmark.include_path).get("dataset_path") or "of the task"
     if error.filename is not None or "Unable to find" in str(error):  # a file of the user's own
         return UserError(f"{task_name}: its data cannot be read ({first_lines(error)}); mend the path in its YAML")
     hub = unreachable()
     reason = f"the hub {hub}" if hub else first_lines(error)
     return NotFetched(
-        f"its data set {dataset} is not in the cache, and {reason}; `kvbench data fetch {task_name}` gets it"
+        f"its data set {data_set or 'of the task'} is not in the cache, and {reason}; "
+        f"`kvbench data fetch {task_name}` gets it"
     )
 
 

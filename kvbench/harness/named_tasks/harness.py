@@ -87,6 +87,9 @@ class NamedTaskHarness:
                 for index in _neighbours(prompts, ends)
             )
         refused = {"context": f"{reason}; {_advice(flags)}"} if reason else {}
+        if not is_rolling and not any(ends):
+            empty = f"{task_name} has empty prompts, so there is nothing to compress before its answers"
+            refused = dict.fromkeys(("context", "question", "chunked"), f"{empty}; use --moment decode")
         metric = next(iter(built.aggregation()), "")
         higher_is_better = bool(built.higher_is_better().get(metric, True))
         chance = _chance(built, metric, documents) if higher_is_better else math.inf

@@ -76,6 +76,22 @@ def test_scores_of_all_metrics_and_filters_are_those_of_lm_eval(
     assert cells["metric"].item().startswith(found[0].name)
 
 
+def test_answers_without_a_prompt_equal_hf_and_have_nothing_before_them(own_tasks: Path, tmp_path: Path) -> None:
+    task = loaded(own_tasks, "own_empty")
+    assert {*task.refused} == {"context", "question", "chunked"} and "--moment decode" in task.refused["question"]
+    manager = TaskManager(include_path=str(own_tasks), include_defaults=False)
+    model = HFLM(pretrained=str(reference_path()), device="cpu", dtype="float32", batch_size=1)
+    theirs: Any = simple_evaluate(
+        model=model, tasks=["own_empty"], task_manager=manager, bootstrap_iters=0, log_samples=True, limit=3
+    )
+    grid = {"task": "own_empty", "policy": "full", "include_path": str(own_tasks), "samples": 3, "out": str(tmp_path)}
+    samples = kvbench.run(grid, progress=False).samples.set_index("doc_id")
+    for sample in theirs["samples"]["own_empty"]:
+        measured = json.loads(samples.loc[sample["doc_id"], "response"])
+        expected = [resp[0][0] for resp in sample["resps"]]
+        assert measured["loglikelihood"] == pytest.approx(expected, abs=1e-4)
+
+
 def test_evictions_change_what_is_measured(run: kvbench.Run) -> None:
     choices = run.samples[run.samples["task"] == "own_choice"]
     likelihoods = {
