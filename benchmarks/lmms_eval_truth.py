@@ -116,7 +116,9 @@ def _lmms_eval_side(task: str) -> Side:
 def _evaluated(model: Any, task: str) -> tuple[list[str], dict[str, float]]:
     """Return the responses of a model in lmms-eval, and its scores."""
     from lmms_eval.evaluator import simple_evaluate
+    from loguru import logger
 
+    logger.disable("lmms_eval")  # its warnings would stand between the lines of the table
     with contextlib.redirect_stdout(io.StringIO()):  # some metrics print
         found = simple_evaluate(
             model=model,
@@ -208,10 +210,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"some of {', '.join(TABLES)} (default: all)")
     tasks = parser.parse_args(arguments).tasks or [*TABLES]
-    with contextlib.suppress(ImportError):
-        from loguru import logger
-
-        logger.remove()  # it would write between the lines of the table
     started = time.perf_counter()
     lines = ["| task | documents | equal responses | of them different | scores | scores of given answers | equal |"]
     lines.append("| --- | --: | --: | --: | --- | --- | --- |")

@@ -123,16 +123,17 @@ def _named_task(benchmark: LmmsBenchmark, task_name: str, settings: TaskSettings
         harness_task = build_named(benchmark, task_name)
         metrics = _metrics(harness_task)
         documents = harness_task.eval_docs
-        shown = [documents[index] for index in range(min(settings.samples, len(documents)))]
+        count = min(settings.samples, len(documents))
+        shown = (documents[index] for index in range(count))  # one at a time, because their images are large
         try:
-            prepared = _requests(harness_task, task_name, shown, [{}] * len(shown), settings)
+            prepared = _requests(harness_task, task_name, shown, [{}] * count, settings)
         except LeftOut:
             raise
         except UserError as error:
             raise LeftOut(str(error).removeprefix(f"{task_name}: ")) from error
         data_hash = _content_hash(harness_task)
     bare = sum(not request.media for request in prepared)
-    refused = f"{task_name}: {bare} of {len(shown)} prompts have no images, so no context; use another --moment"
+    refused = f"{task_name}: {bare} of {count} prompts have no images, so no context; use another --moment"
     return NamedLmmsTask(
         **loading.facts(benchmark, task_name, settings) | {"version": str(harness_task.VERSION)},
         data_hash=data_hash,
