@@ -24,9 +24,11 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import NOT_FINITE, Batch, DecodeRow, Stop, end_tokens
 from kvbench.engine.driver import engine
 from kvbench.engine.loading import load_model, load_tokenizer, pick_device, pick_dtype
+from kvbench.engine.measure import MeasuredText, feed_texts, log_probabilities
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.pruning import prunes
 from kvbench.errors import UserError
+from kvbench.harness.named_tasks.prompts import common_length, fields
 from kvbench.moments import Moment
 from kvbench.runs.values import choice
 from kvbench.spelling import policy as build_policy
@@ -104,7 +106,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
                 prompts[request.task_name][request.args[0]] = request.doc
         for task_name, docs in prompts.items():
             if self.context == "fewshot":
-                length = _shared_length(min(docs), max(docs))
+                length = common_length([*docs])
                 lengths = dict.fromkeys(docs, 0 if length < _SHORTEST else length)
             else:
                 lengths = {prompt: _document_end(prompt, doc) for prompt, doc in docs.items()}
@@ -211,22 +213,19 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         else:
             batch = Batch(self.model, [cache], 1)
             first_logits, asked = batch.feed([question_ids], len(question_ids))[0], batch.cache
-        logits = [[first_logits] for _ in branches]
-        longer = [index for index, branch in enumerate(branches) if len(branch) > 1]
+        texts = [MeasuredText((*question_ids[-1:], *branch[:-1]), tuple(branch)) for branch in branches]
+        log_probs = log_probabilities(first_logits[None])
+        for text in texts:
+            text.advance(log_probs)
+        longer = [text for text in texts if text.pending_ids]
         for start in range(0, len(longer), self._rows()):
             together = longer[start : start + self._rows()]
-            width = max(len(branches[index]) for index in together) - 1
             batch = Batch(self.model, [asked] * len(together), len(together))
-            rows = batch.feed_all([branches[index][:-1] for index in together], width)
-            for index, row in zip(together, rows, strict=True):
-                logits[index] += list(row[width - len(branches[index]) + 1 :])
-        for branch, branch_logits in zip(branches, logits, strict=True):
-            log_probs = torch.stack(branch_logits).float().log_softmax(-1)
-            token_ids = torch.tensor(list(branch), device=log_probs.device)
-            if not bool(log_probs.gather(1, token_ids[:, None]).isfinite().all()):
+            feed_texts(batch, together, max(len(text.pending_ids) for text in together))
+        for text in texts:
+            if not text.is_finite:
                 raise UserError(NOT_FINITE)
-            total = float(log_probs.gather(1, token_ids[:, None]).sum())
-            yield total, bool((log_probs.argmax(-1) == token_ids).all())
+            yield text.loglikelihood, text.is_greedy
 
     @torch.no_grad()
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -276,30 +275,16 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
 _KEEP_ALL = Compression(build_policy("full"), Budget.parse("full"), "context", 0)
 
 
-def _shared_length(first: str, last: str) -> int:
-    """Return how many characters all prompts begin with, given the first and the last of them in order."""
-    pairs = enumerate(zip(first, last, strict=False))
-    return next((position for position, (a, b) in pairs if a != b), min(len(first), len(last)))
-
-
 def _document_end(prompt: str, doc: Any) -> int:
     """Return where the longest field of a document ends in a prompt, if text follows it; otherwise 0."""
     best = (0, 0)
-    for text in _texts(doc):
+    for _, text in fields(doc):
         stripped = text.strip()
         found = prompt.rfind(stripped) if stripped else -1
         end = found + len(stripped)
         if found >= 0 and prompt[end:].strip():
             best = max(best, (len(stripped), end))
     return best[1]
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
 
 
 def run_lm_eval(arguments: Sequence[str]) -> None:

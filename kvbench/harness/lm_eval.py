@@ -117,7 +117,7 @@ class LmEvalTask(LoadedTask):
         with quiet():
             for key, instance in self._filtered(responses):
                 results = [instance.filtered_resps[self.filter], *([marks_by_key[key]] if self.rubric else [])]
-                metric_values = self.built.process_results(instance.doc, results)
+                metric_values = dict(self.built.process_results(instance.doc, results))
                 values_by_metric[self.metric][key] = metric_values.pop(self.metric)
                 for metric, value in metric_values.items():
                     if metric in self.built.aggregation() or isinstance(value, Real):

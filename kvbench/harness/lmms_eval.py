@@ -37,7 +37,7 @@ from kvbench.errors import LeftOut, UserError, reason_of
 from kvbench.harness import chat, loading
 from kvbench.harness import rows as data
 from kvbench.harness.lm_eval import quiet as datasets_quiet
-from kvbench.harness.lmms_tasks import LmmsBenchmark, read_config, tasks_folder
+from kvbench.harness.lmms_tasks import PREFIX, LmmsBenchmark, read_config, tasks_folder
 from kvbench.harness.named_tasks import index
 from kvbench.harness.named_tasks.building import on_its_data, seeded
 from kvbench.harness.optional import provide_latex2sympy2
@@ -606,7 +606,8 @@ def build_named(benchmark: LmmsBenchmark, task_name: str, fresh: bool = False) -
         return on_its_data(
             task_name,
             lambda: OnItsData(config=copy.deepcopy(config)),
-            lambda: data_set,
+            data_set,
+            f"{PREFIX}{benchmark.name}",
             fresh=fresh,
             harness="lmms-eval",
         )

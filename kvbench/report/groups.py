@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -37,7 +38,7 @@ def group_table(scores: pd.DataFrame) -> Table | None:
     return Table("", columns, tuple(TableRow(_cells(row, shown)) for row in scores.to_dict("records")))
 
 
-def _cells(row: dict[str, Any], shown: list[str]) -> tuple[TableCell, ...]:
+def _cells(row: Mapping[Any, Any], shown: list[str]) -> tuple[TableCell, ...]:
     """Return the cells of a row."""
     label = row["metric"] + (f",{row['filter']}" if row["filter"] else "")
     texts = {**row, "metric": label + DOWN * (not row["higher_is_better"])}

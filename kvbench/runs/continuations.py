@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -192,14 +193,12 @@ class Continuations:
         response = replace(response, compress_s=response.compress_s + evict_seconds, **columns)
         worker.done([response], [pending.cell])
 
-    def _measure_branches(self, pending: _Pending, cache: RaggedCache) -> tuple[dict[str, int], float]:
+    def _measure_branches(self, pending: _Pending, cache: RaggedCache) -> tuple[dict[str, Any], float]:
         """Feed the trunk and every branch; return the peak memory cost and the seconds of later eviction steps."""
         model = self.worker.model
         evicts = cache.eviction_state is not None
-        trunk_width = 1 if evicts else max(1, len(pending.trunk_ids))
-        for start in range(0, len(pending.trunk_ids), trunk_width):
-            logits = forward(model, cache, self.worker.tensor(pending.trunk_ids[start : start + trunk_width]))
-        if pending.trunk_ids:
+        if pending.trunk_ids:  # one token at moment `decode`, where the question is in the cache
+            logits = forward(model, cache, self.worker.tensor(pending.trunk_ids))
             _measure_first(pending, logits[0])
         evict_seconds = 0.0 if cache.eviction_state is None else cache.eviction_state.seconds
         columns = [peak_columns(cache, 0)]
@@ -244,10 +243,11 @@ def measured(response: Response, texts: Iterable[MeasuredText], seconds: float) 
     texts = [*texts]
     if not all(text.is_finite for text in texts):
         return replace(response, error=NOT_FINITE, decode_s=seconds)
+    token_counts = [len(text.answer_ids) for text in texts]
     record = {
         "loglikelihood": [text.loglikelihood for text in texts],
         "greedy": [text.is_greedy for text in texts],
-        "tokens": [len(text.answer_ids) for text in texts],
+        "tokens": token_counts,
     }
-    token_count = sum(record["tokens"])
+    token_count = sum(token_counts)
     return replace(response, response=json.dumps(record), stop="given", generated_tokens=token_count, decode_s=seconds)

@@ -31,7 +31,7 @@ _RECORD = b"kvbench"
 _DIGESTS = {SAMPLES: "samples_sha256", METRICS: "metrics_sha256"}
 """Field of the record for the SHA-256 of each file."""
 _IN_BOTH = ("score", *(name for name in AVERAGED if name in SAMPLES_SCHEMA.names))
-"""Columns of the cells that are means of a sample column."""
+"""Columns of the cells that are means of a sample column; `score` only if `is_mean`."""
 _NUMBERS = tuple(column.name for column in CELL_COLUMNS if column.always)
 """Columns that are numbers in every cell that has a score; one context has an infinite interval."""
 _MEND = "restore it, or run the same command again to rewrite it from the responses"
@@ -163,7 +163,9 @@ def _compare(cells: pa.Table, folder: Path) -> None:
                 wrong_columns += [
                     column
                     for column in _IN_BOTH
-                    if column in cell_row and not _agree(cell_row[column], cell_means.get(column))
+                    if column in cell_row
+                    and (column != "score" or cell_row.get("is_mean", True))
+                    and not _agree(cell_row[column], cell_means.get(column))
                 ]
             if wrong_columns:
                 cell_label = f"{cell_row['task']}, {cell_row['policy']} at {cell_row['budget']}"

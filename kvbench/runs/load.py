@@ -246,7 +246,7 @@ def _samples(
     is_replaced = bool(labels) and "score" in requested
     read_columns = list(dict.fromkeys([*requested, "cell", *(["metrics"] if is_replaced else [])]))
     table = _sample_rows(folder, read_columns, _SHARED if coded else (), row_filters)
-    # A run that ended between writing its two tables has samples of cells missing from the other.
+    # A run that ended between writing its tables has samples of cells missing from the other.
     if not set(cells).issuperset(table["cell"].unique().to_pylist()):
         table = table.filter(_any_of("cell", cells))
     if is_replaced:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 import tracemalloc
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from scipy import stats as reference
 
 from kvbench.stats import (
+    AGGREGATE_DRAWS,
     FEW,
     T,
+    aggregate_draws,
     discriminative,
+    draws_interval,
     paired,
     resampled,
     student_quantile,
@@ -347,3 +352,48 @@ def test_means_of_unbounded_scores_have_an_expanded_interval() -> None:
     want = slow_interval(scores, names, 0, 400, slow_tail(15))
     got = summary(scores, names, draw_count=400)
     assert (got.lo, got.hi) == pytest.approx(want, abs=1e-3)
+
+
+def geometric(values: Sequence[float]) -> float:
+    return statistics.geometric_mean(values)
+
+
+def test_an_aggregate_of_resamples_draws_whole_contexts_in_any_order() -> None:
+    values, contexts = [1.0, 2.0, 8.0, 4.0], ["b", "a", "a", "c"]
+    draws = aggregate_draws(values, contexts, geometric)
+    assert len(draws) == AGGREGATE_DRAWS
+    sizes, totals = np.array([2, 1, 1]), np.log([16.0, 1.0, 4.0])
+    want = resampled(lambda w: np.exp((w @ totals) / (w @ sizes)), 3, draw_count=AGGREGATE_DRAWS)
+    assert draws == pytest.approx(want)
+    assert aggregate_draws(values[::-1], contexts[::-1], geometric) == pytest.approx(draws)
+    low, high = draws_interval(draws, 3)
+    assert np.mean((draws >= low) & (draws <= high)) == pytest.approx(1 - 2 * tail(3), abs=0.02)
+
+
+def test_draws_of_the_same_contexts_are_paired() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.lognormal(size=60)
+    contexts = [str(i) for i in range(60)]
+    draws, twice = (aggregate_draws(list(scale * values), contexts, geometric) for scale in (1, 2))
+    low, high = draws_interval(twice / draws, 60)
+    assert (low, high) == pytest.approx((2, 2))
+
+
+def test_resamples_without_a_score_are_left_out_unless_they_are_most() -> None:
+    def spread(values: Sequence[float]) -> float:
+        return 1 / (max(values) - min(values))  # no score if only one value is drawn
+
+    some = aggregate_draws([1.0, 2.0, 3.0], list("abc"), spread)
+    assert 0 < np.isnan(some).mean() < 0.5
+    assert all(map(math.isfinite, draws_interval(some, 3)))
+    most = aggregate_draws([1.0, 2.0], list("ab"), lambda values: spread(values) if len(values) > 2 else math.nan)
+    assert draws_interval(most, 2) == (-math.inf, math.inf)
+    assert draws_interval(aggregate_draws([1.0, 2.0], ["a", "a"], geometric), 1) == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("value", "count", "draws"),
+    [(1.0, 5000, 1000), (1.0, 10_000, 500), (("a", ["b"]), 50, 1000), (("a", "b"), 900, 100)],
+)
+def test_large_corpora_are_drawn_less_often(value: object, count: int, draws: int) -> None:
+    assert len(aggregate_draws([value] * count, ["c"] * count, len)) == draws

@@ -58,6 +58,11 @@ def test_mmdu_and_the_tasks_of_lmms_eval(folder: str, tmp_path: Path, monkeypatc
     mmdu = samples[(samples.task == "mmdu") & (samples.policy == "snapkv")]
     assert [json.loads(extra)["turn"] for extra in mmdu.extra] == [0, 1, 2, 0]
     assert mmdu.score.between(0.1, 1).all()
+    with pytest.warns(UserWarning, match="because they lack creativity: "):
+        cells, samples = kvbench.load(tmp_path / "run", metric="creativity")
+    assert "creativity (local judge)" in set(cells.metric)
+    creative = samples[(samples.task == "mmdu") & (samples.policy == "snapkv")].score
+    assert creative.mean() == pytest.approx(cells[(cells.task == "mmdu") & (cells.policy == "snapkv")].score.item())
 
 
 def test_a_live_dialogue_keeps_its_images(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

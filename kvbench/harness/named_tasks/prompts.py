@@ -206,13 +206,13 @@ def context_ends(
     measures: dict[str, Callable[[Any, Sequence[Rendered]], int]] = {
         FEWSHOT: lambda document, rendered: builder.instructed * min(entry.start for entry in rendered),
         DOCUMENT: lambda document, rendered: min(document_end(document, entry, field) for entry in rendered),
-        PROMPT: lambda document, rendered: _common_length([entry.text for entry in rendered]),
+        PROMPT: lambda document, rendered: common_length([entry.text for entry in rendered]),
     }
     candidates = [rule] if rule is not None else [FEWSHOT] * (builder.shots > 0) + [DOCUMENT]
     lacking = 0
     for candidate in candidates:
         ends = [
-            min(measures[candidate](document, rendered), _common_length([entry.text for entry in rendered]))
+            min(measures[candidate](document, rendered), common_length([entry.text for entry in rendered]))
             for document, rendered in zip(documents, prompts, strict=True)
         ]
         if all(ends):
@@ -224,11 +224,11 @@ def context_ends(
         PROMPT: "an empty prompt",
     }
     reason = what[rule] if rule is not None else "neither examples nor a passage before the question"
-    ends = [_common_length([entry.text for entry in rendered]) for rendered in prompts]
+    ends = [common_length([entry.text for entry in rendered]) for rendered in prompts]
     return PROMPT, ends, f"{name} has {reason} in {lacking} of {len(documents)} prompts"
 
 
-def _common_length(texts: Sequence[str]) -> int:
+def common_length(texts: Sequence[str]) -> int:
     """Return how many characters texts begin with in common."""
     first, last = min(texts), max(texts)
     pairs = enumerate(zip(first, last, strict=False))

@@ -91,6 +91,18 @@ def test_every_answer_is_scored_alone_and_repeatably(tmp_path: Path) -> None:
 
 
 @needs_lmms_eval
+def test_the_other_metrics_have_the_responses_that_they_are_about(tmp_path: Path) -> None:
+    rows = [row(index=i, answer="B", category=name) for i, name in enumerate(("math", "math", "science & technology"))]
+    task = load_task("look", bench(tmp_path, rows, MMSTAR), tmp_path)
+    keys = {(r.sample_id, r.question_id, 0): "AB B".split(" ")[r.doc_id > 0] for r in task.requests}
+    metrics = {metric.name: metric for metric in task.score_metrics(keys)}
+    assert next(iter(metrics)) == "average" and {len(metrics[name].values) for name in ("average",)} == {3}
+    assert (len(metrics["math"].values), len(metrics["science & technology"].values)) == (2, 1)
+    assert metrics["science & technology"].score == 1 and metrics["math"].higher_is_better
+    assert all(metric.aggregate is None and not metric.filter for metric in metrics.values())
+
+
+@needs_lmms_eval
 def test_it_is_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     yaml = "definition: mmmu_pro/mmmu_pro_vision.yaml\n"
     rows = [{"id": "test_Art_1", "image": encoded(), "answer": "A", "subject": "Art"}]

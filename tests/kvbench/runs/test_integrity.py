@@ -183,3 +183,16 @@ def test_tables_of_two_runs_are_not_one_run(run: Path, tmp_path: Path) -> None:
     shutil.copy(run / "cells.parquet", folder / "cells.parquet")
     with pytest.raises(UserError, match="is not the table that"):
         kvbench.load(folder)
+
+
+def test_a_score_that_is_no_mean_need_not_be_that_of_its_samples(run: Path, tmp_path: Path) -> None:
+    cells, samples = kvbench.load(run)
+    for is_mean in (False, True):
+        with RunStore(tmp_path / f"run{is_mean}") as store:
+            store.write(cells.assign(score=7.0, score_lo=-np.inf, is_mean=is_mean), samples)
+        folder = without_record(tmp_path / f"run{is_mean}", tmp_path / f"old{is_mean}")
+        if is_mean:
+            with pytest.raises(UserError, match="do not agree on score"):
+                kvbench.load(folder)
+        else:
+            assert (kvbench.load(folder)[0]["score"] == 7).all()

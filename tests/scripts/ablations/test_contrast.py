@@ -43,6 +43,7 @@ def _frames(scores: dict[str, int]) -> tuple[pd.DataFrame, pd.DataFrame]:
                 "status": "ok",
                 "samples": CONTEXTS,
                 "discriminative": True,
+                "is_mean": True,
                 "higher_is_better": True,
                 "score": right / CONTEXTS,
                 **dict.fromkeys(MEMORY, 1.0),
