@@ -12,7 +12,7 @@ import pytest
 import kvbench
 from kvbench.data.records import NotFetched
 from kvbench.errors import LeftOut, UserError
-from kvbench.harness import catalogue, lmms_eval, lmms_tasks
+from kvbench.harness import lmms_eval, lmms_tasks
 from kvbench.harness.lmms_tasks import CLASS, GROUP, TAG, TASK, LmmsEntry
 
 from ...lmms import needs_lmms_eval
@@ -133,7 +133,9 @@ def test_tasks_that_kvbench_cannot_answer_are_left_out_in_one_line(name: str, sa
 
 @needs_lmms_eval
 def test_data_that_is_not_there_is_named_with_the_command_that_fetches_it(tmp_path: Path) -> None:
-    says = r"its data set lmms-lab-encoder/POPE is not in the cache, and the hub .*; `kvbench data fetch pope` gets it"
+    says = (
+        r"its data set lmms-lab-encoder/POPE is not in the cache, and the hub .*; `kvbench data fetch lmms_eval:pope`"
+    )
     with pytest.raises(NotFetched, match=says):
         loaded("pope", tmp_path)
 
@@ -183,13 +185,15 @@ def test_the_comparison_sees_a_filter_that_is_left_out(tmp_path: Path, monkeypat
 
 
 @needs_lmms_eval
-def test_prompts_with_and_without_images_are_compressed_after_the_question(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_with_and_without_images_are_compressed_after_the_question(tmp_path: Path) -> None:
     from benchmarks.lmms_eval_rows import ROWS, served
 
-    monkeypatch.setattr(catalogue, "resolve_task", lambda spec, *_: lmms_tasks.resolve(spec))
-    grid = {"models": ["reference-vl"], "tasks": ["scienceqa"], "policies": ["snapkv:window=4"], "budgets": ["0.3"]}
+    grid = {
+        "models": ["reference-vl"],
+        "tasks": ["lmms_eval:scienceqa"],
+        "policies": ["snapkv:window=4"],
+        "budgets": ["0.3"],
+    }
     grid |= {"samples": ROWS, "device": "cpu", "max_new_tokens": 4, "out": str(tmp_path / "run")}
     with served():
         with pytest.raises(UserError, match="scienceqa: 2 of 8 prompts have no images, so no context; use another"):
