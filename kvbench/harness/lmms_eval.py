@@ -131,6 +131,8 @@ def _named_task(benchmark: LmmsBenchmark, task_name: str, settings: TaskSettings
             raise
         except UserError as error:
             raise LeftOut(str(error).removeprefix(f"{task_name}: ")) from error
+        except Exception as error:  # a task is third-party code
+            raise LeftOut(f"a function of lmms-eval fails on its data ({reason_of(error)})") from error
         data_hash = _content_hash(harness_task)
     bare = sum(not request.media for request in prepared)
     refused = f"{task_name}: {bare} of {count} prompts have no images, so no context; use another --moment"
@@ -141,6 +143,7 @@ def _named_task(benchmark: LmmsBenchmark, task_name: str, settings: TaskSettings
         higher_is_better=bool(harness_task.higher_is_better()[metrics[0]]),
         requests=prepared,
         refused={"context": refused} if bare else {},
+        groups=tuple(group for group in benchmark.groups if task_name in group.tasks),
         built=harness_task,
         table=harness_task.eval_docs_no_media,
         thinks=Thinking.of(settings.tokenizer) is not None,
