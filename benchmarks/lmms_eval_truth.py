@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import kvbench
 from benchmarks.lmms_eval_rows import ROWS, TABLES, served
@@ -31,7 +30,7 @@ from benchmarks.lmms_eval_stock import stock_model
 from kvbench.engine.loading import load_config, load_tokenizer
 from kvbench.engine.vision import load_processor
 from kvbench.files import cache_dir
-from kvbench.harness import catalogue, lmms_tasks
+from kvbench.harness import lmms_tasks
 from kvbench.harness.lmms_eval import LmmsEvalHarness
 from kvbench.harness.protocol import Key, LoadedTask, TaskSettings
 from kvbench.named import lexicon_of
@@ -116,8 +115,11 @@ def _lmms_eval_side(task: str) -> Side:
 def _evaluated(model: Any, task: str) -> tuple[list[str], dict[str, float]]:
     """Return the responses of a model in lmms-eval, and its scores."""
     from lmms_eval.evaluator import simple_evaluate
+    from loguru import logger
 
-    with contextlib.redirect_stdout(io.StringIO()):  # some metrics print
+    logger.disable("lmms_eval")  # its warnings would stand between the lines of the table
+    # Some metrics print, and some write files into the working directory.
+    with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         found = simple_evaluate(
             model=model,
             tasks=[task],
@@ -157,12 +159,9 @@ def _canned(answers: Sequence[str]) -> Any:
 
 
 def _kvbench_side(task: str, folder: Path) -> Side:
-    def resolve(spec: str, *_: Any) -> Any:
-        return lmms_tasks.resolve(spec)
-
     grid = {
         "models": [NAME],
-        "tasks": [task],
+        "tasks": [f"{lmms_tasks.PREFIX}{task}"],
         "policies": ["full"],
         "samples": ROWS,
         "dtype": "float32",
@@ -170,9 +169,9 @@ def _kvbench_side(task: str, folder: Path) -> Side:
         "max_new_tokens": LIMIT,
         "out": str(folder / task),
     }
-    with mock.patch.object(catalogue, "resolve_task", resolve):
-        samples = kvbench.run(grid, progress=False).samples.sort_values("doc_id")
-    loaded = LmmsEvalHarness().load(task, _settings(), dict(resolve(task))[task])
+    samples = kvbench.run(grid, progress=False).samples.sort_values("doc_id")
+    ((_, benchmark),) = lmms_tasks.resolve(task) or []
+    loaded = LmmsEvalHarness().load(task, _settings(), benchmark)
     answers = TABLES[task].answers()
     given = {(request.sample_id, request.question_id, 0): answers[request.doc_id] for request in loaded.requests}
     keys = zip(samples.sample_id, samples.question_id, samples.repeat, strict=True)
@@ -208,10 +207,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"some of {', '.join(TABLES)} (default: all)")
     tasks = parser.parse_args(arguments).tasks or [*TABLES]
-    with contextlib.suppress(ImportError):
-        from loguru import logger
-
-        logger.remove()  # it would write between the lines of the table
     started = time.perf_counter()
     lines = ["| task | documents | equal responses | of them different | scores | scores of given answers | equal |"]
     lines.append("| --- | --: | --: | --: | --- | --- | --- |")

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbench import registry
 from kvbench.errors import UserError, nearest, quoted
-from kvbench.harness import catalogue
+from kvbench.harness import catalogue, lmms_tasks
 from kvbench.harness.named_tasks import index
 from kvbench.harness.optional import lacking
 from kvbench.named import NamedModel
@@ -137,19 +137,25 @@ def found_tasks(word: str, include_path: Sequence[str] = ()) -> tuple[list[Recor
         for name, (kind, group_name) in own_names.items()
         if word.lower() in name.lower()
     ]
-    for name, entry in sorted(index.names(include_path).items()):
+    text_names = index.names(include_path)
+    for name, entry in sorted(text_names.items()):
         if word.lower() in name.lower():
             spelling = f"{index.PREFIX}{name}" if name in own_names else name
             kind = "task" if entry.kind in index.TASKS else entry.kind.lower()
-            found.append({"name": spelling, "kind": kind, "source": f"lm-eval{_folder_of(entry)}"})
+            found.append({"name": spelling, "kind": kind, "source": f"lm-eval{_folder_of(entry.yaml)}"})
+    for name, picture_entry in sorted(lmms_tasks.names().items()):
+        if word.lower() in name.lower():
+            spelling = f"{lmms_tasks.PREFIX}{name}" if name in own_names or name in text_names else name
+            kind = lmms_tasks.TASK if picture_entry.kind == lmms_tasks.CLASS else picture_entry.kind
+            found.append({"name": spelling, "kind": kind, "source": f"lmms-eval{_folder_of(picture_entry.yaml)}"})
     if not found:
         raise UserError(f"no task has {quoted(word)} in its name; use a shorter word")
     return found, index.broken_files(include_path)
 
 
-def _folder_of(entry: index.IndexEntry) -> str:
+def _folder_of(yaml: str) -> str:
     """Return the folder of a task's YAML, for people to read."""
-    return f", {Path(entry.yaml).parent.name}" if entry.yaml else ""
+    return f", {Path(yaml).parent.name}" if yaml else ""
 
 
 def models() -> tuple[list[Record], list[str]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvbench import registry
 from kvbench.benchmark import Benchmark
 from kvbench.errors import UserError, quoted, unknown
+from kvbench.harness import lmms_tasks
 from kvbench.harness.named_tasks import benchmarks as named
 from kvbench.harness.named_tasks import index
 from kvbench.harness.own import own_benchmark
@@ -33,7 +34,8 @@ def resolve_task(spec: str, include_path: Sequence[str] = ()) -> list[tuple[str,
 
     Args:
         spec: A benchmark (`ruler`), a subset of one (`longbench_code`), a task (`vt`), a file (`./mine.jsonl`), or a
-            task, group or tag of lm-eval (`arc_easy`); kvbench's own come first, and `lm_eval:gsm8k` means lm-eval's.
+            task, group or tag of lm-eval (`arc_easy`) or lmms-eval (`mmmu_val`). kvbench's own come first, then those
+            of lm-eval; `lm_eval:gsm8k` means lm-eval's.
         include_path: Folders with lm-eval's YAML of the user's own tasks.
 
     Returns:
@@ -45,8 +47,8 @@ def resolve_task(spec: str, include_path: Sequence[str] = ()) -> list[tuple[str,
     if spec.endswith(".jsonl"):
         file_benchmark = own_benchmark(spec)
         return [(task_name, file_benchmark) for task_name in file_benchmark.leaves]
-    if spec.startswith(index.PREFIX):
-        return _of_lm_eval(spec, include_path)
+    if spec.startswith((index.PREFIX, lmms_tasks.PREFIX)):
+        return _of_a_harness(spec, include_path)
     if spec in registry.names(registry.TASKS):
         group: Benchmark = registry.get(registry.TASKS, spec)
         return [(task_name, group) for task_name in group.leaves]
@@ -61,30 +63,34 @@ def resolve_task(spec: str, include_path: Sequence[str] = ()) -> list[tuple[str,
         if spec in group.subsets:
             return [(task_name, group) for task_name in group.subsets[spec]]
     try:
-        return _of_lm_eval(spec, include_path)
+        return _of_a_harness(spec, include_path)
     except UserError as error:
         raise UserError("; ".join([str(error), *failures])) from None
 
 
-def _of_lm_eval(spec: str, include_path: Sequence[str]) -> list[tuple[str, Benchmark]]:
-    """Return the tasks of lm-eval that a name stands for.
+def _of_a_harness(spec: str, include_path: Sequence[str]) -> list[tuple[str, Benchmark]]:
+    """Return the tasks of lm-eval, or else of lmms-eval, that a name stands for.
 
     Raises:
-        UserError: Neither kvbench nor lm-eval knows the name.
+        UserError: No harness knows the name.
     """
-    benchmark = named.resolve(spec, include_path)
-    if benchmark is not None:
-        return [(task_name, benchmark) for task_name in benchmark.leaves]
-    error = unknown(
-        "task", spec.removeprefix(index.PREFIX), all_names(include_path), "kvbench list tasks --search WORD"
-    )
+    if not spec.startswith(lmms_tasks.PREFIX):
+        benchmark = named.resolve(spec, include_path)
+        if benchmark is not None:
+            return [(task_name, benchmark) for task_name in benchmark.leaves]
+    if not spec.startswith(index.PREFIX):
+        resolved = lmms_tasks.resolve(spec)
+        if resolved is not None:
+            return resolved
+    task_name = spec.removeprefix(index.PREFIX).removeprefix(lmms_tasks.PREFIX)
+    error = unknown("task", task_name, all_names(include_path), "kvbench list tasks --search WORD")
     raise UserError("; ".join([str(error), *index.broken_files(include_path)]))
 
 
 def all_names(include_path: Sequence[str] = ()) -> list[str]:
     """Return every name that `resolve_task` knows."""
     own = (name for group in benchmarks()[0].values() for name in (group.name, *group.leaves, *group.subsets))
-    return sorted({*own, *index.names(include_path)})
+    return sorted({*own, *index.names(include_path), *lmms_tasks.names()})
 
 
 def task_sets() -> dict[str, tuple[str, ...]]:

@@ -37,7 +37,7 @@ from kvbench.errors import LeftOut, UserError, reason_of
 from kvbench.harness import chat, loading
 from kvbench.harness import rows as data
 from kvbench.harness.lm_eval import quiet as datasets_quiet
-from kvbench.harness.lmms_tasks import LmmsBenchmark, read_config, tasks_folder
+from kvbench.harness.lmms_tasks import PREFIX, LmmsBenchmark, read_config, tasks_folder
 from kvbench.harness.named_tasks import index
 from kvbench.harness.named_tasks.building import on_its_data, seeded
 from kvbench.harness.optional import provide_latex2sympy2
@@ -123,16 +123,19 @@ def _named_task(benchmark: LmmsBenchmark, task_name: str, settings: TaskSettings
         harness_task = build_named(benchmark, task_name)
         metrics = _metrics(harness_task)
         documents = harness_task.eval_docs
-        shown = [documents[index] for index in range(min(settings.samples, len(documents)))]
+        count = min(settings.samples, len(documents))
+        shown = (documents[index] for index in range(count))  # one at a time, because their images are large
         try:
-            prepared = _requests(harness_task, task_name, shown, [{}] * len(shown), settings)
+            prepared = _requests(harness_task, task_name, shown, [{}] * count, settings)
         except LeftOut:
             raise
         except UserError as error:
             raise LeftOut(str(error).removeprefix(f"{task_name}: ")) from error
+        except Exception as error:  # a task is third-party code
+            raise LeftOut(f"a function of lmms-eval fails on its data ({reason_of(error)})") from error
         data_hash = _content_hash(harness_task)
     bare = sum(not request.media for request in prepared)
-    refused = f"{task_name}: {bare} of {len(shown)} prompts have no images, so no context; use another --moment"
+    refused = f"{task_name}: {bare} of {count} prompts have no images, so no context; use another --moment"
     return NamedLmmsTask(
         **loading.facts(benchmark, task_name, settings) | {"version": str(harness_task.VERSION)},
         data_hash=data_hash,
@@ -140,6 +143,7 @@ def _named_task(benchmark: LmmsBenchmark, task_name: str, settings: TaskSettings
         higher_is_better=bool(harness_task.higher_is_better()[metrics[0]]),
         requests=prepared,
         refused={"context": refused} if bare else {},
+        groups=tuple(group for group in benchmark.groups if task_name in group.tasks),
         built=harness_task,
         table=harness_task.eval_docs_no_media,
         thinks=Thinking.of(settings.tokenizer) is not None,
@@ -605,7 +609,8 @@ def build_named(benchmark: LmmsBenchmark, task_name: str, fresh: bool = False) -
         return on_its_data(
             task_name,
             lambda: OnItsData(config=copy.deepcopy(config)),
-            lambda: data_set,
+            data_set,
+            f"{PREFIX}{benchmark.name}",
             fresh=fresh,
             harness="lmms-eval",
         )

@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +21,7 @@ import yaml
 from kvbench.benchmark import Benchmark, Doc
 from kvbench.errors import UserError
 from kvbench.files import cache_dir, digest_of, replacing
+from kvbench.harness.protocol import GroupMetric, TaskGroup
 
 PREFIX = "lmms_eval:"
 """Prefix of a task's name that means lmms-eval's task, where kvbench or lm-eval has one of that name too."""
@@ -36,11 +37,13 @@ class LmmsEntry(NamedTuple):
         kind: `task`, `class`, `group` or `tag`.
         yaml: Path of its YAML inside lmms-eval's folder of tasks; "" for a tag.
         members: Names of the tasks, groups and tags that a group or a tag stands for.
+        aggregates: Metrics that a group aggregates, each with whether tasks are weighted by their size.
     """
 
     kind: str
     yaml: str
     members: list[str]
+    aggregates: Sequence[tuple[str, bool]] = ()
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,11 @@ class LmmsBenchmark(Benchmark):
 
     Attributes:
         definitions: YAML of each task.
+        groups: The groups with a score of their own: the named one and those inside it.
     """
 
     definitions: Mapping[str, Path] = field(default_factory=dict)
+    groups: tuple[TaskGroup, ...] = ()
 
     def identity(self, leaf: str) -> tuple[str, str]:
         """Return what two tasks of one name share only if they are the same."""
@@ -86,6 +91,7 @@ def resolve(name: str) -> list[tuple[str, Benchmark]] | None:
         sized=False,
         media=("image",),
         definitions={task_name: folder / known_names[task_name].yaml for task_name in task_names},
+        groups=tuple(_groups(name, known_names)),
     )
     return [(task_name, benchmark) for task_name in benchmark.leaves]
 
@@ -114,6 +120,16 @@ def _tasks_of(name: str, known_names: Mapping[str, LmmsEntry], inside: tuple[str
         yield from _tasks_of(member, known_names, (*inside, name))
 
 
+def _groups(name: str, known_names: Mapping[str, LmmsEntry]) -> Iterator[TaskGroup]:
+    """Yield the groups with a score of their own that a name stands for."""
+    entry = known_names[name]
+    if entry.aggregates:
+        metrics = tuple(GroupMetric(metric, None, bool(by_size)) for metric, by_size in entry.aggregates)
+        yield TaskGroup(name, tuple(dict.fromkeys(_tasks_of(name, known_names, ()))), metrics)
+    for member in entry.members:
+        yield from _groups(member, known_names)
+
+
 # --- the index ------------------------------------------------------------------------------------
 
 
@@ -137,7 +153,7 @@ def _fingerprint(folder: Path) -> str:
     for path in _yaml_files(folder):
         state = os.stat(path)
         states.append([path, state.st_size, state.st_mtime_ns])
-    return digest_of([version("lmms_eval"), sorted(states)])
+    return digest_of([version("lmms_eval"), LmmsEntry._fields, sorted(states)])
 
 
 def _yaml_files(folder: Path) -> Iterator[str]:
@@ -172,7 +188,10 @@ def _scanned(folder: Path) -> dict[str, LmmsEntry]:
         if "class" in config:
             found[config["task"]] = LmmsEntry(CLASS, yaml_path, [])
         elif isinstance(task, list):
-            found[config["group"]] = LmmsEntry(GROUP, yaml_path, [*_members(task)])
+            aggregates = config.get("aggregate_metric_list") or []
+            aggregates = [aggregates] if isinstance(aggregates, dict) else aggregates
+            weights = [(metric["metric"], bool(metric.get("weight_by_size"))) for metric in aggregates]
+            found[config["group"]] = LmmsEntry(GROUP, yaml_path, [*_members(task)], weights)
         elif isinstance(task, str):
             found[task] = LmmsEntry(TASK, yaml_path, [])
             for key in ("tag", "group"):

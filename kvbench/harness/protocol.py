@@ -277,6 +277,7 @@ class LoadedTask(ABC):
         groups: The groups with a score of their own that the task belongs to.
         recorded: Settings of the prompts that the results record with the generation settings, such as the rule that
             decides what the context is.
+        notes: Messages to the user about how the task runs, each a line.
         refused: Why policies cannot compress a cache at some moments, by moment; the message names those that work.
     """
 
@@ -292,6 +293,7 @@ class LoadedTask(ABC):
     rubric: str = field(default="", kw_only=True)
     groups: tuple[TaskGroup, ...] = field(default=(), kw_only=True)
     recorded: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
     refused: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     @functools.cached_property

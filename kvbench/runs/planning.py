@@ -241,6 +241,8 @@ class _Planner:
         except LeftOut as error:
             self.left_out[task_name] = str(error)
             return None
+        for note in task.notes:
+            self.say(note)
         if judge is not None and benchmark.name not in self._judged:
             self._judged.add(benchmark.name)
             self.say(f"{benchmark.name} is {judge.notice}")

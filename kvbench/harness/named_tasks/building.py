@@ -16,6 +16,7 @@ from huggingface_hub import constants
 from kvbench.data.hub_cache import unreachable
 from kvbench.data.records import NotFetched
 from kvbench.errors import LeftOut, UserError, first_lines, reason_of
+from kvbench.harness import lmms_tasks
 from kvbench.harness.lm_eval import quiet
 from kvbench.harness.named_tasks.benchmarks import NamedBenchmark, build, configured
 from kvbench.harness.protocol import HarnessFlags, TaskSettings
@@ -47,10 +48,12 @@ def load_task(benchmark: NamedBenchmark, task_name: str, settings: TaskSettings)
         LeftOut: The data or a package is missing, or the task cannot run here.
         UserError: The YAML of the task is wrong, or it needs a flag.
     """
+    config = configured(benchmark.specs[task_name], benchmark.include_path)
+    if config.get("doc_to_image") or config.get("doc_to_audio"):
+        hint = f"; lmms_eval:{benchmark.name} may be the same" if benchmark.name in lmms_tasks.names() else ""
+        raise LeftOut(f"its prompts have images or audio, which kvbench shows only in tasks of lmms-eval{hint}")
     metadata = {"pretrained": settings.tokenizer_id, "tokenizer": settings.tokenizer_id}
     built = _build(benchmark, task_name, metadata)
-    if getattr(built, "MULTIMODAL", False):
-        raise LeftOut("its prompts have images or audio, and only tasks of lmms-eval can have them")
     if getattr(built, "UNSAFE_CODE", False) and not settings.flags.confirm_run_unsafe_code:
         raise UserError(f"{task_name} executes code that the model writes; add --confirm-run-unsafe-code to allow it")
     return built
@@ -77,13 +80,15 @@ def _build(benchmark: NamedBenchmark, task_name: str, metadata: dict[str, Any], 
     """Build a task; see `load_task`."""
     spec, include_path = benchmark.specs[task_name], benchmark.include_path
     build_task = partial(build, spec, include_path, metadata)
-    return on_its_data(task_name, build_task, lambda: configured(spec, include_path).get("dataset_path"), fresh=fresh)
+    data_set = str(configured(spec, include_path).get("dataset_path") or "")
+    return on_its_data(task_name, build_task, data_set, benchmark.name, fresh=fresh)
 
 
 def on_its_data(
     task_name: str,
     build_task: Callable[[], Any],
-    data_set: Callable[[], str | None],
+    data_set: str,
+    group: str,
     *,
     fresh: bool = False,
     harness: str = "lm-eval",
@@ -93,7 +98,8 @@ def on_its_data(
     Args:
         task_name: Name of the task.
         build_task: Builds it.
-        data_set: Returns the name of its data set, for messages.
+        data_set: Name of its data set, for messages.
+        group: Name by which `kvbench data fetch` knows it and the tasks that it was named with.
         fresh: Whether to ask the hub for newer data.
         harness: Whose task it is, for messages.
 
@@ -108,7 +114,7 @@ def on_its_data(
     except ImportError as error:
         raise LeftOut(f"something that it needs is missing ({first_lines(error)}); pip install the package") from error
     except OSError as error:
-        raise _missing_data(task_name, error, data_set()) from error
+        raise _missing_data(task_name, error, data_set, group) from error
     except (Exception, SystemExit) as error:  # a task is third-party code
         if "scripts are no longer supported" in str(error):
             raise LeftOut("its data set needs a loading script, and kvbench never runs one") from error
@@ -141,7 +147,7 @@ def _offline() -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _missing_data(task_name: str, error: OSError, data_set: str | None) -> UserError:
+def _missing_data(task_name: str, error: OSError, data_set: str, group: str) -> UserError:
     """Return the error for data that cannot be loaded."""
     if error.filename is not None or "Unable to find" in str(error):  # a file of the user's own
         return UserError(f"{task_name}: its data cannot be read ({first_lines(error)}); mend the path in its YAML")
@@ -149,7 +155,7 @@ def _missing_data(task_name: str, error: OSError, data_set: str | None) -> UserE
     reason = f"the hub {hub}" if hub else first_lines(error)
     return NotFetched(
         f"its data set {data_set or 'of the task'} is not in the cache, and {reason}; "
-        f"`kvbench data fetch {task_name}` gets it"
+        f"`kvbench data fetch {group}` gets it"
     )
 
 
@@ -162,18 +168,15 @@ def configure(built: Any, task_name: str, flags: HarnessFlags, seed: int) -> Non
     """Apply lm-eval's flags to a task, as `simple_evaluate` does.
 
     Raises:
-        UserError: `--gen-kwargs` has a wrong value.
+        UserError: There are fewer examples than asked for.
     """
     if flags.gen_kwargs and built.get_config("output_type") == GENERATE:
         built.set_config("generation_kwargs", dict(flags.gen_kwargs), update=True)
+    built.set_fewshot_seed(seed or _FEWSHOT_SEED)
     shots = built.get_config("num_fewshot")
     if shots is None or (flags.num_fewshot is not None and shots != 0):
         built.set_config("num_fewshot", flags.num_fewshot or 0)
-    if not built.get_config("num_fewshot") or not hasattr(built, "sampler"):
-        built.set_fewshot_seed(seed or _FEWSHOT_SEED)
-        return
-    available = len(built.sampler.df)
     needed = built.get_config("num_fewshot")
+    available = len(built.sampler.df) if hasattr(built, "sampler") else needed
     if available < needed:
         raise UserError(f"{task_name} has {available} examples, not {needed}; use a smaller --num-fewshot")
-    built.set_fewshot_seed(seed or _FEWSHOT_SEED)

@@ -31,7 +31,7 @@ from kvbench.harness import rows as data
 from kvbench.harness.lm_eval import quiet
 from kvbench.harness.named_tasks.benchmarks import HARNESS, NamedBenchmark
 from kvbench.harness.named_tasks.building import GENERATE, configure, load_task, seeded
-from kvbench.harness.named_tasks.prompts import DOCUMENT, PromptBuilder, Rendered, context_ends
+from kvbench.harness.named_tasks.prompts import DOCUMENT, FEWSHOT, PromptBuilder, Rendered, context_ends
 from kvbench.harness.protocol import (
     NO_FILTER,
     Continuation,
@@ -101,6 +101,7 @@ class NamedTaskHarness:
             requests=requests,
             groups=tuple(group for group in resolved.groups if task_name in group.tasks),
             recorded={"context": rule, **_flags(flags, builder)} if rule else _flags(flags, builder),
+            notes=_notes(task_name, rule, prompts, ends),
             refused=refused,
             built=built,
             documents=documents,
@@ -195,6 +196,19 @@ class NamedTask(LoadedTask):
 
 
 # --- flags -----------------------------------------------------------------------------------------
+
+
+def _notes(task_name: str, rule: str, prompts: Sequence[Sequence[Rendered]], ends: Sequence[int]) -> tuple[str, ...]:
+    """Return what the user should know about the contexts of a task."""
+    if rule != FEWSHOT or len(prompts) == 1:
+        return ()
+    contexts = {data.digest(rendered[0].text[:end]) for rendered, end in zip(prompts, ends, strict=True)}
+    if len(contexts) == 1:
+        return ()
+    return (
+        f"{task_name}: its {len(prompts)} documents have {len(contexts)} different contexts, because lm-eval draws "
+        "examples for each of them; with `sampler: first_n` in the YAML they would share one prefill",
+    )
 
 
 def _flags(flags: HarnessFlags, builder: PromptBuilder) -> dict[str, Any]:

@@ -12,8 +12,9 @@ import pytest
 import kvbench
 from kvbench.data.records import NotFetched
 from kvbench.errors import LeftOut, UserError
-from kvbench.harness import catalogue, lmms_eval, lmms_tasks
-from kvbench.harness.lmms_tasks import CLASS, GROUP, TAG, TASK, LmmsEntry
+from kvbench.harness import lmms_eval, lmms_tasks
+from kvbench.harness.lmms_tasks import CLASS, GROUP, TAG, TASK, LmmsBenchmark, LmmsEntry
+from kvbench.harness.protocol import GroupMetric
 
 from ...lmms import needs_lmms_eval
 from ...vision import load_task
@@ -23,7 +24,8 @@ YAML = {
     "a/one.yaml": "task: one\ninclude: ../base.yaml\ndoc_to_text: !function utils.ask\n",
     "a/two.yaml": "task: two\ntag: coloured\n",
     "b/three.yaml": "task: three\nclass: !function task.Three\n",
-    "b/some.yaml": "group: some\ntask: [three, {group: inner, task: [two]}, coloured]\n",
+    "b/some.yaml": "group: some\ntask: [three, {group: inner, task: [two]}, coloured]\n"
+    "aggregate_metric_list: [{metric: acc}, {metric: anls, weight_by_size: true}]\n",
     "b/empty.yaml": "group: empty\ntask: []\n",
     "b/round.yaml": "group: round\ntask: [round]\n",
     "b/wrong.yaml": "group: wrong\ntask: [one, fuor]\n",
@@ -49,7 +51,9 @@ def test_the_index_has_tasks_groups_and_tags(folder: Path) -> None:
     names = lmms_tasks.names()
     assert names["one"] == LmmsEntry(TASK, "a/one.yaml", [])
     assert names["three"] == LmmsEntry(CLASS, "b/three.yaml", [])
-    assert names["some"] == LmmsEntry(GROUP, "b/some.yaml", ["three", "two", "coloured"])
+    assert names["some"] == LmmsEntry(
+        GROUP, "b/some.yaml", ["three", "two", "coloured"], [("acc", False), ("anls", True)]
+    )
     assert names["coloured"].kind == TAG
     assert sorted(names["coloured"].members) == ["one", "two"]
     assert names["all"].members == ["one"]
@@ -62,7 +66,8 @@ def test_the_index_is_read_from_the_disk_until_a_file_changes(folder: Path, monk
     lmms_tasks._names.cache_clear()
     with monkeypatch.context() as patched:
         patched.setattr(lmms_tasks, "_scanned", lambda folder: pytest.fail("the YAML is read again"))
-        assert lmms_tasks.names() == first
+        assert lmms_tasks.names().keys() == first.keys()
+        assert lmms_tasks.resolve("some") is not None
     (folder / "a" / "four.yaml").write_text("task: four\n")
     assert lmms_tasks.names().keys() - first.keys() == {"four"}
 
@@ -73,9 +78,13 @@ def test_a_name_stands_for_its_tasks(folder: Path) -> None:
     assert resolved is not None
     assert sorted(name for name, _ in resolved) == ["one", "three", "two"]
     (_, benchmark), *_ = lmms_tasks.resolve("one") or []
-    assert isinstance(benchmark, lmms_tasks.LmmsBenchmark)
+    assert isinstance(benchmark, LmmsBenchmark)
     assert benchmark.definitions == {"one": folder / "a/one.yaml"}
     assert benchmark.identity("one") == dict(resolved)["one"].identity("one")
+    assert isinstance(resolved[0][1], LmmsBenchmark)
+    (group,) = resolved[0][1].groups
+    assert (group.name, sorted(group.tasks)) == ("some", ["one", "three", "two"])
+    assert group.metrics == (GroupMetric("acc", None, False), GroupMetric("anls", None, True))
     assert lmms_tasks.resolve("five") is None
     for name, says in (
         ("empty", "empty is a group of lmms-eval without tasks"),
@@ -133,7 +142,9 @@ def test_tasks_that_kvbench_cannot_answer_are_left_out_in_one_line(name: str, sa
 
 @needs_lmms_eval
 def test_data_that_is_not_there_is_named_with_the_command_that_fetches_it(tmp_path: Path) -> None:
-    says = r"its data set lmms-lab-encoder/POPE is not in the cache, and the hub .*; `kvbench data fetch pope` gets it"
+    says = (
+        r"its data set lmms-lab-encoder/POPE is not in the cache, and the hub .*; `kvbench data fetch lmms_eval:pope`"
+    )
     with pytest.raises(NotFetched, match=says):
         loaded("pope", tmp_path)
 
@@ -183,13 +194,15 @@ def test_the_comparison_sees_a_filter_that_is_left_out(tmp_path: Path, monkeypat
 
 
 @needs_lmms_eval
-def test_prompts_with_and_without_images_are_compressed_after_the_question(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_with_and_without_images_are_compressed_after_the_question(tmp_path: Path) -> None:
     from benchmarks.lmms_eval_rows import ROWS, served
 
-    monkeypatch.setattr(catalogue, "resolve_task", lambda spec, *_: lmms_tasks.resolve(spec))
-    grid = {"models": ["reference-vl"], "tasks": ["scienceqa"], "policies": ["snapkv:window=4"], "budgets": ["0.3"]}
+    grid = {
+        "models": ["reference-vl"],
+        "tasks": ["lmms_eval:scienceqa"],
+        "policies": ["snapkv:window=4"],
+        "budgets": ["0.3"],
+    }
     grid |= {"samples": ROWS, "device": "cpu", "max_new_tokens": 4, "out": str(tmp_path / "run")}
     with served():
         with pytest.raises(UserError, match="scienceqa: 2 of 8 prompts have no images, so no context; use another"):

@@ -112,6 +112,14 @@ def test_the_same_examples_are_one_context_but_independent_samples(own_tasks: Pa
     assert len({request.context_id for request in passages.requests}) == 6
 
 
+def test_examples_that_are_drawn_for_every_document_are_told(own_tasks: Path, tmp_path: Path) -> None:
+    text = (own_tasks / "own_choice.yaml").read_text()
+    (tmp_path / "own_choice.yaml").write_text(text.replace("fewshot_config: {sampler: first_n}\n", ""))
+    (note,) = loaded(tmp_path, "own_choice", num_fewshot=1).notes
+    assert note.startswith("own_choice: its 6 documents have 2 different contexts") and "first_n" in note
+    assert loaded(own_tasks, "own_choice").notes == loaded(own_tasks, "own_text").notes == ()
+
+
 def test_documents_of_one_context_are_neighbours(own_tasks: Path, tmp_path: Path) -> None:
     rows = [{"passage": f"the cat number {i % 2} sat on the mat", "question": f"is it {i}"} for i in range(6)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
