@@ -96,7 +96,7 @@ _CHAT_TASKS = {
 }
 _ON_SMOLLM2 = {
     None: "truthfulqa_mc2 lambada_openai wikitext winogrande asdiv made_up_mutual_information made_up_votes",
-    2: "arc_easy hellaswag mmlu_astronomy gsm8k triviaqa asdiv made_up_translation",
+    2: "arc_easy hellaswag mmlu_astronomy gsm8k triviaqa asdiv made_up_translation babi nq_open mgsm_direct_en",
 }
 
 CASES = (
@@ -125,7 +125,7 @@ QUICK = (
         Case(task, samples=4, max_new_tokens=8)
         for task in (
             "hellaswag made_up_mutual_information gsm8k made_up_votes made_up_translation paws_en wsc273 "
-            "gpqa_main_n_shot wikitext"
+            "gpqa_main_zeroshot wikitext"
         ).split()
     ),
     *(

@@ -2,7 +2,8 @@
 
 Tasks of lm-eval are evaluated twice on the same weights, in float32, with the full cache: by `lm_eval.simple_evaluate`
 with lm-eval's own model class `HFLM`, and by `kvbench.run`. Compared are the log-likelihood of every request and
-whether greedy decoding would produce it, every answer, and every metric of every filter, task and group.
+whether greedy decoding would produce it, every answer, and every metric of every filter, for each document, task and
+group.
 
 The rows are made up (`benchmarks/lm_eval_rows.py`); YAML, prompts, filters and metrics are those of the installed
 lm-eval. Each evaluation reads its rows from a folder of its own, so that neither side sees what `datasets` has cached
@@ -29,6 +30,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from itertools import groupby
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +73,14 @@ class Outcome:
 
     Attributes:
         responses: Response of each document, by task and index of the document.
+        values: Value of each document by every metric that gives it a number, by task, index and `metric,filter`.
         metrics: Scores by task or group, metric and filter; the filter is "" if there is none.
         kinds: Output types of the tasks.
         error: Why there are no results, or "".
     """
 
     responses: dict[str, dict[int, Response]] = field(default_factory=dict)
+    values: dict[str, dict[int, dict[str, float]]] = field(default_factory=dict)
     metrics: dict[tuple[str, str, str], float] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
     error: str = ""
@@ -94,6 +98,7 @@ class Comparison:
         likelihoods: Number of log-likelihoods compared.
         largest: Largest difference of two log-likelihoods.
         texts: Number of answers compared.
+        values: Number of values of documents compared.
         metrics: Number of metrics compared.
         differences: What differs, one line each.
     """
@@ -105,6 +110,7 @@ class Comparison:
     likelihoods: int = 0
     largest: float = 0.0
     texts: int = 0
+    values: int = 0
     metrics: int = 0
     differences: list[str] = field(default_factory=list)
 
@@ -193,6 +199,10 @@ def evaluated_by_lm_eval(case: Case, models: Models, folder: Path) -> Outcome:
     for task, samples in found["samples"].items():
         # Every filter repeats the responses.
         outcome.responses[task] = {sample["doc_id"]: [_plain(entry) for entry in sample["resps"]] for sample in samples}
+        outcome.values[task] = defaultdict(dict)
+        for sample in samples:
+            names = {name: ",".join(_metric_and_filter(f"{name},{sample['filter']}")) for name in sample["metrics"]}
+            outcome.values[task][sample["doc_id"]] |= _numbers({names[name]: sample[name] for name in names})
     outcome.metrics = {
         (task, *_metric_and_filter(name)): float(score)
         for task, row in found["results"].items()
@@ -205,7 +215,14 @@ def evaluated_by_lm_eval(case: Case, models: Models, folder: Path) -> Outcome:
 def _metric_and_filter(name: str) -> tuple[str, str]:
     """Return metric and filter of lm-eval's `metric,filter`; kvbench leaves its filter `none` empty."""
     metric, _, filter_name = name.partition(",")
-    return metric, "" if filter_name == NO_FILTER else filter_name
+    return metric, "" if filter_name in ("", NO_FILTER) else filter_name
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values that are finite numbers."""
+    return {
+        name: float(value) for name, value in values.items() if isinstance(value, Real) and math.isfinite(float(value))
+    }
 
 
 def _plain(entry: Sequence[Any]) -> list[Any]:
@@ -254,14 +271,21 @@ def _spelling(task: str) -> str:
 
 def _read(run: Path) -> dict[str, Outcome]:
     """Return the responses and metrics of a run by task or group."""
-    samples = pd.read_parquet(run / "samples.parquet", columns=["task", "sample_id", "repeat", "response"])
+    columns = ["task", "sample_id", "repeat", "response", "score", "metrics"]
+    samples = pd.read_parquet(run / "samples.parquet", columns=columns)
     outcomes: dict[str, Outcome] = defaultdict(Outcome)
-    for (task, sample_id), rows in samples.groupby(["task", "sample_id"], sort=False):
-        texts = [*rows.sort_values("repeat")["response"]]
-        outcomes[task].responses.setdefault(task, {})[int(sample_id)] = _parsed(texts)
     table = pd.read_parquet(run / "metrics.parquet", columns=["task", "metric", "filter", "score"])
     for row in table.itertuples():
         outcomes[row.task].metrics[row.task, row.metric, row.filter] = float(row.score)
+    for (task, sample_id), rows in samples.sort_values("repeat").groupby(["task", "sample_id"], sort=False):
+        outcome, doc_id = outcomes[task], int(sample_id)
+        outcome.responses.setdefault(task, {})[doc_id] = _parsed([*rows["response"]])
+        first = rows.iloc[0]
+        if first["metrics"]:
+            values = {",".join(_metric_and_filter(name)): value for name, value in json.loads(first["metrics"]).items()}
+        else:  # the only metric
+            values = {f"{metric},{filter_name}": first["score"] for _, metric, filter_name in outcome.metrics}
+        outcome.values.setdefault(task, {})[doc_id] = _numbers(values)
     return outcomes
 
 
@@ -294,6 +318,7 @@ def compared(case: Case, theirs: Outcome, ours: Mapping[str, Outcome]) -> Compar
                 continue
             for position, (entry, own) in enumerate(zip(responses[doc_id], other[doc_id], strict=True)):
                 _compare_entry(found, f"{where}, request {position}", entry, own)
+            _compare_values(found, where, theirs.values[task][doc_id], ours[task].values[task][doc_id])
     for key, score in theirs.metrics.items():
         found.metrics += 1
         own_score = ours[key[0]].metrics.get(key) if key[0] in ours else None
@@ -324,6 +349,15 @@ def _compare_entry(found: Comparison, where: str, theirs: list[Any], ours: list[
         found.differences.append(f"{where}: log-likelihood {theirs[0]!r}, kvbench {ours[0]!r}")
     if theirs[1] is not None and theirs[1] != ours[1]:
         found.differences.append(f"{where}: greedy {theirs[1]}, kvbench {ours[1]}")
+
+
+def _compare_values(found: Comparison, where: str, theirs: Mapping[str, float], ours: Mapping[str, float]) -> None:
+    """Compare the values of a document by all metrics."""
+    for name in sorted(theirs.keys() | ours.keys()):
+        found.values += 1
+        if name not in theirs or name not in ours or not _same_metric(theirs[name], ours[name]):
+            label = name.removesuffix(",")
+            found.differences.append(f"{where}, {label}: {theirs.get(name)!r}, kvbench {ours.get(name)!r}")
 
 
 def _same_metric(first: float, second: float) -> bool:
@@ -407,12 +441,13 @@ def summary(found: Sequence[Comparison]) -> str:
     differing = sum(bool(comparison.differences) for comparison in found)
     counts = {
         name: sum(getattr(comparison, name) for comparison in found)
-        for name in ("documents", "likelihoods", "texts", "metrics")
+        for name in ("documents", "likelihoods", "texts", "values", "metrics")
     }
     packages = ", ".join(f"{name} {version(name)}" for name in ("kvbench", "lm-eval", "transformers", "torch"))
     return (
         f"{len(found)} cases of {len(names)} tasks and groups: {counts['documents']} documents, "
-        f"{counts['likelihoods']} log-likelihoods, {counts['texts']} answers, {counts['metrics']} metrics; "
+        f"{counts['likelihoods']} log-likelihoods, {counts['texts']} answers, "
+        f"{counts['values']} values of documents, {counts['metrics']} metrics; "
         f"{differing or 'none'} of the cases {'differs' if differing == 1 else 'differ'}. "
         f"The largest difference of two log-likelihoods is {max(comparison.largest for comparison in found):.0e}. "
         f"({packages}; float32, one core of {processor()})"
@@ -450,7 +485,7 @@ With the full cache, `kvbench run` gives the scores of lm-eval. `python -m bench
 the tasks below on the same weights with `lm_eval.simple_evaluate`, through lm-eval's own model class `HFLM`, and with
 `kvbench.run`, and writes this page. It compares the log-likelihood of every request (within {ABSOLUTE:.0e}, or within
 {RELATIVE:.0e} of the value for long texts), whether greedy decoding would produce it, every answer, and every metric of
-every filter, task and group.
+every filter, for each document, task and group.
 
 YAML, prompts, filters and metrics are those of the installed lm-eval. The rows are made up, in the schemas of the data
 sets, because the hub is not needed for this. `{CHAT}` is the reference model with a chat template, and `{SHORT}` the
