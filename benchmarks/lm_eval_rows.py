@@ -146,7 +146,7 @@ def _mmlu(writer: Writer) -> Row:
 
 def _letters(writer: Writer) -> Row:
     row = _mmlu(writer)
-    return row | {"question": f"{writer.passage(2)} {row['question']}"}
+    return row | {"question": f"{writer.passage(4)} {row['question']}"}
 
 
 def _hellaswag(writer: Writer) -> Row:
