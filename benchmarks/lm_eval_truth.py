@@ -24,6 +24,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import textwrap
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -476,7 +477,9 @@ def quiet() -> Iterator[None]:
 
 def page(found: Sequence[Comparison]) -> str:
     """Return the page of the docs."""
-    return "\n".join([INTRODUCTION, summary(found), "", HEAD, *map(line, found)]) + "\n"
+    paragraphs = [*INTRODUCTION.strip().split("\n\n"), summary(found)]
+    wrapped = (textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False) for text in paragraphs)
+    return "\n\n".join([*wrapped, "\n".join([HEAD, *map(line, found)])]) + "\n"
 
 
 INTRODUCTION = f"""# Agreement with lm-eval
@@ -489,13 +492,13 @@ every filter, for each document, task and group.
 
 YAML, prompts, filters and metrics are those of the installed lm-eval. The rows are made up, in the schemas of the data
 sets. `{CHAT}` is the reference model with a chat template, and `{SHORT}` the reference model with a window of {WINDOW}
-tokens, in which whole texts take several windows. The tasks that begin with `made_up` are in `benchmarks/lm_eval_tasks`.
-They have what no task of lm-eval 0.4.13 combines: unconditional likelihoods, repeats of greedy answers, answers without
-stop strings, metrics of a corpus, and a group that changes the settings of its tasks.
+tokens, in which whole texts take several windows. The tasks that begin with `made_up` are in
+`benchmarks/lm_eval_tasks`. They have what no task of lm-eval 0.4.13 combines: unconditional likelihoods, repeats of
+greedy answers, answers without stop strings, metrics of a corpus, and a group that changes the settings of its tasks.
 
 Not compared are sampled answers, whose random numbers differ, and tasks that lm-eval itself cannot evaluate with the
-packages of kvbench: `ifeval`, `coqa` and `record` import what is not installed, and the group `openllm` exceeds Python's
-recursion limit.
+packages of kvbench: `ifeval`, `coqa` and `record` import what is not installed, and the group `openllm` exceeds
+Python's recursion limit.
 
 lm-eval's log-softmax runs in float64 here (`softmax_dtype` of `HFLM`). In float32, as is its default, it is off by 1e-5
 per token for a vocabulary of 49,152, always to the same side, which adds up to 1e-4 over the tokens of a choice.
