@@ -150,7 +150,7 @@ class Models:
         if name not in self._lm_eval_models:
             spelling = self.spelling(name)
             model = load_model(spelling, None, torch.device("cpu"), torch.float32)
-            # In float32, the log-softmax of a large vocabulary is off by 1e-5 per token, always to the same side.
+            # In float32, the log-softmax of a large vocabulary is off by up to 1e-5 per token, always to the same side.
             self._lm_eval_models[name] = HFLM(
                 pretrained=model, tokenizer=load_tokenizer(spelling), batch_size=1, softmax_dtype="float64"
             )
@@ -500,8 +500,9 @@ Not compared are sampled answers, whose random numbers differ, and tasks that lm
 packages of kvbench: `ifeval`, `coqa` and `record` import what is not installed, and the group `openllm` exceeds
 Python's recursion limit.
 
-lm-eval's log-softmax runs in float64 here (`softmax_dtype` of `HFLM`). In float32, as is its default, it is off by 1e-5
-per token for a vocabulary of 49,152, always to the same side, which adds up to 1e-4 over the tokens of a choice.
+lm-eval's log-softmax runs in float64 here (`softmax_dtype` of `HFLM`). In float32, as is its default, it is off by up
+to 1e-5 per token for a vocabulary of 49,152, always to the same side, which adds up to 1e-4 over the tokens of a
+choice.
 """
 
 
