@@ -657,7 +657,7 @@ def _loaded_definition(path: Path, remedy: str) -> dict[str, Any]:
         remedy: What to do if a package is missing.
 
     Raises:
-        LeftOut: A package that its functions import is not installed.
+        LeftOut: A package that its functions import is not installed, or they fail at import.
     """
     prepare()
     try:
@@ -665,9 +665,11 @@ def _loaded_definition(path: Path, remedy: str) -> dict[str, Any]:
         from lmms_eval.utils import load_yaml_config
 
         definition: dict[str, Any] = load_yaml_config(str(path))
-    except ImportError as error:
-        package = (error.name or "").partition(".")[0] or str(error)
-        raise LeftOut(f"it needs {package}, which is not installed; {remedy}") from None
+    except (Exception, SystemExit) as error:  # its functions are third-party code; some want keys of a judge at import
+        if isinstance(error, ImportError) and error.name:
+            package = error.name.partition(".")[0]
+            raise LeftOut(f"it needs {package}, which is not installed; {remedy}") from None
+        raise LeftOut(f"lmms-eval cannot read its definition ({reason_of(error)})") from error
     return definition
 
 
