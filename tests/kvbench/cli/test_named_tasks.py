@@ -29,7 +29,7 @@ def test_a_group_is_scored_as_lm_eval_scores_it(
 ) -> None:
     assert run(own_tasks, tmp_path, "--moment", "question", "--limit", "3", task="own_group") == 0
     out = capsys.readouterr().out
-    assert "own_group" in out and "exact_match,word" in out
+    assert "own_group" in out
     theirs: Any = simple_evaluate(
         model=HFLM(pretrained=str(reference_path()), device="cpu", dtype="float32"),
         tasks=["own_group"],

@@ -330,4 +330,4 @@ def test_commands_without_anything_to_do_say_so(capsys: pytest.CaptureFixture[st
     assert cli.call(["data", "fetch", "vt"]) == 0
     assert capsys.readouterr().out == "vt: nothing to fetch\n"
     assert cli.call(["data", "fetch", "ruller"]) == 2
-    assert "did you mean ruler?" in capsys.readouterr().err
+    assert "did you mean ruler, " in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 
 from kvbench.benchmark import Benchmark
 from kvbench.errors import UserError
-from kvbench.harness.protocol import Continuation, LoadedTask, TaskSettings
+from kvbench.harness.protocol import Continuation, LoadedTask, MetricScores, TaskSettings
 from kvbench.runs.estimate import estimate, missing_of
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import HARNESSES, plan
@@ -27,8 +27,8 @@ KINDS = ("choices", "whole", "mixed")
 
 
 class Loaded(LoadedTask):
-    def score(self, responses: Mapping[Any, str], marks: Sequence[Any] | None = None) -> tuple[dict[Any, float], float]:
-        return dict.fromkeys(responses, 0.0), 0.0
+    def score_metrics(self, responses: Mapping[Any, str], marks: Sequence[Any] | None = None) -> list[MetricScores]:
+        return [MetricScores("none", "", True, dict.fromkeys(responses, 0.0), 0.0)]
 
 
 class Harness:
