@@ -177,6 +177,7 @@ def test_a_wrong_yaml_is_one_line(
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_the_hash_is_that_of_data_and_functions_in_every_process(own_tasks: Path, tmp_path: Path) -> None:
     text = (own_tasks / "own_text.yaml").read_text().partition("metric_list")[0]
     metric = "{metric: score, aggregation: mean, higher_is_better: true}"
