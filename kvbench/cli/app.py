@@ -51,7 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(run.run)
+app.command(epilog=run.EXAMPLES)(run.run)
 app.command()(report.report)
 app.command()(page.view)
 app.command()(published.published)

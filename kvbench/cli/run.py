@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     from kvbench.runs.grid import Grid
     from kvbench.runs.runner import Run
 
+EXAMPLES = """Examples:
+
+kvbench run --policy criticalkv --budget 0.2 --task ruler
+
+kvbench run --policy snapkv,keydiff --budget 0.1,0.2 --task vt,cwe
+
+kvbench run --policy snapkv --model smollm2 --task arc_easy
+"""
+"""Last lines of `kvbench run --help`: the main command, a grid, and a task of lm-eval."""
+
 
 def with_default_values(arguments: Sequence[str]) -> list[str]:
     """Give `--apply-chat-template` its default value where it has none, because Typer has no optional values."""
