@@ -156,7 +156,7 @@ def list_(
             autocompletion=complete.lists,
         ),
     ],
-    selection: Annotated[
+    folder: Annotated[
         str | None,
         typer.Argument(
             metavar="NAME|DIR",
@@ -180,14 +180,14 @@ def list_(
             raise UserError("--search and --include-path are for kvbench list tasks --search WORD")
         kind, (list_records, failures) = "names", listing.found_tasks(search, split_names([include_path or ""]))
     else:
-        list_records, failures = listing.records(kind, selection)
+        list_records, failures = listing.records(kind, folder)
     if as_json:
         print_json(list_records)
     elif list_records or kind != "runs":
-        is_one_policy = kind == "policies" and selection is not None
+        is_one_policy = kind == "policies" and folder is not None
         console().print(listing.render_list("policy" if is_one_policy else kind, list_records))
     else:
-        say(f"no runs in {selection or listing.RUNS_FOLDER}")
+        say(f"no runs in {folder or listing.RUNS_FOLDER}")
     for failure in failures:
         complain(failure)
     if failures:

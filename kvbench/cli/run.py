@@ -180,7 +180,7 @@ def _show(finished_run: Run, run_folder: Path, *, quiet: bool) -> None:
         if file_path.is_file() and file_path.name[0] != "."
     ]
     say(f"wrote {run_folder}: {', '.join(file_names)}")
-    say(f"figures: kvbench report {run_folder}")
+    print(f"figures: kvbench report {run_folder}")
 
 
 def _show_recipe(recipe_name: str, model_names: list[str], run_folder: Path) -> None:
@@ -188,7 +188,7 @@ def _show_recipe(recipe_name: str, model_names: list[str], run_folder: Path) -> 
     from kvbench.papers.recipes import recipe
 
     layout = recipe(recipe_name).layout_for(model_names)
-    say(f"table: kvbench table {run_folder} {layout}".rstrip())
+    print(f"table: kvbench table {run_folder} {layout}".rstrip())
     _show_differences(recipe_name, model_names)
 
 
