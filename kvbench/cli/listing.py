@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
 
 from kvbench import registry
 from kvbench.errors import UserError, nearest, quoted
@@ -13,7 +17,9 @@ from kvbench.harness import catalogue, lmms_tasks
 from kvbench.harness.named_tasks import index
 from kvbench.harness.optional import lacking
 from kvbench.named import NamedModel
+from kvbench.tables.outputs import terminal
 from kvbench.tables.table import Column, Lines, Name, Table, TableCell, TableRow
+from kvbench.tables.text import counted, plain
 
 Record = dict[str, Any]
 """Column names to JSON values."""
@@ -54,37 +60,42 @@ def policies() -> tuple[list[Record], list[str]]:
     Returns:
         The records, and a message per policy whose package does not import.
     """
-    from kvbench.spelling import KINDS, policy  # loads torch, which other lists do not need
-
-    records: list[Record] = []
+    policy_records: list[Record] = []
     failures: list[str] = []
     for policy_name in registry.names(registry.POLICIES):
         try:
-            loaded_policy = policy(policy_name)
+            policy_records.append(policy_record(policy_name))
         except UserError as error:
             failures.append(str(error))
-            continue
-        part_kinds = KINDS if loaded_policy.evicts else ("read",)
-        components = {
-            part_kind: component
-            for part_kind in part_kinds
-            if (component := getattr(loaded_policy, part_kind)) is not None
-        }
-        parameters = [component.parameters() for component in components.values()]
-        records.append(
-            {
-                "name": policy_name,
-                "is": str(loaded_policy),
-                "summary": loaded_policy.summary,
-                "paper": loaded_policy.paper,
-                "parts": {part_kind: component.name for part_kind, component in components.items()},
-                "parameters": {key: default for part_defaults in parameters for key, default in part_defaults.items()}
-                | ({"buffer": loaded_policy.buffer} if loaded_policy.evicts else {}),
-                "moments": list(loaded_policy.moments),
-                "package": registry.origin(registry.POLICIES, policy_name),
-            }
-        )
-    return records, failures
+    return policy_records, failures
+
+
+def policy_record(policy_name: str) -> Record:
+    """Return the record of a registered policy.
+
+    Raises:
+        UserError: The name is unknown, or the policy's package does not import.
+    """
+    from kvbench.spelling import KINDS, policy  # loads torch, which other lists do not need
+
+    package = registry.origin(registry.POLICIES, policy_name)
+    loaded_policy = policy(policy_name)
+    part_kinds = KINDS if loaded_policy.evicts else ("read",)
+    components = {
+        part_kind: component for part_kind in part_kinds if (component := getattr(loaded_policy, part_kind)) is not None
+    }
+    parameters = [component.parameters() for component in components.values()]
+    return {
+        "name": policy_name,
+        "is": str(loaded_policy),
+        "summary": loaded_policy.summary,
+        "paper": loaded_policy.paper,
+        "parts": {part_kind: component.name for part_kind, component in components.items()},
+        "parameters": {key: default for part_defaults in parameters for key, default in part_defaults.items()}
+        | ({"buffer": loaded_policy.buffer} if loaded_policy.evicts else {}),
+        "moments": list(loaded_policy.moments),
+        "package": package,
+    }
 
 
 def tasks() -> tuple[list[Record], list[str]]:
@@ -252,22 +263,29 @@ def recipes() -> tuple[list[Record], list[str]]:
 KINDS = ("policies", "tasks", "models", "runs", "layouts", "recipes")
 """Kinds of lists."""
 
+RUNS_FOLDER = "results"
+"""Folder to search for runs if none is given."""
 
-def records(list_kind: str, folder: Path = Path("results")) -> tuple[list[Record], list[str]]:
+
+def records(list_kind: str, selection: str | None = None) -> tuple[list[Record], list[str]]:
     """Return the records of a kind, and a message per plugin that cannot be imported.
 
     Args:
         list_kind: One of `KINDS`.
-        folder: Folder to search for runs.
+        selection: The only policy to list, or the folder to search for runs (by default `results`).
 
     Raises:
-        UserError: The kind is unknown or the folder does not exist.
+        UserError: The kind or the policy is unknown, the folder does not exist, or nothing can be selected.
     """
     if list_kind not in KINDS:
         hint = nearest(list_kind, KINDS) or f"; choose from {', '.join(KINDS)}"
         raise UserError(f"cannot list {quoted(list_kind)}{hint}")
     if list_kind == "runs":
-        return runs(folder)
+        return runs(Path(selection or RUNS_FOLDER))
+    if list_kind == "policies" and selection is not None:
+        return [policy_record(selection)], []
+    if selection is not None:
+        raise UserError(f"kvbench list {list_kind} takes no name or folder; leave out {quoted(selection)}")
     list_functions = {
         "policies": policies,
         "tasks": tasks,
@@ -278,20 +296,38 @@ def records(list_kind: str, folder: Path = Path("results")) -> tuple[list[Record
     return list_functions[list_kind]()
 
 
-def table(list_kind: str, list_records: list[Record]) -> Table:
-    """Render the records of a kind as a table."""
+def render_list(list_kind: str, list_records: list[Record]) -> RenderableType:
+    """Render the records of a kind for `rich.print`.
+
+    Args:
+        list_kind: One of `KINDS`, "policy" for all that is known about a policy, or "names" for found tasks.
+        list_records: Output of `records` or `found_tasks`.
+    """
+    if list_kind == "runs":
+        return Group(*(line for record in list_records for line in _run_lines(record)))
     column_titles, make_row = _TABLES[list_kind]
-    return Table(
+    is_overview = list_kind == "policies"
+    table = Table(
         "",
-        tuple(map(Column, column_titles)),
+        tuple(Column(title, cut=is_overview and title != "policy") for title in column_titles),
         tuple(TableRow(make_row(record)) for record in list_records),
+        ("kvbench list policies NAME shows the paper, parts and parameters of one",) * is_overview,
     )
+    return terminal(table, boxed=False)
 
 
 def _policy_row(record: Record) -> tuple[TableCell, ...]:
+    return Name(record["name"]), _policy_summary(record)
+
+
+def _policy_summary(record: Record) -> str:
     alias_text = f"the same as {record['is']}; " if record["is"] != record["name"] else ""
+    return alias_text + str(record["summary"])
+
+
+def _full_policy_row(record: Record) -> tuple[TableCell, ...]:
     policy_lines = [
-        alias_text + record["summary"],
+        _policy_summary(record),
         record["paper"],
         _pairs(record["parts"]),
         _pairs(record["parameters"]),
@@ -328,17 +364,18 @@ def _found_row(record: Record) -> tuple[TableCell, ...]:
     return Name(record["name"]), record["kind"], record["source"]
 
 
-def _run_row(record: Record) -> tuple[TableCell, ...]:
+def _run_lines(record: Record) -> Iterator[RenderableType]:
+    """Yield a run's folder, and below it what is in it, because columns would be too narrow for its lists."""
     cell_text = f"{record['ok']} ok" + f", {record['failed']} failed" * bool(record["failed"])
     state_text = record["state"] + f": {record['problem']}" * bool(record["problem"])
-    name_lists = [_few(record[field_name]) for field_name in ("models", "policies", "tasks")]
-    return (
-        Name(record["path"]),
-        record["date"],
-        *name_lists,
-        f"{cell_text} of {record['ok'] + record['failed']}",
-        state_text,
-    )
+    cell_count = record["ok"] + record["failed"]
+    yield Text(plain(record["path"]), "bold")
+    for line in (
+        f"{record['date']} · {_few(record['models'])} · {cell_text} of {counted(cell_count, 'cell')} · {state_text}",
+        f"policies: {_few(record['policies'])}",
+        f"tasks: {_few(record['tasks'])}",
+    ):
+        yield Padding(Text(plain(line)), _INDENT)
 
 
 def _few(names: list[str]) -> str:
@@ -362,11 +399,13 @@ def _model_row(record: Record) -> tuple[TableCell, ...]:
 
 
 _TABLES: dict[str, tuple[tuple[str, ...], Callable[[Record], tuple[TableCell, ...]]]] = {
-    "policies": (("policy", "what it keeps, paper, parts, parameters with defaults"), _policy_row),
+    "policies": (("policy", "what it keeps"), _policy_row),
+    "policy": (("policy", "what it keeps, paper, parts, parameters with defaults"), _full_policy_row),
     "tasks": (("group", "tasks, and what they are", "needs the hub"), _task_row),
     "names": (("task", "kind", "from"), _found_row),
     "models": (("model", "what to know"), _model_row),
     "layouts": (("layout", "what it shows", "why it cannot be filled"), _layout_row),
     "recipes": (("recipe", "what it shows", "what kvbench lacks of it"), _recipe_row),
-    "runs": (("run", "date", "model", "policies", "tasks", "cells", "state"), _run_row),
 }
+_INDENT = (0, 0, 0, 2)
+"""Padding of the lines below a run's folder: top, right, bottom, left."""

@@ -9,7 +9,7 @@ import typer
 
 from kvbench.cli.compare import LIMITS, Alpha
 from kvbench.cli.options import AsJson, option
-from kvbench.cli.screen import print_json, show
+from kvbench.cli.screen import print_json, say, show
 from kvbench.errors import UserError
 
 ASSUMPTIONS = "Assumptions, instead of a run"
@@ -101,7 +101,7 @@ def power(
         if as_json:
             print_json(show_power.plan_json(sample_plan, goal))
         else:
-            print(plain_text(show_power.plan_sentence(sample_plan, goal)))
+            say(plain_text(show_power.plan_sentence(sample_plan, goal)))
         return
     if assumptions:
         raise UserError("--discordance, --questions-per-context and --icc go with --rate, not a RUN")
@@ -118,4 +118,4 @@ def power(
     for needs_table in show_power.tables(cell_needs, goal):
         show(needs_table)
     for sentence in show_power.sentences(cell_needs, goal):
-        print(plain_text(sentence))
+        say(plain_text(sentence))

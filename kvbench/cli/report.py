@@ -11,7 +11,7 @@ import typer
 
 from kvbench.cli import complete
 from kvbench.cli.options import Metric, Names, option, split_names
-from kvbench.cli.screen import console, print_json, rows_of, show
+from kvbench.cli.screen import console, print_json, rows_of, say, show
 from kvbench.errors import UserError
 from kvbench.runs.options import FLAG
 
@@ -111,7 +111,6 @@ def report(
     from kvbench.report.sorted_samples import COLUMNS, Samples
     from kvbench.report.terminal import RunTable
     from kvbench.runs.load import load_frames, load_groups, responses_of
-    from kvbench.tables.outputs import terminal
     from kvbench.tables.plot_style import DEFAULT_FORMATS
     from kvbench.tables.text import slug
 
@@ -142,7 +141,7 @@ def report(
     if prints_tables:
         console().print(RunTable(results))
         if (groups := group_table(load_groups(runs))) is not None:
-            console().print(terminal(groups))
+            show(groups)
         if any(limit_value is not None for limit_value in (within, batch, context)):
             console().print(choosing.render_choices(results, aim))
     report_folder = out or runs[0] / "report" / (slug(metric) if metric else "")
@@ -154,7 +153,7 @@ def report(
     for base_policy, differences in comparisons:
         if prints_tables:
             for difference_table in pairs.tables(differences, base_policy):
-                console().print(terminal(difference_table))
+                show(difference_table)
         written_paths.append(pairs.write(differences, base_policy, report_folder / f"against-{slug(base_policy)}.md"))
     extra_json: dict[str, Any] = {}
     if with_published:
@@ -165,7 +164,7 @@ def report(
         if prints_tables and matched_pairs:
             show(beside.beside_table(matched_pairs))
         elif prints_tables:
-            print(unmatched_note)
+            say(unmatched_note)
         written_paths += beside.write(matched_pairs, unmatched_note, report_folder)
         extra_json["published"] = beside.as_records(matched_pairs)
     if as_json:

@@ -14,7 +14,7 @@ import typer
 
 from kvbench.cli import complete
 from kvbench.cli.options import AsJson, Quiet, given_values, grid_options, option, split_names
-from kvbench.cli.screen import FAILED, complain, console, print_json, progress, rows_of, stopping
+from kvbench.cli.screen import FAILED, complain, console, print_json, progress, rows_of, say, show, stopping
 from kvbench.errors import UserError
 from kvbench.progress import Reporter, Silent
 from kvbench.runs.options import FLAG, OUTPUT, WHAT
@@ -23,6 +23,16 @@ from kvbench.runs.values import DEFAULT_TEMPLATE
 if TYPE_CHECKING:
     from kvbench.runs.grid import Grid
     from kvbench.runs.runner import Run
+
+EXAMPLES = """Examples:
+
+kvbench run --policy criticalkv --budget 0.2 --task ruler
+
+kvbench run --policy snapkv,keydiff --budget 0.1,0.2 --task vt,cwe
+
+kvbench run --policy snapkv --model smollm2 --task arc_easy
+"""
+"""Last lines of `kvbench run --help`: the main command, a grid, and a task of lm-eval."""
 
 
 def with_default_values(arguments: Sequence[str]) -> list[str]:
@@ -144,7 +154,7 @@ def _execute(grid: Grid, reporter: Reporter, *, fresh: bool, extend: bool, dry_r
         plan_lines = describe(grid, reporter.message, fresh=fresh, reporter=reporter)
         reporter.stop()
         for plan_line in plan_lines:
-            print(plan_line)
+            say(plan_line)
         return None
     resume_note = f"completed responses are kept in {grid.path}; the same command (without --fresh) resumes from there"
     with stopping(reporter, resume_note):
@@ -160,18 +170,17 @@ def _show(finished_run: Run, run_folder: Path, *, quiet: bool) -> None:
     from kvbench.report.sorted_samples import COLUMNS
     from kvbench.report.terminal import run_table
     from kvbench.runs.load import load_frames, load_groups
-    from kvbench.tables.outputs import terminal
 
     console().print(run_table(finished_run.cells, load_frames(finished_run.path, COLUMNS, coded=True)[1]))
     if (groups := group_table(load_groups(finished_run.path))) is not None:
-        console().print(terminal(groups))
+        show(groups)
     file_names = [
         file_path.name
         for file_path in sorted(finished_run.path.iterdir())
         if file_path.is_file() and file_path.name[0] != "."
     ]
-    print(f"wrote {run_folder}: {', '.join(file_names)}")
-    print(f"figures: kvbench report {run_folder}")
+    say(f"wrote {run_folder}: {', '.join(file_names)}")
+    say(f"figures: kvbench report {run_folder}")
 
 
 def _show_recipe(recipe_name: str, model_names: list[str], run_folder: Path) -> None:
@@ -179,7 +188,7 @@ def _show_recipe(recipe_name: str, model_names: list[str], run_folder: Path) -> 
     from kvbench.papers.recipes import recipe
 
     layout = recipe(recipe_name).layout_for(model_names)
-    print(f"table: kvbench table {run_folder} {layout}".rstrip())
+    say(f"table: kvbench table {run_folder} {layout}".rstrip())
     _show_differences(recipe_name, model_names)
 
 
@@ -189,11 +198,11 @@ def _show_differences(recipe_name: str, model_names: list[str]) -> None:
 
     paper_recipe = recipe(recipe_name)
     if paper_recipe.is_miniature(model_names):
-        print(f"a miniature of {paper_recipe.source}: its scores say nothing about the paper's")
+        say(f"a miniature of {paper_recipe.source}: its scores say nothing about the paper's")
         return
-    print(f"differs from {paper_recipe.source}:")
+    say(f"differs from {paper_recipe.source}:")
     for difference in paper_recipe.differs:
-        print(f"  - {difference}")
+        say(f"  - {difference}")
 
 
 def _as_json(finished_run: Run, run_folder: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ OK, FAILED, MISUSE, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 def console() -> Console:
     """Return a console on stdout; for a pipe or a file, wide enough for a table."""
     rich_console = terminal.console()
-    if not rich_console.is_terminal and "COLUMNS" not in os.environ:
+    if not terminal.is_screen(rich_console):
         rich_console = terminal.console(width=140)
     return rich_console
 
@@ -37,6 +36,11 @@ def show(table: Table) -> None:
     rich_console = console()
     for table_block in fitted(table, rich_console):
         rich_console.print(table_block)
+
+
+def say(message: str, style: str = "") -> None:
+    """Print a line on stdout, broken at word borders if it is wider than the terminal."""
+    terminal.print_message(console(), message, style)
 
 
 def progress() -> Bar | LineProgress:

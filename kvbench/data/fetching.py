@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvbench.benchmark import Source
-from kvbench.data import hub_cache, records
+from kvbench.data import hub, hub_cache, records
 from kvbench.data.records import Damaged, NotFetched, Record, Row
 from kvbench.errors import UserError
 
@@ -24,7 +24,7 @@ def rows(
         return load(source, cache_dir, first, where)
     except (FileNotFoundError, Damaged):
         record = fetch(source, cache_dir)
-    if hub_problem := hub_cache.unreachable():
+    if hub_problem := hub.unreachable():
         warnings.warn(
             f"{source.label} is read from the Hugging Face cache at commit {record.revision}, "
             f"because the hub {hub_problem}",
@@ -117,7 +117,7 @@ def fetch(
         pass
     except Damaged as error:
         damage = f"{error}; it "
-    hub_problem = hub_cache.unreachable()
+    hub_problem = hub.unreachable()
     if not hub_problem:
         with hub_cache.reasons(source):
             commit = hub_cache.download(source, force=bool(damage))

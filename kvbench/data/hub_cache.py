@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import glob
 import re
 from collections.abc import Iterable, Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 import datasets
 from datasets.arrow_reader import ArrowReader
 from datasets.naming import camelcase_to_snakecase
-from huggingface_hub import HfApi, constants, get_session, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     LocalEntryNotFoundError,
@@ -37,18 +36,6 @@ _MISSING = "the cache does not hold all of its files"
 
 _LOCAL = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 """Errors of this machine rather than of the hub."""
-
-
-@functools.cache
-def unreachable() -> str:
-    """Return why the hub cannot be used (to complete "the hub ..."), or ""; tried once, for five seconds."""
-    if constants.HF_HUB_OFFLINE:
-        return "is not contacted because HF_HUB_OFFLINE is set"
-    try:
-        get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception as error:  # any error means that there is no hub
-        return f"cannot be reached ({type(error).__name__} at {constants.ENDPOINT})"
-    return ""
 
 
 def download(source: Source, *, force: bool = False) -> str:

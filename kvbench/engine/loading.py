@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+from kvbench.data.hub import unreachable
 from kvbench.engine.gguf import converted, described
 from kvbench.engine.models import decoder_of, devices_of, is_vision
 from kvbench.engine.quantization import check_quantization, scheme_config
@@ -147,15 +147,20 @@ def read_model(auto_class: Any, model_name: str, revision: str | None, **options
         UserError: It fails; the message is one line.
     """
     source = _source(model_name, options.get("dtype"))
+    hub_problem = "" if Path(source).is_dir() else unreachable()
+    if hub_problem:  # otherwise the hub's client retries for half a minute, even if the cache holds the model
+        options["local_files_only"] = True
     try:
         return auto_class.from_pretrained(source, revision=revision, **options)
     except Exception as error:  # damaged files can raise anything
         if out_of_memory(error):
             raise
-        reason = _reason(error)
-        offline = os.environ.get("HF_HUB_OFFLINE") == "1" and not Path(source).is_dir()
-        hint = " (HF_HUB_OFFLINE=1 is set and it is not in the local cache)" if offline else ""
-        raise UserError(f"model {model_name} cannot be loaded{hint}: {reason}") from error
+        if hub_problem and isinstance(error, OSError):
+            raise UserError(
+                f"model {model_name} cannot be loaded: the local cache does not hold all of it, and the hub "
+                f"{hub_problem}; use --model with a folder, or a name of kvbench list models"
+            ) from error
+        raise UserError(f"model {model_name} cannot be loaded: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -44,8 +44,11 @@ def _quota() -> float:
 
 def pick_threads(model: nn.Module) -> int:
     """Return the threads for a model on the CPU: one if it is small, otherwise one per available core."""
-    parameter_count = sum(parameter.numel() for parameter in model.parameters())
-    return 1 if parameter_count < SMALL else available_cores()
+    return 1 if _is_small(model) else available_cores()
+
+
+def _is_small(model: nn.Module) -> bool:
+    return sum(parameter.numel() for parameter in model.parameters()) < SMALL
 
 
 @contextmanager
@@ -55,14 +58,15 @@ def thread_budget(model: nn.Module, report_line: Callable[[str], None]) -> Itera
     `OMP_NUM_THREADS` takes precedence: if it is set, nothing changes.
 
     Args:
-        report_line: Receives a message if the number of threads differs from torch's own choice.
+        report_line: Receives a message if a CPU quota allows fewer threads than torch would start.
     """
     default = torch.get_num_threads()
     threads = default
     if "OMP_NUM_THREADS" not in os.environ and next(model.parameters()).device.type == "cpu":
         threads = min(default, pick_threads(model))
     if threads != default:
-        report_line(f"using {threads} of {default} CPU threads (set OMP_NUM_THREADS to change this)")
+        if not _is_small(model):  # a small model loses nothing, so there is nothing to report
+            report_line(f"CPU threads: {threads}, the CPU quota of this machine (OMP_NUM_THREADS overrides it)")
         torch.set_num_threads(threads)
     try:
         yield

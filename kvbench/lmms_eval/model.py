@@ -22,7 +22,7 @@ from kvbench.engine.threads import thread_budget
 from kvbench.engine.vision import Vision, load_processor
 from kvbench.errors import UserError, nearest
 from kvbench.harness import chat
-from kvbench.harness.lmms_eval import answer_settings, split_messages
+from kvbench.harness.lmms_prompts import answer_settings, split_messages
 from kvbench.harness.protocol import Request
 from kvbench.harness.requests import arranged
 from kvbench.harness.rows import SENTINEL

@@ -24,7 +24,7 @@ def path() -> Path:
 
 MODEL = NamedModel(
     name=NAME,
-    summary="ships with kvbench and sees pictures of coloured shapes; no network and no GPU",
+    summary="tiny; ships with kvbench and sees pictures of coloured shapes; no network and no GPU",
     folder=shipped(NAME, path()),
     lexicon=LEXICON,
     reads=knows_only(VOCABULARY),

@@ -122,6 +122,11 @@ class Continuations:
             self._measure_single(pending, cache)
             return
         cache.detach_state()
+        if cell.is_full:  # a batch would copy whole caches, which takes longer than a forward of one row
+            started = now(self.worker.device)
+            self._measure_branches(pending, cache)
+            self.worker.done([self._ended(pending, now(self.worker.device) - started)], [cell])
+            return
         columns = trunk_columns(len(pending.trunk_ids))
         waiting = self._waiting.setdefault(columns, [])
         waiting.append((pending, cache))

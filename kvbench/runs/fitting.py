@@ -160,7 +160,7 @@ def _say_no_room(grid: Grid, task_name: str, prompts: Prompts, notify: Callable[
     if filled:
         notify(
             f"{task_name}: a fixed-size window fills the budget of {', '.join(filled)}, so that no score decides what "
-            "is kept; use a larger --budget, or a smaller window (`kvbench list policies` shows the parameters)"
+            "is kept; use a larger --budget, or a smaller window (`kvbench list policies NAME` shows the parameters)"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -260,7 +260,8 @@ class ModelRunner:
         self, prefix: Prefix, compressions: Sequence[Compression], reserved_tokens: int | None
     ) -> list[RaggedCache]:
         """Compress a prefix in several ways, at one moment."""
-        with self.policy_call(prefix):
+        runs_policy = not all(compression.policy.is_full for compression in compressions)
+        with self.policy_call(prefix) if runs_policy else nullcontext():
             return prefix.compress(compressions, None if compressions[0].moment in LATER else reserved_tokens)
 
     def fail(self, cell: Cell, prompt: Prompt, reason: str) -> None:

@@ -18,6 +18,7 @@ from itertools import takewhile
 from typing import TypeAlias
 
 from rich.box import HEAVY_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.style import Style
 from rich.table import Table as RichTable
@@ -163,27 +164,26 @@ def terminal(table: Table, *, boxed: bool = True) -> RichTable:
         pad_edge=boxed,
         caption=Text("\n".join(map(_PLAIN.phrase, table.notes))) if table.notes else None,
         caption_justify="left",
+        min_width=_widest_word([_PLAIN.phrase(phrase) for phrase in (table.title, *table.notes)]),
     )
     for column_index, column in enumerate(table.columns):
         column_title = _titled(column, _PLAIN)
-        name_widths = [
-            len(cell_name) for table_row in table.rows for cell_name in _names(table_row.cells[column_index])
-        ]
+        column_cells = [table_row.cells[column_index] for table_row in table.rows]
         can_fold = not column.right
         rich_table.add_column(
             Text(_broken(column_title) if boxed else column_title),
             justify="right" if column.right else "left",
-            overflow="fold",
+            overflow="fold" if can_fold else "ellipsis",
             no_wrap=not can_fold or (not boxed and column_index == 0),
             max_width=_NAME_WIDTH if boxed and can_fold else None,
-            min_width=max(name_widths, default=None) if not boxed else None,
+            min_width=_least_width(column_title, column_cells, boxed=boxed) if can_fold else None,
         )
     ranks = table.ranks()
     for row_index, table_row in enumerate(table.rows):
         rich_table.add_row(
             *(
                 # Appended, so that the style does not extend to the padding.
-                Text().append(
+                Text(no_wrap=column.cut or None, overflow="ellipsis" if column.cut else None).append(
                     "" if table.repeats(row_index, column_index) else _PLAIN.cell(cell, column),
                     _style(cell, column, ranks.get((row_index, column_index), 0)),
                 )
@@ -361,6 +361,19 @@ def _names(cell: TableCell) -> list[str]:
             return []
 
 
+def _widest_word(texts: Iterable[str]) -> int:
+    """Return the width of the widest word of several texts."""
+    return max((cell_len(word) for text in texts for word in text.split()), default=0)
+
+
+def _least_width(column_title: str, cells: Sequence[TableCell], *, boxed: bool) -> int:
+    """Return the least width of a text column at which no word is broken; see `terminal` for long names."""
+    name_width = max((cell_len(name) for cell in cells for name in _names(cell)), default=0)
+    texts = [column_title, *(_PLAIN.phrase(cell) for cell in cells if isinstance(cell, str | Name | Lines | tuple))]
+    word_width = min(_widest_word(texts), _NAME_WIDTH)
+    return word_width if boxed else max(word_width, name_width)
+
+
 def _broken(column_title: str) -> str:
     """Break the title of a narrow column at spaces and underscores."""
     title_lines = [""]
@@ -500,6 +513,8 @@ def fitted(table: Table, console: Console) -> Iterator[RichTable]:
     """
     lead_count = len(list(takewhile(lambda column: not column.right, table.columns)))
     column_blocks: list[list[int]] = []
+    if lead_count == len(table.columns):
+        yield terminal(table)
     for column_index in range(lead_count, len(table.columns)):
         if not column_blocks or not _fits(
             _select_columns(table, lead_count, [*column_blocks[-1], column_index]), console

@@ -94,6 +94,7 @@ class Column:
         align: Alignment; by default, text is left-aligned and numbers are right-aligned.
         merged: Whether to leave a cell blank if it and all cells before it repeat the row above, as for section names.
             CSV repeats them.
+        cut: Whether a terminal cuts a text that is too long for its line, instead of wrapping it.
     """
 
     title: Phrase
@@ -103,6 +104,7 @@ class Column:
     signed: bool = False
     align: Literal["left", "right", ""] = ""
     merged: bool = False
+    cut: bool = False
 
     @property
     def right(self) -> bool:

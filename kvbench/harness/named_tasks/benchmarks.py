@@ -65,7 +65,7 @@ def resolve(name: str, include_path: Sequence[str] = ()) -> NamedBenchmark | Non
         include_path: Folders of the user's own tasks.
 
     Raises:
-        UserError: A group has no tasks, or its YAML is wrong.
+        UserError: A group has no tasks or several of one name, or its YAML is wrong.
     """
     task_name = name.removeprefix(index.PREFIX)
     known_names = index.names(include_path)
@@ -77,7 +77,7 @@ def resolve(name: str, include_path: Sequence[str] = ()) -> NamedBenchmark | Non
     with _sketching(task_name) as factory:
         registry = index.entries(known_names)
         built = factory.build(registry[task_name], registry=registry)
-    specs, groups = _collected(built)
+    specs, groups = _collected(built, task_name)
     if not specs:
         raise UserError(f"{task_name} is a {entry.kind.lower()} without tasks; choose another task")
     return NamedBenchmark(
@@ -138,15 +138,24 @@ def _sketching(task_name: str) -> Iterator[Any]:
         _factory.ConfigurableTask = task_class
 
 
-def _collected(built: Any) -> tuple[dict[str, TaskSpec], list[TaskGroup]]:
-    """Return the tasks and groups of what lm-eval has built."""
+def _collected(built: Any, group_name: str) -> tuple[dict[str, TaskSpec], list[TaskGroup]]:
+    """Return the tasks and groups of what lm-eval has built.
+
+    Raises:
+        UserError: Different tasks have the same name.
+    """
     if isinstance(built, _Sketch):
         return {built.task_name: built.spec}, []
     specs: dict[str, TaskSpec] = {}
     groups: list[TaskGroup] = []
     for child in built:
-        child_specs, child_groups = _collected(child)
-        specs |= child_specs
+        child_specs, child_groups = _collected(child, group_name)
+        for name, spec in child_specs.items():
+            if specs.setdefault(name, spec).digest != spec.digest:
+                # lm-eval does this to a group inside a group that changes its settings, and then recurs without end.
+                raise UserError(
+                    f"{group_name} gives several tasks the name {name}; use the names of its members instead"
+                )
         groups += child_groups
     metrics = getattr(built, "aggregate_metric_list", None)
     if metrics:

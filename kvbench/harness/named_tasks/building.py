@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 from huggingface_hub import constants
 
-from kvbench.data.hub_cache import unreachable
+from kvbench.data.hub import unreachable
 from kvbench.data.records import NotFetched
 from kvbench.errors import LeftOut, UserError, first_lines, reason_of
 from kvbench.harness import lmms_tasks

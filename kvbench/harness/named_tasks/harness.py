@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,9 @@ from kvbench.harness.protocol import (
 from kvbench.progress import Late
 
 _NUMBERS = (int, float, np.number, np.bool_)
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""What Python writes for objects without a text of their own: their place in memory."""
 
 _MULTIPLE, _ROLLING = "loglikelihood", "loglikelihood_rolling"
 """Kinds of requests besides answers; multiple choice consists of log-likelihoods."""
@@ -259,12 +263,18 @@ def _renderer(settings: TaskSettings) -> chat.Render | None:
 
 def _read(built: Any, samples: int, documents: Spool[Any]) -> str:
     """Keep the first documents of a task; return the hash of all of them and of its configuration."""
-    content = hashlib.sha256(json.dumps(_configuration(built), sort_keys=True, default=repr).encode())
+    content = hashlib.sha256(json.dumps(_configuration(built), sort_keys=True, default=_plain).encode())
     for index, document in enumerate(built.eval_docs):
-        content.update(json.dumps(document, sort_keys=True, default=repr).encode())
+        content.update(json.dumps(document, sort_keys=True, default=_plain).encode())
         if index < samples:
             documents.append(document)
     return content.hexdigest()[:16]
+
+
+def _plain(value: Any) -> str:
+    """Return a text for a value that JSON lacks, the same in every process."""
+    text = repr(value)
+    return f"{type(value).__qualname__} {getattr(value, '__qualname__', '')}" if _ADDRESS.search(text) else text
 
 
 def _configuration(built: Any) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def test_errors_of_this_machine_are_not_blamed_on_the_hub(tmp_path: Path, monkey
         except OSError as error:
             raise DatasetGenerationError("An error occurred while generating") from error
 
-    monkeypatch.setattr(hub_cache, "unreachable", lambda: "")
+    monkeypatch.setattr("kvbench.data.hub.unreachable", lambda: "")
     monkeypatch.setattr(hub_cache, "download", download)
     cause = OSError(errno.ENOSPC, "No space left on device", "/x/arrow")
     full = r"^cannot store or read the dataset \S+: No space left on device \(/x/arrow\); free"

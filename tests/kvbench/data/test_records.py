@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.benchmark import Source
-from kvbench.data import hub_cache, records
+from kvbench.data import hub, records
 from kvbench.data.fetching import load, verify
 from kvbench.data.records import Damaged, NotFetched, head
 from kvbench.data.sources import keep, rows
@@ -25,7 +25,7 @@ ROWS = [{"text": "ä\u2028\n", "n": 1}, {"text": "", "n": None}]
 
 @pytest.fixture(autouse=True)
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_cache, "unreachable", lambda: "cannot be reached (test)")
+    monkeypatch.setattr(hub, "unreachable", lambda: "cannot be reached (test)")
 
 
 def test_kept_rows_have_the_columns_of_the_source_and_a_record(tmp_path: Path) -> None:

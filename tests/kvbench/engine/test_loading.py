@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from kvbench import cli
 from kvbench.engine.loading import load_config, load_model, load_tokenizer
@@ -167,3 +168,20 @@ def test_a_model_without_a_tokenizer_is_refused_in_one_line(folder: Path, capsys
 def test_no_message_points_to_a_report_that_is_not_shown() -> None:
     told = "We could not convert the weights. For details look at the `X` entries of the above report!"
     assert first_lines(RuntimeError(told)) == ("RuntimeError: We could not convert the weights.")
+
+
+@pytest.mark.parametrize("problem", ["cannot be reached (test)", ""])
+def test_a_hub_that_cannot_be_reached_is_not_asked_again(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[dict[str, Any]] = []
+
+    def from_pretrained(name: str, **options: Any) -> None:
+        requests.append(options)
+        raise OSError("no such file")
+
+    monkeypatch.setattr("kvbench.engine.loading.unreachable", lambda: problem)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    with pytest.raises(UserError, match="model org/model cannot be loaded: ") as refused:
+        load_config("org/model")
+    assert [options.get("local_files_only", False) for options in requests] == [bool(problem)]
+    assert ("the hub cannot be reached (test); use --model" in str(refused.value)) == bool(problem)
+    assert "\n" not in str(refused.value)

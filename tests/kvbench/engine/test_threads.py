@@ -41,3 +41,21 @@ def test_only_a_large_model_takes_all_cores() -> None:
     small, large = (torch.nn.Linear(n, n, device="meta") for n in (8, 5000))
     assert threads.pick_threads(small) == 1
     assert threads.pick_threads(large) == 4
+
+
+@pytest.mark.parametrize(("smallest_large", "reports"), [(0, 1), (10**6, 0)])
+def test_only_a_quota_that_slows_a_model_is_reported(
+    quota: Path, smallest_large: int, reports: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quota.write_text("150000 100000")
+    chosen: list[int] = []
+    lines: list[str] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "SMALL", smallest_large)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    with threads.thread_budget(torch.nn.Linear(8, 8), lines.append):
+        assert chosen == [2 if reports else 1]
+    assert chosen[-1] == 4
+    assert len(lines) == reports
+    assert all("CPU threads: 2, " in line for line in lines)

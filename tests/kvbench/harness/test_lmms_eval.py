@@ -16,7 +16,7 @@ import pytest
 from kvbench.benchmark import Benchmark, Doc
 from kvbench.errors import LeftOut, UserError
 from kvbench.harness import optional
-from kvbench.harness.lmms_eval import MediaRows, _end
+from kvbench.harness.lmms_prompts import MediaRows, media_end
 from kvbench.harness.optional import lacking
 from kvbench.harness.rows import SENTINEL
 
@@ -183,7 +183,7 @@ def test_documents_are_new_mappings_with_pictures() -> None:
 
 
 def test_the_end_of_the_last_medium() -> None:
-    assert _end("no") == 0
+    assert media_end("no") == 0
     text = "a<|kvb_image|>b<|kvb_video|>c"
-    assert text[_end(text) :] == "c"
+    assert text[media_end(text) :] == "c"
     assert SENTINEL not in text

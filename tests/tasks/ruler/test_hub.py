@@ -75,7 +75,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         fetched.append(source.dataset)
         return "c0ffee"
 
-    monkeypatch.setattr(hub_cache, "unreachable", lambda: "")
+    monkeypatch.setattr("kvbench.data.hub.unreachable", lambda: "")
     monkeypatch.setattr(hub_cache, "download", download)
     monkeypatch.setattr(hub_cache, "read", lambda source, commit: iter(content[source.dataset]))
     for kept in (essays, qa._squad, qa._hotpot):
@@ -129,7 +129,7 @@ def test_questions_follow_their_documents(
     assert task.score(first)[1] == 1.0
     assert load(leaf, bpe_tokenizer, tmp_path, samples=9).requests[:6] == task.requests
     # From now on it works without the hub.
-    monkeypatch.setattr(hub_cache, "unreachable", lambda: "away")
+    monkeypatch.setattr("kvbench.data.hub.unreachable", lambda: "away")
     qa._squad.cache_clear()
     qa._hotpot.cache_clear()
     assert load(leaf, bpe_tokenizer, tmp_path).requests == task.requests
@@ -155,7 +155,7 @@ def test_essays_come_from_the_hub_when_it_is_there(
     assert (again.requests, online) == (task.requests, ["baber/paul_graham_essays"])
     essays.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub_cache, "unreachable", lambda: "away")
+        patch.setattr("kvbench.data.hub.unreachable", lambda: "away")
         prose = load("niah_single_2", bpe_tokenizer, tmp_path / "new", samples=2)
     essays.cache_clear()
     assert prose.version == f"2+{release()}+generated-prose"

@@ -30,6 +30,12 @@ def test_tasks_groups_and_tags() -> None:
     assert benchmarks.resolve("no_such_task") is None
 
 
+def test_different_tasks_of_one_name_are_refused() -> None:
+    message = "openllm gives several tasks the name mmlu; use the names of its members instead"
+    with pytest.raises(UserError, match=message):
+        benchmarks.resolve("openllm")
+
+
 def test_members_keep_what_their_group_changes(own_tasks: Path) -> None:
     group = resolved("own_group", own_tasks)
     assert group.leaves == ("own_choice", "own_text")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,9 @@ def test_scores_of_all_metrics_and_filters_are_those_of_lm_eval(
     keys = zip(samples["sample_id"], samples["question_id"], samples["repeat"], strict=True)
     found = loaded(own_tasks, name, samples=4).score_metrics(dict(zip(keys, samples["response"], strict=True)))
     expected = {key: value for key, value in theirs["results"][name].items() if "," in key and "_stderr" not in key}
-    assert {f"{entry.name},{entry.filter or 'none'}": entry.score for entry in found} == pytest.approx(expected)
+    assert {f"{entry.name},{entry.filter or 'none'}": entry.score for entry in found} == pytest.approx(
+        expected, rel=1e-4
+    )
     cells = run.cells[(run.cells["task"] == name) & (run.cells["policy"] == "full")]
     assert cells["metric"].item().startswith(found[0].name)
 
@@ -173,3 +177,21 @@ def test_a_wrong_yaml_is_one_line(
     with pytest.raises(error, match=says) as raised:
         loaded(tmp_path, "own_text")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.slow
+def test_the_hash_is_that_of_data_and_functions_in_every_process(own_tasks: Path, tmp_path: Path) -> None:
+    text = (own_tasks / "own_text.yaml").read_text().partition("metric_list")[0]
+    metric = "{metric: score, aggregation: mean, higher_is_better: true}"
+    text += f"process_results: !function utils.scored\nmetric_list: [{metric}]\n"
+    (tmp_path / "own_text.yaml").write_text(text)
+    code = (
+        "import sys; from pathlib import Path; from tests.kvbench.harness.named_tasks.test_prompts import loaded\n"
+        f"print(loaded(Path({str(tmp_path)!r}), 'own_text').data_hash)"
+    )
+
+    def hash_of(score: str) -> str:
+        (tmp_path / "utils.py").write_text(f"def scored(doc, results):\n    return {{'score': {score}}}\n")
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert hash_of("1.0") == hash_of("1.0") != hash_of("0.0")
