@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
+from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
 from kvbench.report.frames import Results, budget_order, extras, of_moment, unaveraged_tasks
 from kvbench.report.overall import CONFIG
 from kvbench.stats import Floats
@@ -19,6 +20,11 @@ from kvbench.tables.plot_style import COLUMN, PAGE, SavedFigure, lay_out_figure,
 from kvbench.tables.text import counted, short, slug
 
 _QUESTION = ["sample_id", "question_id"]
+_FONT_SIZE = 8
+_LETTER = 0.066  # inches per letter of a name
+_LENGTH_WIDTH = 0.3  # inches of a tick label such as 128K
+_LEFT_MARGIN = 0.48
+_BAR_MARGIN = 0.66  # with the colour bar, its numbers and label
 _MOST_MAPS = 60
 """Maximum number of maps per figure: a page holds no more, and drawing time is quadratic in their number."""
 _FIELD = ["policy", "budget", "depth", "length"]
@@ -57,16 +63,18 @@ def _depth(extra_fields: Mapping[str, Any]) -> float:
     return float(depth_value)
 
 
-def draw_heatmaps(results: Results, folder: Path) -> list[SavedFigure]:
+def draw_heatmaps(results: Results, folder: Path, options: FigureOptions = DEFAULT_FIGURES) -> list[SavedFigure]:
     """Draw depth by length for every task with depths, with a panel per policy and budget; seeds are pooled.
 
     Args:
         results: The results.
         folder: Existing folder for the files.
+        options: Formats, sizes and policies of the figures.
 
     Returns:
         The figures; none if no task has depths.
     """
+    results = options.select(results)
     depth_samples = with_depth(results)
     drawn_figures: list[SavedFigure] = []
     with plot_style():
@@ -86,7 +94,11 @@ def draw_heatmaps(results: Results, folder: Path) -> list[SavedFigure]:
                 for budget, figure_samples in _split_by_budget(moment_samples):
                     title_suffix = f", budget {budget}" if budget else ""
                     file_stem = f"{base_stem}-{slug(budget)}" if budget else base_stem
-                    drawn_figures.append(_heatmap(figure_samples, figure_title + title_suffix, folder / file_stem))
+                    drawn_figures.append(
+                        _heatmap(
+                            figure_samples, figure_title + title_suffix, folder / file_stem, results.policies, options
+                        )
+                    )
     return drawn_figures
 
 
@@ -100,18 +112,19 @@ def _split_by_budget(sample_rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFr
         yield budget, sample_rows[is_full | (sample_rows["budget"] == budget)]
 
 
-def _panels(sample_rows: pd.DataFrame, max_across: int) -> list[list[tuple[str, str] | None]]:
+def _panels(sample_rows: pd.DataFrame, max_across: int, policies: Sequence[str]) -> list[list[tuple[str, str] | None]]:
     """Arrange the panels: policies across, budgets down, full first.
 
     Args:
         sample_rows: Samples with depth.
         max_across: Maximum number of panels per line.
+        policies: Policies in the order of the panels.
 
     Returns:
         Lines of `(policy, budget)`; None for an empty panel.
     """
     present_pairs = set(zip(sample_rows["policy"], sample_rows["budget"].astype(str), strict=True))
-    policy_names = [policy for policy in dict.fromkeys(sample_rows["policy"]) if policy != "full"]
+    policy_names = [policy for policy in policies if (sample_rows["policy"] == policy).any()]
     budget_names = sorted(
         {panel_budget for policy, panel_budget in present_pairs if policy != "full"},
         key=budget_order,
@@ -134,20 +147,32 @@ def _panels(sample_rows: pd.DataFrame, max_across: int) -> list[list[tuple[str, 
     return panel_lines or [[*full_pairs]]
 
 
-def _heatmap(sample_rows: pd.DataFrame, figure_title: str, figure_stem: Path) -> SavedFigure:
+def _heatmap(
+    sample_rows: pd.DataFrame,
+    figure_title: str,
+    figure_stem: Path,
+    policies: Sequence[str],
+    options: FigureOptions,
+) -> SavedFigure:
     lengths, depths = sorted(set(sample_rows["length"])), sorted(set(sample_rows["depth"]))
     # Repeats of a question count once.
     unique_questions = sample_rows.drop_duplicates(["cell", *_QUESTION])
     question_counts = set(unique_questions.groupby(_FIELD).size().tolist())
     field_means = sample_rows.groupby(_FIELD)["score"].mean().to_numpy(np.float64)
-    field_width = 0.25 if len(question_counts) == 1 else 0.46  # inches per score
-    max_across = max(1, int(5.97 / max(0.6, field_width * len(lengths) + 0.08)))
-    panel_lines = _panels(sample_rows, max_across)
+    field_width = 0.27 if len(question_counts) == 1 else 0.58  # inches per score
+    panels_width = (options.width or PAGE) - _LEFT_MARGIN - _BAR_MARGIN
+    max_across = max(1, int(panels_width / max(0.6, field_width * len(lengths) + 0.08)))
+    panel_lines = _panels(sample_rows, max_across, policies)
     column_count = max(len(panel_line) for panel_line in panel_lines)
     unit_scaled = bool(sample_rows["score"].between(0, 1).all())
     score_scale = 100.0 if unit_scaled else 1.0
     lower_limit, upper_limit = (0.0, 100.0) if unit_scaled else (float(field_means.min()), float(field_means.max()))
-    panel_titles = [[pair and _name(pair, 5.9 / column_count) for pair in panel_line] for panel_line in panel_lines]
+    figure_width = options.width or (PAGE if column_count > 2 else COLUMN)
+    panel_width = (figure_width - _LEFT_MARGIN - _BAR_MARGIN) / column_count
+    panel_titles = [
+        [pair and _name((options.label(pair[0]), pair[1]), panel_width, is_full=pair[0] == "full") for pair in line]
+        for line in panel_lines
+    ]
     title_lines = max(
         panel_title.count("\n") + 1 for panel_line in panel_titles for panel_title in panel_line if panel_title
     )
@@ -161,14 +186,15 @@ def _heatmap(sample_rows: pd.DataFrame, figure_title: str, figure_stem: Path) ->
     layout = lay_out_figure(
         len(panel_lines),
         column_count,
-        title=figure_title,
-        width=PAGE if column_count > 2 else COLUMN,
-        panel_height=max(1.0 / len(panel_lines), 0.13 * len(depths)),
+        title=figure_title if options.has_title else "",
+        width=figure_width,
+        panel_height=max(1.0 / len(panel_lines), 0.14 * len(depths)),
         x_label="context length, tokens",
         y_label="depth in the context, %",
-        top_margin=0.05 + 0.12 * title_lines,
-        panel_gap=(0.08, 0.1 + 0.12 * title_lines),
-        right_margin=0.5,
+        left_margin=_LEFT_MARGIN,
+        top_margin=0.05 + 0.135 * title_lines,
+        panel_gap=(0.08, 0.1 + 0.135 * title_lines),
+        right_margin=_BAR_MARGIN,
         sharex=True,
         sharey=True,
     )
@@ -185,14 +211,15 @@ def _heatmap(sample_rows: pd.DataFrame, figure_title: str, figure_stem: Path) ->
         )
         scaled_scores = np.ma.masked_invalid(score_scale * mean_grid)
         image = ax.imshow(scaled_scores, cmap="cividis", vmin=lower_limit, vmax=upper_limit, aspect="auto")
-        ax.set_title(panel_titles[line_index][column_index], loc="left", fontsize=7, y=1.0, pad=2)
+        ax.set_title(panel_titles[line_index][column_index], loc="left", y=1.0, pad=2)
         ax.spines[:].set_visible(False)
-        ax.set_xticks(range(len(lengths)), [_tokens(length) for length in lengths], fontsize=7)
+        length_step = math.ceil(len(lengths) * _LENGTH_WIDTH / layout.panel_width)
+        length_labels = [_tokens(length) for length in lengths[::length_step]]
+        ax.set_xticks(range(0, len(lengths), length_step), length_labels)
         tick_step = math.ceil(len(depths) / 6)
         ax.set_yticks(
             range(0, len(depths), tick_step),
             [f"{depth:g}" for depth in depths[::tick_step]],
-            fontsize=7,
         )
         labels_below = (
             line_index + 1 == len(panel_lines)
@@ -201,6 +228,8 @@ def _heatmap(sample_rows: pd.DataFrame, figure_title: str, figure_stem: Path) ->
         )
         labels_left = column_index == 0 or panel_lines[line_index][column_index - 1] is None
         ax.tick_params(length=0, labelbottom=labels_below, labelleft=labels_left)
+        if layout.panel_width < field_width * len(lengths):
+            continue  # the scores would overlap; the colour bar tells them
         _annotate(
             ax,
             scaled_scores,
@@ -208,8 +237,9 @@ def _heatmap(sample_rows: pd.DataFrame, figure_title: str, figure_stem: Path) ->
             lower_limit,
             upper_limit,
         )
-    layout.colour_bar(image, score_scale * field_means)
-    return SavedFigure(figure_title, save(layout.figure, figure_stem))
+    bar_label = "score (0 to 100)" if unit_scaled else "score"
+    layout.colour_bar(image, score_scale * field_means, bar_label, font_size=_FONT_SIZE)
+    return SavedFigure(figure_title, save(layout.figure, figure_stem, options.formats))
 
 
 def _grids(sample_rows: pd.DataFrame, aggregation: Literal["mean", "count"]) -> dict[tuple[str, str], pd.DataFrame]:
@@ -226,11 +256,11 @@ def _tokens(length: int) -> str:
     return f"{length // 1024}K" if length % 1024 == 0 else str(length)
 
 
-def _name(pair: tuple[str, str], width: float) -> str:
-    """Return the title of a panel, broken at colons and commas to fit `width` inches at 7 points."""
-    if pair[0] == "full":
-        return "full"
-    max_letters = int(width / 0.06)
+def _name(pair: tuple[str, str], width: float, *, is_full: bool) -> str:
+    """Return the title of a panel, broken at colons and commas to fit `width` inches."""
+    max_letters = int(width / _LETTER)
+    if is_full:
+        return short(pair[0], max_letters)
     title_lines = [""]
     for fragment in re.split(r"(?<=[:,])", f"{short(pair[0], 60)}, {pair[1]}"):
         if title_lines[-1] and len(title_lines[-1]) + len(fragment) > max_letters:
@@ -254,5 +284,5 @@ def _annotate(
         count_text = f" ({int(field_counts[row_index, column_index])})" if field_counts is not None else ""
         ax.text(
             column_index, row_index, f"{score:.0f}{count_text}", ha="center", va="center",
-            fontsize=6.5, color="white" if is_dark else "black",
+            fontsize=_FONT_SIZE, color="white" if is_dark else "black",
         )  # fmt: skip

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
 from kvbench.stats import Floats
@@ -42,6 +42,12 @@ class MemoryMetric(NamedTuple):
 
 HELD = MemoryMetric("share", "kv_bytes_live", "held", "KV cache held, % of full")
 READ = MemoryMetric("read_share", "kv_bytes_read", "read", "KV cache read per step, % of full")
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
+
+
+def in_bytes(memory: MemoryMetric) -> MemoryMetric:
+    """Return a memory metric whose x axis shows the bytes themselves."""
+    return memory._replace(share=memory.bytes, label=memory.label.removesuffix(", % of full"))
 
 
 def front(cost: npt.ArrayLike, value: npt.ArrayLike) -> npt.NDArray[np.bool_]:
@@ -67,7 +73,7 @@ def front(cost: npt.ArrayLike, value: npt.ArrayLike) -> npt.NDArray[np.bool_]:
 
 
 _LOG_FROM = 4.0  # a larger ratio of budgets gets a logarithmic axis
-_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_BYTES_WIDTH = 0.66  # inches of a tick label such as 1.88 MiB
 _LANES = (0, 1, -1, 2, -2, 3, -3, 4, -4)  # horizontal lanes of error bars, in the order of use
 _LANE = 4.0  # points between two lanes
 _NEAR = 2.5  # points within which markers overlap
@@ -80,7 +86,7 @@ MarkerStyles = Mapping[str, tuple[str, str]]
 
 @dataclass(frozen=True)
 class ByteAxis:
-    """The x axis of a panel, in shares of the full cache's bytes.
+    """The x axis of a panel, in shares of the full cache's bytes or in bytes.
 
     Attributes:
         log: Whether the axis is logarithmic.
@@ -110,7 +116,20 @@ class ByteAxis:
     @property
     def label(self) -> str:
         """Axis label."""
-        return self.memory.label + ", log scale" * self.log
+        unit_suffix = f", {self.unit[0]}" if self.shows_bytes else ""
+        return self.memory.label + unit_suffix + ", log scale" * self.log
+
+    @property
+    def shows_bytes(self) -> bool:
+        """Whether the axis shows bytes, not shares."""
+        return self.memory.share == self.memory.bytes
+
+    @property
+    def unit(self) -> tuple[str, float]:
+        """Name and size of the unit of the tick labels."""
+        if not self.shows_bytes:
+            return "%", 0.01
+        return next((name, float(size)) for name, size in _UNITS.items() if self.high >= size or size == 1)
 
 
 def draw_panel(
@@ -125,6 +144,7 @@ def draw_panel(
     bytes_axis: bool,
     pale_policies: Sequence[str] = (),
     labelled: bool = False,
+    labels: Mapping[str, str] | None = None,
 ) -> None:
     """Draw score vs share of the full cache's bytes, with 95% intervals.
 
@@ -142,6 +162,7 @@ def draw_panel(
         bytes_axis: Whether to write the bytes along the top.
         pale_policies: Policies drawn in grey, without intervals.
         labelled: Whether to write the names of the policies on the front next to their points.
+        labels: Names to show for policies.
     """
     score_scale = 100.0 if unit_scaled else 1.0
     full_rows = cell_rows[cell_rows["policy"] == "full"]
@@ -169,7 +190,7 @@ def draw_panel(
     _draw_policies(ax, points["policy"], shares, scores, lower_ends, upper_ends, policy_styles, pale_policies)
     if labelled:
         is_coloured = ~points["policy"].isin(list(pale_policies)).to_numpy()
-        _label_front(ax, points, front_indices, is_coloured, shares, scores, policy_styles)
+        _label_front(ax, points, front_indices, is_coloured, shares, scores, policy_styles, labels or {})
     if unit_scaled:
         ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=True))
     _ticks(ax, byte_axis, points, panel_width, bytes_axis)
@@ -307,6 +328,7 @@ def _label_front(
     shares: Floats,
     scores: Floats,
     policy_styles: MarkerStyles,
+    labels: Mapping[str, str],
 ) -> None:
     """Write each policy's name next to its cheapest point on the front, without overlaps.
 
@@ -326,11 +348,10 @@ def _label_front(
     for policy, index in cheapest_points.items():
         text_colour = tuple(0.75 * channel for channel in to_rgb(policy_styles[policy][0]))  # legible as text
         annotation = ax.annotate(
-            short(policy, 30),
+            short(labels.get(policy, policy), 30),
             (shares[index], scores[index]),
             xytext=(0, 0),
             textcoords="offset points",
-            fontsize=7,
             color=text_colour,
             zorder=5,
             path_effects=[withStroke(linewidth=2, foreground="white")],
@@ -359,23 +380,29 @@ def _label_front(
 
 
 def _ticks(ax: Axes, byte_axis: ByteAxis, points: pd.DataFrame, panel_width: float, bytes_axis: bool) -> None:
-    """Set tick labels: percentages at the bottom and, if requested, the corresponding bytes at the top."""
+    """Set tick labels: percentages or bytes at the bottom and, if requested, the corresponding bytes at the top."""
+    _, unit_size = byte_axis.unit
     if byte_axis.log:
-        tick_shares = [tick for tick in _TICKS if byte_axis.low <= tick <= byte_axis.high]
-        if len(tick_shares) < 2:
-            tick_shares = [float(tick) for tick in np.geomspace(byte_axis.low, byte_axis.high, 4)[1:3]]
+        candidates = LogLocator(10, subs=[1, 2, 5], numticks=99).tick_values(
+            byte_axis.low / unit_size, byte_axis.high / unit_size
+        )
     else:
-        tick_percents = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(100 * byte_axis.low, 100 * byte_axis.high)
-        tick_shares = [float(tick) / 100 for tick in tick_percents if byte_axis.low <= tick / 100 <= byte_axis.high]
+        candidates = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(
+            byte_axis.low / unit_size, byte_axis.high / unit_size
+        )
+    tick_shares = [float(tick) * unit_size for tick in candidates]
+    tick_shares = [tick for tick in tick_shares if byte_axis.low <= tick <= byte_axis.high]
+    if len(tick_shares) < 2:
+        spaced = np.geomspace if byte_axis.log else np.linspace
+        tick_shares = [float(tick) for tick in spaced(byte_axis.low, byte_axis.high, 4)[1:3]]
     ax.xaxis.set_major_locator(FixedLocator(tick_shares))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.set_xticks(tick_shares, [f"{100 * tick:.3g}" for tick in tick_shares])
+    ax.set_xticks(tick_shares, [f"{float(f'{tick / unit_size:.3g}'):g}" for tick in tick_shares])
     if not bytes_axis:
         return
     full_bytes = float(points["kv_bytes_full"].mean())
     top_axis = ax.secondary_xaxis("top")
     top_axis.xaxis.set_minor_locator(NullLocator())
-    tick_step = math.ceil(len(tick_shares) * 0.6 / panel_width)
+    tick_step = math.ceil(len(tick_shares) * _BYTES_WIDTH / panel_width)
     top_axis.set_xticks(tick_shares[::tick_step], [size(tick * full_bytes) for tick in tick_shares[::tick_step]])
     top_axis.spines["top"].set_visible(True)
-    top_axis.tick_params(labelsize=7)

@@ -12,8 +12,9 @@ import pandas as pd
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
 from kvbench.report.frames import Results, pick, readers, unit_scale
-from kvbench.report.pareto import HELD, READ, ByteAxis, MemoryMetric, draw_panel, front_of
+from kvbench.report.pareto import HELD, READ, ByteAxis, MemoryMetric, draw_panel, front_of, in_bytes
 from kvbench.tables.plot_style import (
     COLUMN,
     FRONT,
@@ -31,8 +32,11 @@ from kvbench.tables.plot_style import (
 )
 from kvbench.tables.text import mean_of, short, slug
 
+_LEAST_PANEL = 1.1  # inches that a panel is wide at least
+_LEAST_LABELLED_PANEL = 1.5  # with bytes along the top and names beside the points
 
-def draw_fronts(results: Results, folder: Path) -> list[SavedFigure]:
+
+def draw_fronts(results: Results, folder: Path, options: FigureOptions = DEFAULT_FIGURES) -> list[SavedFigure]:
     """Draw every Pareto figure of a report.
 
     Per model: `mean-<group>` for the mean over a group of several tasks, `overview-<group>` with the mean and all tasks
@@ -43,7 +47,9 @@ def draw_fronts(results: Results, folder: Path) -> list[SavedFigure]:
     Args:
         results: The results.
         folder: Existing folder for the files.
+        options: Formats, sizes and policies of the figures.
     """
+    results = options.select(results)
     drawn_figures: list[SavedFigure] = []
     with plot_style():
         for model_name in results.models:
@@ -56,26 +62,36 @@ def draw_fronts(results: Results, folder: Path) -> list[SavedFigure]:
                     mean = mean_of(int(group_overall["tasks"].max()))
                     title = f"{short(group_name)}, {mean}{_metric(group_cells)} · {short(model_name)}"
                     figure_stem = folder / f"mean-{slug(group_name)}{stem_suffix}"
-                    drawn_figures += _figures(results, model_name, group_overall, title, figure_stem)
+                    drawn_figures += _figures(results, model_name, group_overall, title, figure_stem, options)
                 if len(task_names) > 1:
-                    drawn_figures += _overviews(results, model_name, group_name, folder, stem_suffix)
+                    drawn_figures += _overviews(results, model_name, group_name, folder, stem_suffix, options)
                 for task_name in task_names:
                     task_cells = group_cells[group_cells["task"] == task_name]
                     if _drawable(task_cells):
                         title = f"{short(task_name)}{_metric(task_cells)} · {short(model_name)}"
                         figure_stem = folder / f"pareto-{slug(task_name)}{stem_suffix}"
-                        drawn_figures += _figures(results, model_name, task_cells, title, figure_stem, task_name)
+                        drawn_figures += _figures(
+                            results, model_name, task_cells, title, figure_stem, options, task_name
+                        )
     return drawn_figures
 
 
-def _memories(cell_rows: pd.DataFrame) -> list[MemoryMetric]:
+def _memories(cell_rows: pd.DataFrame, options: FigureOptions) -> list[MemoryMetric]:
     """Return the memory metrics to draw: bytes read only if they differ from bytes held."""
-    return [HELD, *[READ] * bool(readers(cell_rows))]
+    memory_metrics = [HELD, READ] if readers(cell_rows) else [HELD]
+    return [in_bytes(memory) for memory in memory_metrics] if options.x_axis == "bytes" else memory_metrics
+
+
+def _columns_that_fit(column_count: int, options: FigureOptions, margins: float, gap: float, least_width: float) -> int:
+    """Return the number of panels across, at most `column_count`, that a requested width has room for."""
+    if options.width is None:
+        return column_count
+    return max(1, min(column_count, int((options.width - margins + gap) / (least_width + gap))))
 
 
 def _over(memory: MemoryMetric) -> tuple[str, str]:
     """Return suffixes of a figure's title and file stem; empty for bytes held."""
-    return ("", "") if memory is HELD else (f", over bytes {memory.verb}", f"-{memory.verb}")
+    return ("", "") if memory.verb == HELD.verb else (f", over bytes {memory.verb}", f"-{memory.verb}")
 
 
 def _rows(frame: pd.DataFrame, model_name: str, group_name: str) -> pd.DataFrame:
@@ -103,12 +119,13 @@ def _figures(
     cell_rows: pd.DataFrame,
     figure_title: str,
     figure_stem: Path,
+    options: FigureOptions,
     task_name: str = "",
 ) -> list[SavedFigure]:
     """Draw the figures of one task or mean."""
     return [
-        _one_figure(results, model_name, cell_rows, figure_title, figure_stem, task_name, memory)
-        for memory in _memories(cell_rows)
+        _one_figure(results, model_name, cell_rows, figure_title, figure_stem, options, task_name, memory)
+        for memory in _memories(cell_rows, options)
     ]
 
 
@@ -118,6 +135,7 @@ def _one_figure(
     cell_rows: pd.DataFrame,
     figure_title: str,
     figure_stem: Path,
+    options: FigureOptions,
     task_name: str,
     memory: MemoryMetric,
 ) -> SavedFigure:
@@ -131,6 +149,9 @@ def _one_figure(
     unit_scaled = unit_scale(cell_rows)
     length_count = len({panel_variant.length for panel_variant, _ in variant_panels})
     column_count = length_count if 1 < length_count <= 3 else min(len(variant_panels), 3)
+    left_margin = 0.48 if unit_scaled else 0.62
+    column_count = _columns_that_fit(column_count, options, left_margin + 0.1, 0.35, _LEAST_LABELLED_PANEL)
+    bytes_on_top = options.x_axis is None
     has_several = len(variant_panels) > 1
     byte_axis = ByteAxis.of(pd.concat([_compressed(variant_rows) for _, variant_rows in variant_panels]), memory)
     figure_title, figure_stem = (
@@ -138,22 +159,22 @@ def _one_figure(
         figure_stem.with_name(figure_stem.name + _over(memory)[1]),
     )
     legend_handles, legend_labels = _legend(
-        cell_rows, policy_styles, pale_policies, with_names=not pale_policies or has_several
+        cell_rows, policy_styles, pale_policies, options, with_names=not pale_policies or has_several
     )
     if _is_at_chance(cell_rows):
         figure_title += " (the full cache is not above chance)"
     layout = lay_out_figure(
         math.ceil(len(variant_panels) / column_count),
         column_count,
-        title=figure_title,
-        width=COLUMN if column_count == 1 else PAGE,
+        title=figure_title if options.has_title else "",
+        width=options.width or (COLUMN if column_count == 1 else PAGE),
         panel_height=(2.0 if column_count == 1 else 1.7) + 0.3 * bool(pale_policies),
         labels=legend_labels,
         handles=legend_handles,
-        x_label=f"{byte_axis.label} (top: bytes)",
+        x_label=f"{byte_axis.label} (top: bytes)" if bytes_on_top else byte_axis.label,
         y_label=_score_label(unit_scaled, cell_rows),
-        left_margin=0.48 if unit_scaled else 0.62,
-        top_margin=0.42 if has_several else 0.25,
+        left_margin=left_margin,
+        top_margin=0.05 + 0.17 * has_several + 0.2 * bytes_on_top,
         panel_gap=(0.35, 0.65),
         sharey=True,
     )
@@ -171,16 +192,19 @@ def _one_figure(
             unit_scaled=unit_scaled,
             score_limits=score_limits,
             panel_width=layout.panel_width,
-            bytes_axis=True,
+            bytes_axis=bytes_on_top,
             pale_policies=pale_policies,
             labelled=bool(pale_policies),
+            labels=options.labels,
         )
         if has_several:
-            ax.set_title(variant.label, loc="left", y=1.0, pad=17)
-    return SavedFigure(figure_title, save(layout.figure, figure_stem), task_name)
+            ax.set_title(variant.label, loc="left", y=1.0, pad=17 if bytes_on_top else 3)
+    return SavedFigure(figure_title, save(layout.figure, figure_stem, options.formats), task_name)
 
 
-def _overviews(results: Results, model_name: str, group_name: str, folder: Path, stem_suffix: str) -> list[SavedFigure]:
+def _overviews(
+    results: Results, model_name: str, group_name: str, folder: Path, stem_suffix: str, options: FigureOptions
+) -> list[SavedFigure]:
     """Draw all tasks of a group and their mean as small multiples; a figure per length, moment and seed."""
     drawn_figures: list[SavedFigure] = []
     group_cells, group_overall = (_rows(frame, model_name, group_name) for frame in (results.cells, results.overall))
@@ -206,8 +230,9 @@ def _overviews(results: Results, model_name: str, group_name: str, folder: Path,
                     policy_styles,
                     folder / file_stem,
                     memory,
+                    options,
                 )
-                for memory in _memories(variant_cells)
+                for memory in _memories(variant_cells, options)
             ]
     return drawn_figures
 
@@ -219,9 +244,12 @@ def _overview(
     policy_styles: Any,
     figure_stem: Path,
     memory: MemoryMetric,
+    options: FigureOptions,
 ) -> SavedFigure:
     unit_scaled = unit_scale(group_cells)
     column_count = min(5 if len(task_panels) > 8 else 4, len(task_panels))
+    left_margin, panel_gap = (0.48, 0.12) if unit_scaled else (0.62, 0.4)
+    column_count = _columns_that_fit(column_count, options, left_margin + 0.1, panel_gap, _LEAST_PANEL)
     byte_axis = ByteAxis.of(pd.concat([_compressed(panel_rows) for _, panel_rows in task_panels]), memory)
     figure_title, figure_stem = (
         figure_title + _over(memory)[0],
@@ -229,7 +257,7 @@ def _overview(
     )
     front_panels = [task_panels[0][1]] if task_panels[0][0] == "mean" else [panel_rows for _, panel_rows in task_panels]
     pale_policies = _pale_policies(front_panels, memory)
-    legend_handles, legend_labels = _legend(group_cells, policy_styles, pale_policies, with_names=True)
+    legend_handles, legend_labels = _legend(group_cells, policy_styles, pale_policies, options, with_names=True)
     chance_tasks = {
         panel_name for panel_name, panel_rows in task_panels if panel_name != "mean" and _is_at_chance(panel_rows)
     }
@@ -238,16 +266,16 @@ def _overview(
     layout = lay_out_figure(
         math.ceil(len(task_panels) / column_count),
         column_count,
-        title=figure_title,
-        width=PAGE,
+        title=figure_title if options.has_title else "",
+        width=options.width or PAGE,
         panel_height=1.2,
         labels=legend_labels,
         handles=legend_handles,
         x_label=byte_axis.label,
         y_label=_score_label(unit_scaled, group_cells),
-        left_margin=0.48 if unit_scaled else 0.62,
+        left_margin=left_margin,
         top_margin=0.22,
-        panel_gap=(0.12 if unit_scaled else 0.4, 0.3),
+        panel_gap=(panel_gap, 0.3),
         sharex=True,
         sharey=unit_scaled,
     )
@@ -267,14 +295,14 @@ def _overview(
         )
         font_weight = "bold" if panel_name == "mean" else "normal"
         ax.set_title(
-            short(panel_name, 20) + " °" * (panel_name in chance_tasks),
+            short(panel_name, 20) + " °" * (options.has_title and panel_name in chance_tasks),
             loc="left",
             fontweight=font_weight,
             y=1.0,
             pad=3,
         )
         ax.tick_params(labelbottom=panel_index + column_count >= len(task_panels))
-    return SavedFigure(figure_title, save(layout.figure, figure_stem))
+    return SavedFigure(figure_title, save(layout.figure, figure_stem, options.formats))
 
 
 def _compressed(cell_rows: pd.DataFrame) -> pd.DataFrame:
@@ -328,12 +356,18 @@ def _score_label(unit_scaled: bool, cell_rows: pd.DataFrame) -> str:
 
 
 def _legend(
-    cell_rows: pd.DataFrame, policy_styles: Any, pale_policies: Sequence[str], *, with_names: bool
+    cell_rows: pd.DataFrame,
+    policy_styles: Any,
+    pale_policies: Sequence[str],
+    options: FigureOptions,
+    *,
+    with_names: bool,
 ) -> tuple[list[Any], list[str]]:
     """Return legend handles and labels: policies if requested, then the elements of all figures."""
     drawn_policies = [policy for policy in policy_styles if (cell_rows["policy"] == policy).any()]
-    legend_labels = [policy for policy in drawn_policies if with_names and policy not in pale_policies]
-    legend_handles: list[Any] = [legend_handle(policy_styles[policy]) for policy in legend_labels]
+    named_policies = [policy for policy in drawn_policies if with_names and policy not in pale_policies]
+    legend_handles: list[Any] = [legend_handle(policy_styles[policy]) for policy in named_policies]
+    legend_labels = [options.label(policy) for policy in named_policies]
     if pale_policies:
         pale_count = sum(policy in pale_policies for policy in drawn_policies)
         legend_handles.append(Line2D([], [], color=PALE, marker="o", ms=2.5, lw=0.6))
@@ -341,6 +375,6 @@ def _legend(
     if (cell_rows["policy"] == "full").any():
         full_line = Line2D([], [], color=GREY, lw=0.9, ls=(0, (4, 2)))
         legend_handles.append((Patch(color=GREY_BAND, lw=0), full_line))
-        legend_labels.append("full, 95% interval")
+        legend_labels.append(f"{options.label('full')}, 95% interval")
     legend_handles.append(Line2D([], [], **FRONT))
     return legend_handles, [*legend_labels, "Pareto front"]

@@ -10,6 +10,7 @@ import pandas as pd
 from kvbench.errors import UserError
 from kvbench.files import cannot, replacing
 from kvbench.report.choosing import WITHIN_A_POINT, Aim
+from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
 from kvbench.report.frames import Results, prepare
 from kvbench.report.heatmap import draw_heatmaps
 from kvbench.report.pareto_figures import draw_fronts
@@ -22,6 +23,7 @@ def render(
     samples: pd.DataFrame,
     out_dir: str | os.PathLike[str],
     aim: Aim = WITHIN_A_POINT,
+    figure_options: FigureOptions = DEFAULT_FIGURES,
 ) -> list[Path]:
     """Write the report of one or several runs.
 
@@ -33,19 +35,26 @@ def render(
         samples: The frame of `samples.parquet`.
         out_dir: Output folder, created if needed. Existing files are replaced.
         aim: Requirements for the choice of a setting.
+        figure_options: Formats, sizes and policies of the figures; tables have all policies.
 
     Returns:
-        The files written: `summary.md` first, then PNG and SVG of every figure in `figures/`, then
+        The files written: `summary.md` first, then the files of every figure in `figures/`, then
         CSV and LaTeX of every table in `tables/`.
 
     Raises:
-        UserError: The folder or a file in it cannot be written.
+        UserError: The folder or a file in it cannot be written, or the results lack a policy of the figures.
     """
-    return write_report(prepare(cells, samples), Path(out_dir), aim)
+    return write_report(prepare(cells, samples), Path(out_dir), aim, figure_options)
 
 
-def write_report(results: Results, output_folder: Path, aim: Aim = WITHIN_A_POINT) -> list[Path]:
+def write_report(
+    results: Results,
+    output_folder: Path,
+    aim: Aim = WITHIN_A_POINT,
+    figure_options: FigureOptions = DEFAULT_FIGURES,
+) -> list[Path]:
     """Write the report for prepared results; see `render`."""
+    figure_options.check(results)
     folders = output_folder / "figures", output_folder / "tables"
     try:
         if output_folder.exists() and not output_folder.is_dir():
@@ -54,7 +63,8 @@ def write_report(results: Results, output_folder: Path, aim: Aim = WITHIN_A_POIN
             subfolder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot("write", error.filename or output_folder, error) from None
-    figures = draw_fronts(results, folders[0]) + draw_heatmaps(results, folders[0])
+    figures = draw_fronts(results, folders[0], figure_options)
+    figures += draw_heatmaps(results, folders[0], figure_options)
     tables = report_tables(results)
     written_paths = [figure_path for figure in figures for figure_path in figure.paths]
     written_paths += write_tables(tables, folders[1])

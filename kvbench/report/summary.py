@@ -152,11 +152,16 @@ def _figures(figures: Sequence[SavedFigure], root_folder: Path) -> Iterator[str]
     """Yield figures of several tasks and heat maps as images, and fronts of single tasks as links."""
     task_links = []
     for figure in figures:
-        png_path, svg_path = (figure_path.relative_to(root_folder).as_posix() for figure_path in figure.paths)
+        links = {path.suffix[1:]: path.relative_to(root_folder).as_posix() for path in figure.paths}
+        # Browsers do not show a PDF as an image.
+        image_format = next((name for name in ("png", "svg") if name in links and not figure.task), None)
+        link_texts = [f"[{name.upper()}]({link})" for name, link in links.items() if name != image_format]
         if figure.task:
-            task_links.append(f"{code(figure.task)} ([PNG]({png_path}), [SVG]({svg_path}))")
-        else:
-            yield f"![{markdown_text(figure.title)}]({png_path})\n[SVG]({svg_path})"
+            task_links.append(f"{code(figure.task)} ({', '.join(link_texts)})")
+            continue
+        title = markdown_text(figure.title)
+        shown = [f"![{title}]({links[image_format]})"] if image_format else [f"{title}:"]
+        yield "\n".join([*shown, *link_texts])
     if task_links:
         yield f"Per task: {', '.join(task_links)}."
     if not figures:

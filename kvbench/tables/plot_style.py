@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,16 +29,25 @@ logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 COLUMN = 3.5  # inches: one column of a two-column paper
 PAGE = 7.0  # inches: both columns
 
-# Colours of Okabe and Ito, which are distinct for any colour vision, with a darker yellow for white paper and a wine
-# red as the eighth. Colours and markers repeat with periods 8 and 9, so that a pair repeats only after 72 policies.
+# Colours of Okabe and Ito, which are distinct for any colour vision, with brown for their yellow, which is pale on
+# white paper, and violet and wine red. None is grey, the colour of policies that are not on a front.
+# Colours and markers repeat with periods 8 and 9, so that a pair repeats only after 72 policies.
 _COLOURS = (
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B8860B", "#555555", "#882255",
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#7A4A12", "#5B3FBF", "#882255",
 )  # fmt: skip
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 
 MOST_COLOURS = len(_COLOURS)
 """If there are more policies, a figure greys those that are not on the front."""
+FORMATS: Mapping[str, Mapping[str, Any]] = {
+    "pdf": {"metadata": {"CreationDate": None}},
+    "png": {"dpi": 200},
+    "svg": {"metadata": {"Date": None}},
+}
+"""File formats of figures and how they are saved, without dates, so that files are reproducible."""
+DEFAULT_FORMATS = ("png", "svg")
 _LETTER = 0.063  # inches per letter of a name at 8 points
+_MOST_LETTERS = 44  # of a name in the legend
 _TITLE_LETTER = 0.058  # of running text, which is narrower
 _MARKER_SIZE = {"P": 5.5, "X": 5.5, "D": 4.0}  # so that all look about equally large
 GREY = "#777777"
@@ -66,6 +75,7 @@ _RC: Any = {
     "lines.markersize": 4.5,
     "svg.hashsalt": "kvbench",
     "svg.fonttype": "path",
+    "pdf.fonttype": 42,  # TrueType; publishers reject Type 3
     "path.simplify": False,
     "text.parse_math": False,  # a dollar sign in a name is a dollar sign
 }
@@ -133,7 +143,15 @@ class FigureLayout:
             ax.set_axis_off()
         return all_axes[:panel_count]
 
-    def colour_bar(self, image: AxesImage, values: npt.ArrayLike, label: str = "", *, line_index: int = 0) -> None:
+    def colour_bar(
+        self,
+        image: AxesImage,
+        values: npt.ArrayLike,
+        label: str = "",
+        *,
+        line_index: int = 0,
+        font_size: float = 6.5,
+    ) -> None:
         """Draw a colour bar to the right of a line of panels.
 
         Args:
@@ -142,6 +160,7 @@ class FigureLayout:
                 numbers share the last colour.
             label: Meaning of the colours.
             line_index: The line of panels.
+            font_size: Size of numbers and label in points.
         """
         lower_limit, upper_limit = image.get_clim()
         valid_values = np.ma.masked_invalid(values)
@@ -158,9 +177,9 @@ class FigureLayout:
         )
         colour_bar = self.figure.colorbar(image, cax=bar_axes, extend=extend or "neither")
         colour_bar.outline.set_visible(False)
-        colour_bar.ax.tick_params(labelsize=6.5, length=1.5)
+        colour_bar.ax.tick_params(labelsize=font_size, length=1.5)
         if label:
-            colour_bar.set_label(label, fontsize=6.5, labelpad=2)
+            colour_bar.set_label(label, fontsize=font_size, labelpad=2)
 
 
 def lay_out_figure(
@@ -186,10 +205,10 @@ def lay_out_figure(
     Args:
         line_count: Lines of panels.
         column_count: Columns of panels.
-        title: Title of the figure, wrapped to its width.
+        title: Title of the figure, wrapped to its width; no title if empty.
         width: Width of the figure.
         panel_height: Height of a panel.
-        x_label: Label below all panels.
+        x_label: Label below all panels, wrapped to their width.
         y_label: Label to the left of all panels.
         labels: Names in the legend, as the user wrote them.
         handles: Legend handles, one per label; no legend if empty.
@@ -200,14 +219,16 @@ def lay_out_figure(
         sharex: Whether panels share the x axis, or `col` to share it within a column.
         sharey: Whether panels share the y axis.
     """
-    label_texts = [short(label) for label in labels]
+    label_texts = [short(label, min(_MOST_LETTERS, int((width - 0.6) / _LETTER))) for label in labels]
     if len(set(label_texts)) < len(label_texts):
         label_texts = [plain(label) for label in labels]
     label_width = max((len(label_text) for label_text in label_texts), default=1) * _LETTER + 0.5
     labels_across = max(1, min(len(label_texts), int((width - 0.1) / label_width)))
     legend_rows = -(-len(label_texts) // labels_across)
     legend_height = (0.06 + 0.142 * legend_rows) if handles else 0.0
-    bottom_margin = legend_height + 0.4
+    x_label_width = width - 0.1 - abs(left_margin - right_margin)
+    x_label_lines = textwrap.wrap(x_label, int(x_label_width / _TITLE_LETTER))
+    bottom_margin = legend_height + 0.4 + 0.14 * max(0, len(x_label_lines) - 1)
     title_lines = textwrap.wrap(plain(title), int((width - 0.1) / _TITLE_LETTER))
     top_margin += 0.09 + 0.14 * len(title_lines)
     figure_height = top_margin + line_count * panel_height + (line_count - 1) * panel_gap[1] + bottom_margin
@@ -230,7 +251,7 @@ def lay_out_figure(
         sharey=sharey,
     )
     x_centre = (left_margin + width - right_margin) / 2 / width
-    figure.text(x_centre, (legend_height + 0.05) / figure_height, x_label, ha="center", va="bottom")
+    figure.text(x_centre, (legend_height + 0.05) / figure_height, "\n".join(x_label_lines), ha="center", va="bottom")
     y_centre = (bottom_margin + figure_height - top_margin) / 2 / figure_height
     figure.text(0.05 / width, y_centre, y_label, rotation=90, ha="left", va="center")
     figure.text(0.05 / width, 1 - 0.05 / figure_height, "\n".join(title_lines), ha="left", va="top")
@@ -272,7 +293,7 @@ class SavedFigure:
 
     Attributes:
         title: Title of the figure.
-        paths: PNG and SVG file.
+        paths: Its files, one per format.
         task: Task of the figure; empty if it covers several.
     """
 
@@ -281,16 +302,16 @@ class SavedFigure:
     task: str = ""
 
 
-def save(figure: Figure, figure_stem: Path) -> list[Path]:
-    """Write `stem.png` (200 dpi) and `stem.svg`; the same figure gives the same bytes.
+def save(figure: Figure, figure_stem: Path, formats: Sequence[str] = DEFAULT_FORMATS) -> list[Path]:
+    """Write a file per format, such as `stem.png` (200 dpi); the same figure gives the same bytes.
 
     Raises:
         UserError: A file cannot be written; an existing one is unchanged.
     """
     figure_paths = []
-    for suffix, save_options in ((".png", {"dpi": 200}), (".svg", {"metadata": {"Date": None}})):
-        figure_path = figure_stem.with_name(figure_stem.name + suffix)
+    for format_name in dict.fromkeys(formats):
+        figure_path = figure_stem.with_name(f"{figure_stem.name}.{format_name}")
         with replacing(figure_path) as partial_path:
-            figure.savefig(partial_path, format=suffix[1:], **save_options)
+            figure.savefig(partial_path, format=format_name, **FORMATS[format_name])
         figure_paths.append(figure_path)
     return figure_paths

@@ -94,7 +94,7 @@ def drawn(monkeypatch):
     """Figures instead of files."""
     kept = {}
 
-    def keep(figure, stem):
+    def keep(figure, stem, formats=()):
         kept[stem.name] = figure
         return []
 
