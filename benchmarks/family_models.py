@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 Settings = Mapping[str, Any]
 
@@ -178,11 +179,12 @@ def _text(settings: Settings | None = None) -> Settings:
 FAMILIES: tuple[Family, ...] = (
     *_families(
         PLAIN,
-        "llama qwen2 qwen3 smollm3 granite glm glm4 starcoder2 phi3 ernie4_5 hunyuan_v1_dense seed_oss nemotron arcee "
-        "bitnet apertus helium olmo olmo2 gemma internlm3 iquestcoder jais2 nanochat ministral3 hyperclovax",
+        "llama qwen2 qwen3 smollm3 glm glm4 starcoder2 phi3 ernie4_5 hunyuan_v1_dense seed_oss nemotron arcee "
+        "bitnet apertus helium olmo olmo2 gemma internlm3 iquestcoder jais2 nanochat ministral3",
     ),
     Family("mistral", PLAIN, {"sliding_window": None}),
-    Family("cohere", PLAIN, {"logit_scale": 1.0}),
+    Family("cohere", PLAIN, {"logit_scale": 2.0}),
+    *_families(PLAIN, "granite hyperclovax", {"attention_multiplier": 0.3, "logits_scaling": 0.5}),
     Family("stablelm", PLAIN, {"use_qkv_bias": True}),
     *_families(MOE, "mixtral granitemoe minimax_m2 phimoe", LOCAL_EXPERTS),
     Family("granitemoeshared", MOE, {**LOCAL_EXPERTS, "shared_intermediate_size": 32}),
@@ -220,8 +222,9 @@ FAMILIES: tuple[Family, ...] = (
             ),
         },
     ),
-    *_families(WINDOWS, "gemma3_text olmo3 exaone4 ministral cwm modernbert-decoder", SLIDING),
-    Family("cohere2", WINDOWS, {**SLIDING, "logit_scale": 1.0}),
+    *_families(WINDOWS, "gemma3_text olmo3 exaone4 ministral cwm", SLIDING),
+    Family("modernbert-decoder", WINDOWS, {**SLIDING, **GPT}),
+    Family("cohere2", WINDOWS, {**SLIDING, "logit_scale": 2.0}),
     Family(
         "cohere_compass_text",
         WINDOWS,
@@ -235,7 +238,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     *_families(WINDOWS, "afmoe exaone_moe", {**SLIDING, **EXPERTS}),
     Family("mellum", WINDOWS, {**SLIDING, **LOCAL_EXPERTS}),
-    Family("cohere2_moe", WINDOWS, {**SLIDING, **EXPERTS, "logit_scale": 1.0}),
+    Family("cohere2_moe", WINDOWS, {**SLIDING, **EXPERTS, "logit_scale": 2.0}),
     Family("laguna", WINDOWS, {**SLIDING, **SHARED_EXPERT}),
     Family("kolibri1", WINDOWS, {**SLIDING, **LOCAL_EXPERTS, "shared_expert_intermediate_size": 32}),
     Family("beam", WINDOWS, {**SLIDING, **EXPERTS, "n_group": 1, "topk_group": 1, "final_logit_softcapping": 2.0}),
@@ -519,7 +522,13 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "dots3_note_text",
         OTHER,
-        {**INDEXED, **ROUTED_EXPERTS, "per_layer_config": {}, "shared_experts_intermediate_size": 32},
+        {
+            **INDEXED,
+            **ROUTED_EXPERTS,
+            "num_attention_heads": 4,
+            "layer_types": ["indexed_attention"] * 3,
+            "shared_experts_intermediate_size": 32,
+        },
     ),
     Family(
         "deepseek_v4",
@@ -534,13 +543,56 @@ FAMILIES: tuple[Family, ...] = (
             "index_topk": 8,
         },
     ),
-    Family("minimax_m3_vl_text", OTHER, {**LOCAL_EXPERTS, "index_n_heads": 2, "index_head_dim": 16}),
+    Family(
+        "minimax_m3_vl_text",
+        OTHER,
+        {
+            **LOCAL_EXPERTS,
+            "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"],
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+        },
+    ),
     Family("inkling_text", OTHER, {**ROUTED_EXPERTS}),
     Family("inkling2_text", OTHER, {**ROUTED_EXPERTS}),
     Family(
         "qwen4_exp_text",
         OTHER,
-        {**DELTA_NET, **SHARED_EXPERT, "ngram_vocab_size_base": 64, "ple_embed_dim": 16, "hc_lowrank": 8},
+        {
+            **DELTA_NET,
+            **SHARED_EXPERT,
+            "layer_types": ["linear_attention", "indexed_attention"] * 2,
+            "hc_lowrank": 8,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 2,
+        },
     ),
 )
 """Decoders by kind; those of `OTHER` have attention of their own."""
+
+NOT_TRIED: Mapping[str, str] = {
+    "encoders and halves of encoder-decoders": (
+        "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text "
+        "electra ernie marian mbart megatron-bert musicgen musicgen_melody mvp pegasus plbart prophetnet rembert "
+        "roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm-roberta xlm-roberta-xl xmod"
+    ),
+    "models without cached keys and values": ("falcon_mamba mamba mamba2 openai-gpt reformer rwkv xlm xlnet xlstm"),
+    "models of images, audio or bytes whose configuration has no tiny text decoder": (
+        "blt emu3 fuyu git got_ocr2 mllama moshi moss_transcribe_diarize phi4_multimodal"
+    ),
+    "drafting heads of another model": "gemma4_assistant gemma4_unified_assistant",
+    "models whose text decoder has a row of its own": (
+        "dots3_note gemma3n gemma4_unified gpt-sw3 qwen3_5_moe qwen4_exp"
+    ),
+    "models that transformers cannot build or continue in this size": "cpmant zamba",
+}
+"""Model types of `AutoModelForCausalLM` that have no row, by reason."""
+
+
+def unknown_types() -> list[str]:
+    """Return the model types of the installed transformers that have neither a row nor a reason for having none."""
+    known_types = {family.model_type for family in FAMILIES}.union(*(names.split() for names in NOT_TRIED.values()))
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - known_types)
