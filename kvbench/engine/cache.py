@@ -202,6 +202,7 @@ class RaggedCache(Cache):
             "kv_bytes_full": self.full_bytes(sequence_index),
             "visual_tokens": self.visual_tokens()[sequence_index],
             "held_visual": self.visual_entries(sequence_index),
+            "state_bytes": self.state_bytes(sequence_index),
         }
 
     def _summary_bytes(self, sequence_index: int | None) -> int:

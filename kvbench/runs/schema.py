@@ -18,7 +18,7 @@ from kvbench.runs.index import Key
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 OLDEST_VERSION = 2
 """The oldest schema whose tables can be read."""
 
@@ -204,6 +204,16 @@ class Response:
         ),
     )
     held_visual: int = field(default=0, metadata=_cost(_LONG, since=3, substitute=0))
+    state_bytes: int = field(
+        default=0,
+        metadata=_cost(
+            _LONG,
+            "bytes of recurrent and convolution states of hybrid models. They have a constant size, nothing evicts them, "
+            "and no other column counts them. 0 for other models and in tables of schema 5 and before",
+            since=6,
+            substitute=0,
+        ),
+    )
     prefill_s: float = field(
         default=0.0,
         metadata=_cost(
