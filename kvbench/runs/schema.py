@@ -208,8 +208,8 @@ class Response:
         default=0,
         metadata=_cost(
             _LONG,
-            "bytes of recurrent and convolution states of hybrid models. They have a constant size, nothing evicts them, "
-            "and no other column counts them. 0 for other models and in tables of schema 5 and before",
+            "bytes of recurrent and convolution states of hybrid models. They have a constant size, nothing evicts "
+            "them, and no other column counts them. 0 for other models and in tables of schema 5 and before",
             since=6,
             substitute=0,
         ),
