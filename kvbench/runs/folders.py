@@ -42,7 +42,7 @@ def default_folder(digest: str, models: Sequence[str], tasks: Sequence[str], pol
     if (results_folder / digest).is_dir():
         return results_folder / digest
     short_digest = digest[:_HASH]
-    folder_name = "-".join([*(_names(grid_values) for grid_values in (models, tasks, policies)), short_digest])
+    folder_name = "-".join([*(short_names(grid_values) for grid_values in (models, tasks, policies)), short_digest])
     if not (results_folder / folder_name).is_dir():
         earlier_folders = sorted(path for path in results_folder.glob(f"*-{short_digest}") if (path / GRID).is_file())
         if earlier_folders:
@@ -50,7 +50,7 @@ def default_folder(digest: str, models: Sequence[str], tasks: Sequence[str], pol
     return results_folder / folder_name
 
 
-def _names(spellings: Iterable[str]) -> str:
+def short_names(spellings: Iterable[str]) -> str:
     """Return a few names, short enough for a folder: `snapkv+h2o+3`."""
     short_names = list(dict.fromkeys(map(_name, spellings)))
     extra_count = [str(len(short_names) - _SHOWN)] if len(short_names) > _SHOWN else []

@@ -41,10 +41,11 @@ def with_record(cells: pa.Table, folder: Path, facts: Mapping[str, Any]) -> pa.T
     """Add the record to the metadata of a table of cells.
 
     Args:
-        folder: The run's folder, with the final files of its other tables.
+        folder: The run's folder, with the final files of its other tables; earlier versions wrote no metrics.
         facts: Further JSON values to record.
     """
-    digests = {"cells": _digest(cells), **{field: _sha256(folder / name) for name, field in _DIGESTS.items()}}
+    file_digests = {field: _sha256(folder / name) for name, field in _DIGESTS.items() if (folder / name).is_file()}
+    digests = {"cells": _digest(cells), **file_digests}
     return cells.replace_schema_metadata({_RECORD: json.dumps({**facts, **digests})})
 
 
