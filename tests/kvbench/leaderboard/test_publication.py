@@ -134,7 +134,7 @@ def test_remarks_need_the_responses_and_travel_with_the_publication(published: P
 
 def test_a_run_without_any_full_cache_is_refused(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", make_run(samples=12, with_full=False))
-    with pytest.raises(UserError, match="no score of the full cache.*--no-full"):
+    with pytest.raises(UserError, match=r"no score of the full cache.*--no-full"):
         publish(run, tmp_path / "board")
     assert not (tmp_path / "board").exists()
 
