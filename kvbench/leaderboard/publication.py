@@ -26,7 +26,7 @@ from kvbench.files import cannot, digest_of, file_digests, replacing_folder
 from kvbench.report.frames import prepare, uncompared
 from kvbench.report.remarks import remarks
 from kvbench.report.sorted_samples import COLUMNS
-from kvbench.runs.command import command_line, repeated_options
+from kvbench.runs.command import command_line, portable_options
 from kvbench.runs.folders import short_names, summarise
 from kvbench.runs.integrity import CELLS, METRICS, SAMPLES, checked_cells, unreadable, with_record
 from kvbench.runs.load import load_frames
@@ -55,6 +55,7 @@ class Publication:
         kvbench: Version of kvbench that published it.
         remarks: What to know before comparing its scores.
         grid: The grid, by field of `kvbench.runs.options.GridOptions`.
+        files: Names of the files that the digest covers; a report may be written beside them.
     """
 
     folder: Path
@@ -64,6 +65,7 @@ class Publication:
     kvbench: str
     remarks: tuple[str, ...]
     grid: Mapping[str, Any]
+    files: tuple[str, ...]
 
     @property
     def short_digest(self) -> str:
@@ -72,8 +74,8 @@ class Publication:
 
     @property
     def byte_count(self) -> int:
-        """Return the size of all files."""
-        return sum(path.stat().st_size for path in self.folder.iterdir())
+        """Return the size of the files."""
+        return sum((self.folder / file_name).stat().st_size for file_name in self.files)
 
 
 def publish(run_folder: Path, parent_folder: Path, hardware: str = "") -> Publication:
@@ -88,14 +90,14 @@ def publish(run_folder: Path, parent_folder: Path, hardware: str = "") -> Public
         UserError: The run is unfinished or damaged, has no score or no full cache, or the folder cannot be written.
     """
     cells = checked_cells(run_folder)
-    grid_values = repeated_options(_grid(run_folder))
+    grid_values = portable_options(_grid(run_folder))
     _check_finished(run_folder)
     published_remarks = _remarks(run_folder)
     try:
         with TemporaryDirectory(prefix="kvbench-publication-") as scratch_name:
             scratch_folder = Path(scratch_name)
-            _write_tables(run_folder, scratch_folder, cells)
             (scratch_folder / GRID).write_text(yaml.safe_dump(grid_values, sort_keys=False), encoding="utf-8")
+            _write_tables(run_folder, scratch_folder, cells)  # after the grid, as in a finished run
             file_names = [file_name for file_name in _FILES if (scratch_folder / file_name).exists()]
             contents = {
                 "kvbench": version("kvbench"),
@@ -149,7 +151,14 @@ def load_publication(folder: Path) -> Publication:
             raise cannot("read", folder / file_name, error) from None
         if file_digest != known_digests[file_name]:
             raise _changed(folder / file_name)
-    return Publication(folder, known_digest, **text_fields, remarks=remark_texts, grid=_grid(folder))
+    return Publication(
+        folder,
+        known_digest,
+        **text_fields,
+        remarks=remark_texts,
+        grid=_grid(folder),
+        files=(MANIFEST, *known_digests),
+    )
 
 
 def find_publications(paths: Iterable[Path]) -> list[Publication]:

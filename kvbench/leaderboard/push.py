@@ -46,6 +46,7 @@ def push(publication: Publication, repo_id: str) -> str:
             repo_type="dataset",
             folder_path=publication.folder,
             path_in_repo=folder_name,
+            allow_patterns=list(publication.files),
             commit_message=f"Publish {folder_name}",
         )
     except Exception as error:  # the hub's errors share no base class

@@ -13,34 +13,31 @@ _OF_THE_MACHINE = ("batch_size", "cache_memory", "device_map")
 """Options of the model that change no response."""
 
 
-def repeated_options(grid_values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with which another machine repeats a grid, in the order of their declaration.
-
-    Options that are at their defaults, belong to a machine or name the output are left out.
+def portable_options(grid_values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a grid without those that belong to a machine or name the output.
 
     Args:
         grid_values: Values by field of `GridOptions`, as in `grid.yaml`.
     """
-    defaults = {declared.name: declared.default for declared in fields(GridOptions)}
-    repeated: dict[str, Any] = {}
-    for name, option in options():
-        value = grid_values.get(name)
-        is_local = option.panel in (MACHINES, OUTPUT) or name in _OF_THE_MACHINE
-        is_default = value is None or (tuple(value) if isinstance(value, list) else value) == defaults[name]
-        if not is_local and not is_default:
-            repeated[name] = value
-    return repeated
+    return {
+        name: grid_values[name]
+        for name, option in options()
+        if name in grid_values and option.panel not in (MACHINES, OUTPUT) and name not in _OF_THE_MACHINE
+    }
 
 
 def command_line(grid_values: Mapping[str, Any]) -> str:
-    """Return the command that repeats a grid on another machine; see `repeated_options`.
+    """Return the command that repeats a grid on another machine, without options that are at their defaults.
 
     Values are quoted for a shell, so they may come from an unknown source.
     """
+    defaults = {declared.name: declared.default for declared in fields(GridOptions)}
     declared_options = dict(options())
     arguments = ["kvbench", "run"]
-    for name, value in repeated_options(grid_values).items():
-        arguments += _flag_words(name, declared_options[name], value)
+    for name, value in portable_options(grid_values).items():
+        comparable = tuple(value) if isinstance(value, list) else value
+        if value is not None and comparable != defaults[name]:
+            arguments += _flag_words(name, declared_options[name], value)
     return shlex.join(arguments)
 
 

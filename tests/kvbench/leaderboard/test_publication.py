@@ -15,6 +15,7 @@ import yaml
 import kvbench
 from kvbench.errors import UserError
 from kvbench.leaderboard.publication import MANIFEST, find_publications, load_publication, publish
+from kvbench.runs.folders import summarise
 from kvbench.runs.integrity import CELLS, METRICS, SAMPLES
 from kvbench.runs.schema import SAMPLES_SCHEMA
 from kvbench.runs.store import GRID, RESPONSES, RunStore
@@ -115,15 +116,11 @@ def test_a_manifest_that_is_none_is_one_line(published: Publish, text: str) -> N
 def test_the_grid_repeats_the_run_and_says_nothing_of_the_machine(published: Publish) -> None:
     publication = published(moments=["context"], ray_address="10.0.0.1:6379", dtype="bfloat16")
     stored = yaml.safe_load((publication.folder / GRID).read_text())
-    assert stored == {
-        "policies": ["full", "snapkv", "criticalkv"],
-        "tasks": ["vt", "cwe"],
-        "dtype": "bfloat16",
-        "samples": 12,
-    }
-    assert (
-        publication.command == "kvbench run --policy full,snapkv,criticalkv --task vt,cwe --dtype bfloat16 --samples 12"
-    )
+    lists = {"policies": ["full", "snapkv", "criticalkv"], "tasks": ["vt", "cwe"], "moments": ["context"]}
+    assert stored == {**lists, "dtype": "bfloat16", "samples": 12}
+    flags = "--policy full,snapkv,criticalkv --task vt,cwe --dtype bfloat16 --samples 12"
+    assert publication.command == f"kvbench run {flags}"
+    assert summarise(publication.folder).state == "finished"
 
 
 def test_remarks_need_the_responses_and_travel_with_the_publication(published: Publish) -> None:

@@ -35,9 +35,12 @@ def test_a_run_is_uploaded_in_a_folder_of_its_name(hub: Hub, run: Path) -> None:
     assert uploaded.digest == load_publication(folder).digest
     assert f"uploaded to {hub.url}/datasets/{REPOSITORY}" in output
     assert "hf_secret" not in output
+    (folder / "report").mkdir()
+    (folder / "report" / "summary.md").write_text("of this machine")
     status, output = push(hub, folder, repository="someone/more", HF_TOKEN="hf_secret")  # what is published already
     assert status == 0, output
-    assert load_publication(hub.root / "someone" / "more" / folder.name).digest == uploaded.digest
+    again = load_publication(hub.root / "someone" / "more" / folder.name)
+    assert again.digest == uploaded.digest and {path.name for path in again.folder.iterdir()} == set(again.files)
 
 
 def test_what_can_only_fail_is_one_line_and_writes_nothing(hub: Hub, run: Path) -> None:  # noqa: F811
