@@ -19,6 +19,7 @@ from kvbench.errors import UserError
 from kvbench.report.frames import prepare
 from kvbench.report.page import answers
 from kvbench.report.page.html import embedded
+from kvbench.report.sorted_samples import natural_key
 
 from ..conftest import Frames, make_run
 from .conftest import HOSTILE, page_of
@@ -93,7 +94,7 @@ def test_the_same_frames_give_the_same_page(tmp_path: Path) -> None:
 def test_the_page_has_every_score_and_every_response(hostile: Frames, hostile_page: Path) -> None:
     cells, samples = hostile
     data = data_of(hostile_page)
-    assert all(q["prompt"].endswith(" why?") for q in data["answers"]["questions"])
+    assert all("".join(q["prompt"]).endswith(" why?") for q in data["answers"]["questions"])
     means = [row for row in data["rows"] if not row["task"]]
     assert {(row["moment"], row["tasks"]) for row in means} == {("context", 2), ("question", 2)}
     told = {row["cell"]: row for row in data["rows"] if row["task"]}
@@ -146,7 +147,21 @@ def test_only_responses_that_can_be_in_the_page_are_read(
     assert all(len(q["answers"]) == known[q["task"], q["sample_id"]] for q in found["questions"])
     for task in ("vt", "cwe"):
         first = [q["sample_id"] for q in found["questions"] if q["task"] == task]
-        assert first == sorted(name for of, name in known if of == task)[: len(first)]
+        assert first == sorted((name for of, name in known if of == task), key=natural_key)[: len(first)]
+
+
+def test_samples_are_in_natural_order(tmp_path: Path) -> None:
+    page = page_of(make_run(["snapkv"], ("0.2",), ["vt"], samples=12, depths=(0, 50)), tmp_path)
+    names = [question["sample_id"] for question in data_of(page)["answers"]["questions"]]
+    assert names == [f"vt-1024-0-{index}-d{50 * (index % 2):03d}" for index in range(12)]
+
+
+def test_the_reference_is_marked_in_the_prompt(tmp_path: Path) -> None:
+    cells, samples = make_run(["snapkv"], ("0.2",), ["vt"], samples=3)
+    samples["prompt_end"] = "…the \x1b number is 42.…\n…What is it?"
+    samples["target"] = [["42"]] * len(samples)
+    question, *_ = data_of(page_of((cells, samples), tmp_path))["answers"]["questions"]
+    assert question["prompt"] == ["…the \\x1b number is ", "42", ".…\n…What is it?"]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
