@@ -48,16 +48,16 @@ def payload(results: Results, responses: Responses, aim: Aim) -> dict[str, Any]:
             {"name": policy, "colour": index, "shown": True}
             for index, policy in enumerate(marker_styles(results.policies))
         ],
-        "rows": [setting_row for panel in all_panels for setting_row in _rows(panel)],
+        "rows": [setting_row for panel in all_panels for setting_row in setting_rows(panel)],
         "choices": _choices(results, all_panels, aim),
         "depths": _depths(results),
         "answers": answers(results, responses),
         "provenance": _provenance(results.cells),
     }
-    return dict(_clean(page_data))
+    return dict(escape_texts(page_data))
 
 
-def _rows(panel: Panel) -> Iterator[dict[str, Any]]:
+def setting_rows(panel: Panel) -> Iterator[dict[str, Any]]:
     """Yield the settings of a panel: means over tasks, if there are several, and every task."""
     has_mean = len(panel.tasks) > 1 and len(panel.overall)
     task_frames = [("", panel.overall)] * bool(has_mean)
@@ -227,13 +227,14 @@ def _number(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def _clean(value: Any) -> Any:
+def escape_texts(value: Any) -> Any:
+    """Return a JSON value with control and bidirectional characters escaped in every text."""
     match value:
         case str():
             return printable(value)
         case dict():
-            return {_clean(key): _clean(item) for key, item in value.items()}
+            return {escape_texts(key): escape_texts(item) for key, item in value.items()}
         case list():
-            return [_clean(item) for item in value]
+            return [escape_texts(item) for item in value]
         case _:
             return value

@@ -16,6 +16,24 @@ const fill = (id, ...children) => byId(id).replaceChildren(...children);
 
 const distinct = (values) => [...new Set(values)];
 
+// --- the window -----------------------------------------------------------------------------------
+
+function theme() {
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  byId("theme").addEventListener("click", () => {
+    const root = document.documentElement;
+    const now = root.dataset.theme || (dark.matches ? "dark" : "light");
+    root.dataset.theme = now === "dark" ? "light" : "dark";
+  });
+}
+
+// Jumps to a section end below the filters, which stay in sight on a wide window.
+function clearFilters() {
+  const bar = byId("filters");
+  const height = getComputedStyle(bar).position === "sticky" ? bar.offsetHeight + 12 : 12;
+  document.documentElement.style.scrollPaddingTop = `${height}px`;
+}
+
 // --- numbers, as `kvbench.tables.numbers` writes them ---------------------------------------------
 
 const DASH = "–";

@@ -31,22 +31,6 @@ function draw() {
   drawSamples();
 }
 
-function theme() {
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  byId("theme").addEventListener("click", () => {
-    const root = document.documentElement;
-    const now = root.dataset.theme || (dark.matches ? "dark" : "light");
-    root.dataset.theme = now === "dark" ? "light" : "dark";
-  });
-}
-
-// Jumps to a section end below the filters, which stay in sight on a wide window.
-function clearFilters() {
-  const bar = byId("filters");
-  const height = getComputedStyle(bar).position === "sticky" ? bar.offsetHeight + 12 : 12;
-  document.documentElement.style.scrollPaddingTop = `${height}px`;
-}
-
 function follow() {
   let width = innerWidth;
   let pause = 0;

@@ -2,21 +2,22 @@
 
 const data = JSON.parse(byId("data").textContent);
 
-const PLACE = ["model", "group", "length", "moment", "seed"];
+// What tells panels apart; another page than the report can add to it.
+const PLACE = ["model", "group", "length", "moment", "seed", ...(data.place || [])];
 const ALL = "\u0000all";
 const MEAN = "";
 
 const place = (row) => JSON.stringify(PLACE.map((name) => row[name]));
 const varies = Object.fromEntries(
   [...PLACE, "task"].map((name) => [name, distinct(data.rows.map((row) => row[name])).length > 1]));
-const varying = ["model", "length", "moment", "seed"].filter((name) => varies[name]);
+const varying = PLACE.filter((name) => name !== "group" && varies[name]);
 const budgets = distinct(data.rows.filter((row) => row.policy !== "full").map((row) => row.budget))
   .sort((a, b) => /^\d+$/.test(a) - /^\d+$/.test(b) || a - b);
 const lookOf = new Map(data.policies.map((policy, index) => [policy.name, index]));
 
 const state = {
   task: null,
-  model: ALL, length: ALL, moment: ALL, seed: ALL,
+  ...Object.fromEntries(PLACE.map((name) => [name, ALL])),
   policies: new Set(data.policies.map((policy) => policy.name)),
   budgets: new Set(budgets),
   sort: { column: 0, down: false },
