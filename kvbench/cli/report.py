@@ -110,6 +110,7 @@ def report(
     from kvbench.report.rendering import write_report
     from kvbench.report.sorted_samples import COLUMNS, Samples
     from kvbench.report.terminal import RunTable
+    from kvbench.runs.folders import stored_command
     from kvbench.runs.load import load_frames, load_groups, responses_of
     from kvbench.tables.plot_style import DEFAULT_FORMATS
     from kvbench.tables.text import slug
@@ -149,7 +150,8 @@ def report(
     if html:
         from kvbench.report.page import write_page
 
-        written_paths.append(write_page(results, responses_of(runs, metric), report_folder, aim))
+        commands = list(map(stored_command, runs))
+        written_paths.append(write_page(results, responses_of(runs, metric), report_folder, aim, commands=commands))
     for base_policy, differences in comparisons:
         if prints_tables:
             for difference_table in pairs.tables(differences, base_policy):

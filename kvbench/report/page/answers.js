@@ -201,4 +201,5 @@ function drawSamples() {
   byId("sample-note").textContent = QUESTIONS.length < total
     ? `${QUESTIONS.length} of ${total} questions are in this page, the first of every task; all are in samples.parquet.` : "";
   drawAnswer(found);
+  writeAddress();
 }

@@ -22,15 +22,9 @@ from kvbench.report.page.html import embedded
 from kvbench.report.sorted_samples import natural_key
 
 from ..conftest import Frames, make_run
-from .conftest import HOSTILE, page_of
+from .conftest import HOSTILE, SCRIPT, data_of, page_of
 
 _TEXT = st.text() | st.sampled_from(HOSTILE)
-_SCRIPT = re.compile(r"<script([^>]*)>(.*?)</script>", re.DOTALL)
-
-
-def data_of(page: Path) -> dict:
-    (text,) = (body for head, body in _SCRIPT.findall(page.read_text()) if "json" in head)
-    return json.loads(text)
 
 
 @given(st.recursive(_TEXT, lambda inner: st.lists(inner) | st.dictionaries(_TEXT, inner)))
@@ -50,7 +44,7 @@ def test_hostile_texts_add_no_element(hostile_page: Path, tmp_path: Path) -> Non
     plain = page_of(make_run(samples=4), tmp_path)
 
     def tags(page: Path) -> list[str]:
-        outside = _SCRIPT.sub("<script></script>", page.read_text())
+        outside = SCRIPT.sub("<script></script>", page.read_text())
         return re.findall(r"<[/!a-z][^>]*>", outside)
 
     def policy_less(page: Path) -> list[str]:
@@ -68,7 +62,7 @@ def test_only_the_scripts_of_the_page_may_run_and_nothing_may_load(hostile_page:
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     digests = {
         f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'"
-        for head, body in _SCRIPT.findall(text)
+        for head, body in SCRIPT.findall(text)
         if not head
     }
     assert len(digests) == 3
@@ -77,7 +71,7 @@ def test_only_the_scripts_of_the_page_may_run_and_nothing_may_load(hostile_page:
     assert set(rules) == {"default-src", "script-src", "style-src", "base-uri", "form-action"}
 
 
-@pytest.mark.parametrize("name", ["dom", "state", "charts", "scores", "answers", "report"])
+@pytest.mark.parametrize("name", ["dom", "state", "charts", "scores", "answers", "address", "report"])
 def test_our_scripts_make_no_markup_of_text(name: str) -> None:
     script = (resources.files("kvbench.report.page") / f"{name}.js").read_text()
     ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\b|new Function"
