@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import yaml
 
 from kvbench.errors import UserError
-from kvbench.runs.integrity import CELLS
 from kvbench.runs.command import command_line
+from kvbench.runs.integrity import CELLS
 from kvbench.runs.store import GRID, LOCK, RESPONSES
 from kvbench.runs.yaml_loader import Loader, read_text
 

@@ -7,6 +7,7 @@ import webbrowser
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvbench.cli import call
 from kvbench.runs.integrity import SAMPLES
@@ -52,8 +53,7 @@ def test_the_page_names_the_command_that_repeats_the_run(run: Path, opened: list
         "device": "auto",
         "out": "/tmp/mine",
     }
-    with RunStore(run) as store:
-        store.save_grid(stored)
+    (run / "grid.yaml").write_text(yaml.safe_dump(stored))
     assert call([command, str(run), "--no-open" if command == "view" else "--html"]) == 0
     (shown,) = data_of(run / "report" / "report.html")["commands"]
     assert shown == "kvbench run --policy './x y.py:Mine,snapkv' --task vt --samples 5"
