@@ -60,6 +60,7 @@ app.command()(leaderboard.leaderboard)
 app.command()(published.published)
 app.command()(table.table)
 app.command()(compare.compare)
+app.command("compare-policies")(compare.compare_policies)
 app.command()(power.power)
 app.command()(bench.bench)
 app.command(

@@ -2,6 +2,9 @@
 
 const MOST_ENTRIES = 1500;
 const BAD_MARKS = new Set(["failed", "disagrees"]);
+const DOWNLOADED = ["model", "group", "task", "length", "moment", "seed", "questions", "policy", "budget", "metric", "samples", "score", "score_lo", "score_hi",
+  "diff", "diff_lo", "diff_hi", "share", "kv_bytes_live", "kv_bytes_read", "kv_bytes_full", "held_front", "read_front", "marks", "cell", "digest", "command"];
+let shownEntries = []; // as the table shows them, however many
 
 const pairs = (list) => list.map(([name, ...values]) => element("div", {}, element("dt", {}, name), element("dd", {}, ...values)));
 const command = (text) => element("pre", { class: "command" }, text);
@@ -68,6 +71,7 @@ function drawEntries() {
     const value = columns[column].value;
     rows.sort((a, b) => missing(value(a)) - missing(value(b)) || (down ? d3.descending : d3.ascending)(value(a), value(b)));
   }
+  shownEntries = rows;
   const onsort = (index) => {
     state.sort = { titles, column: index, down: column === index && !down };
     drawEntries();
@@ -131,26 +135,36 @@ function drawPublications() {
 
 // --- controls -------------------------------------------------------------------------------------
 
+const names = data.policies.map((policy) => policy.name);
+let showControls = () => {};
+
 function draw() {
+  const bright = new Set(views().flatMap((rows) => [...coloured(rows)]));
+  setPalette(names.filter((name) => bright.has(name)));
+  showControls();
   drawEntries();
   drawCharts();
 }
 
 function choosePolicies() {
   const text = byId("containing").value.toLowerCase();
-  const names = data.policies.map((policy) => policy.name);
   state.policies.clear();
   names.filter((name) => name.toLowerCase().includes(text)).forEach((name) => state.policies.add(name));
-  chips("policies", "all policies", names, state.policies, (name) => [swatch(name)], draw);
   draw();
+}
+
+function downloadEntries() {
+  const rows = shownEntries.map((row) => ({ ...row, task: taskTitle(row), marks: row.marks.join("; "), digest: runOf(row).digest }));
+  download("leaderboard.csv", csvText(DOWNLOADED, rows));
 }
 
 drawHead();
 drawPublications();
-controls(draw);
+showControls = controls(draw, lift);
 draw();
 theme();
 clearFilters();
 byId("containing").addEventListener("input", choosePolicies);
+byId("download").addEventListener("click", downloadEntries);
 for (const form of document.forms) form.addEventListener("submit", (event) => event.preventDefault());
 document.documentElement.dataset.ready = "true";

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from kvbench.errors import UserError
+from kvbench.runs.command import command_line
 from kvbench.runs.integrity import CELLS
 from kvbench.runs.store import GRID, LOCK, RESPONSES
 from kvbench.runs.yaml_loader import Loader, read_text
@@ -141,6 +142,12 @@ def summarise(folder: Path) -> RunSummary:
         state="broken" if problem else state,
         problem=problem,
     )
+
+
+def stored_command(folder: Path) -> str:
+    """Return the command that repeats a run; "" if its grid cannot be read."""
+    grid, problem = _grid(folder / GRID)
+    return "" if problem else command_line(grid)
 
 
 def _grid(path: Path) -> tuple[dict[str, Any], str]:

@@ -356,8 +356,9 @@ SAMPLE_COLUMNS: tuple[ResultColumn, ...] = (
     ),
     *_columns(
         "prompt_end",
-        "the last 400 characters of the prompt, after `…` if there are more. In a live dialogue the history before it "
-        "has the model's own answers. Empty in tables of schema 2",
+        "the last 400 characters of the prompt, after `…` if there are more. Lines before them show up to 6 places "
+        "where a reference answer of up to 399 characters occurs verbatim, with 120 characters on either side. In a "
+        "live dialogue the history before it has the model's own answers. Empty in tables of schema 2",
         _TEXT,
         since=3,
         substitute="",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -32,17 +32,19 @@ _NUMBERS = (
 _HEAT = ["model", "task", "length", *CONFIG, "depth"]
 
 
-def payload(results: Results, responses: Responses, aim: Aim) -> dict[str, Any]:
+def payload(results: Results, responses: Responses, aim: Aim, commands: Sequence[str] = ()) -> dict[str, Any]:
     """Return the data of the page, with control and bidirectional characters escaped in every text.
 
     Args:
         results: The results.
         responses: Loads the responses of some samples.
         aim: Initial requirements for the choice of a setting.
+        commands: Commands that made the runs.
     """
     all_panels = list(panels(results))
     page_data = {
         "facts": _facts(results),
+        "commands": [command for command in commands if command],
         "remarks": [plain_text(remark) for remark in remarks(results)],
         "policies": [
             {"name": policy, "colour": index, "shown": True}
@@ -160,6 +162,7 @@ def _facts(results: Results) -> list[list[str]]:
         "Moments": _listed(compressed_cells["moment"]),
         "Prompts": ", ".join(tokens(length) for length in sorted(set(cells["length"]))),
         "Samples per cell": " to ".join(map(str, dict.fromkeys([*sample_counts[:1], *sample_counts[-1:]]))),
+        "Device": ", ".join(dict.fromkeys(f"{cell[0]} ({cell[1]})" for cell in cells[["device", "dtype"]].to_numpy())),
         "Cells": f"{len(cells)}" + (f", {failed_count} failed" if failed_count else ""),
     }
     return [[fact_name, fact_text] for fact_name, fact_text in facts.items() if fact_text]

@@ -72,6 +72,24 @@ const seconds = (value) => (value === null || value === undefined ? DASH : Strin
 
 const tokens = (length) => (length ? `${length} tokens` : "natural length");
 
+// --- files ----------------------------------------------------------------------------------------
+
+// As `kvbench.tables.outputs.csv`: text that a spreadsheet would evaluate gets a leading apostrophe.
+function csvCell(value) {
+  if (value === null || value === undefined) return "";
+  const text = typeof value === "string" ? value.replace(/^[=+\-@]/, "'$&") : String(value);
+  return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+}
+
+const csvText = (names, rows) => [names, ...rows.map((row) => names.map((name) => row[name]))]
+  .map((cells) => `${cells.map(csvCell).join(",")}\n`).join("");
+
+function download(name, text) {
+  const address = URL.createObjectURL(new Blob([text], { type: "text/csv;charset=utf-8" }));
+  element("a", { href: address, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 10000);
+}
+
 // --- figures --------------------------------------------------------------------------------------
 
 const waiting = new Map();

@@ -21,14 +21,21 @@ from kvbench.report.page.data import payload
 NAME = "report.html"
 
 _LIBRARIES = ("vendor/d3.min.js", "vendor/plot.min.js")
-_SCRIPTS = ("dom.js", "state.js", "charts.js", "scores.js", "answers.js", "report.js")
+_SCRIPTS = ("dom.js", "state.js", "charts.js", "scores.js", "answers.js", "address.js", "report.js")
 """Scripts in order of their dependencies."""
 
 _UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 """Escapes of characters that could end the data element or begin a comment in it."""
 
 
-def write_page(results: Results, responses: Responses, folder: Path, aim: Aim = WITHIN_A_POINT) -> Path:
+def write_page(
+    results: Results,
+    responses: Responses,
+    folder: Path,
+    aim: Aim = WITHIN_A_POINT,
+    *,
+    commands: Sequence[str] = (),
+) -> Path:
     """Write the report of one or several runs as an HTML page, and return its path.
 
     The same results give the same bytes.
@@ -38,6 +45,7 @@ def write_page(results: Results, responses: Responses, folder: Path, aim: Aim = 
         responses: Loads the responses of some samples; for a large run, only the first ones.
         folder: Folder for `report.html`, created if needed.
         aim: Initial requirements for the choice of a setting.
+        commands: Commands that made the runs.
 
     Raises:
         UserError: The page cannot be written.
@@ -49,7 +57,7 @@ def write_page(results: Results, responses: Responses, folder: Path, aim: Aim = 
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot("write", error.filename or folder, error) from None
-    page_text = page(payload(results, responses, aim))
+    page_text = page(payload(results, responses, aim, commands))
     with replacing(page_path) as partial_path:
         partial_path.write_text(page_text, encoding="utf-8", newline="\n")
     return page_path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,7 +60,7 @@ def test_filters_change_the_entries_and_the_fronts(browser: Browser) -> None:
     assert browser.run(_FIGURES) == 3
     choose(browser, "select-model", "reference")
     choose(browser, "select-moment", "question")
-    click(browser, "#budgets .chip", "0.1")
+    click(browser, "#budgets .chip", "0.4")
     assert set(column(browser, "policy")) == {"full", "snapkv", "criticalkv"}
     assert set(column(browser, "budget")) == {"full", "0.4"}
     assert browser.run(_FIGURES) == 1
@@ -70,6 +72,24 @@ def test_filters_change_the_entries_and_the_fronts(browser: Browser) -> None:
     choose(browser, "containing", "", "input")
     choose(browser, "select-task", _ALL)
     assert {"vt", "cwe", "ruler: mean of 2 tasks"} == set(column(browser, "task"))
+
+
+def test_a_click_chooses_a_policy_alone_and_a_second_click_all(browser: Browser) -> None:
+    for expected in ({"full", "snapkv"}, {"full", "snapkv", "criticalkv"}):
+        click(browser, "#policies .chip", "snapkv")
+        assert set(column(browser, "policy")) == expected
+    click(browser, "#policies .chip", "choose several")
+    click(browser, "#policies .chip", "snapkv")
+    assert set(column(browser, "policy")) == {"full", "criticalkv"}
+
+
+def test_the_entries_can_be_downloaded_as_the_filters_show_them(browser: Browser, tmp_path: Path) -> None:
+    choose(browser, "select-model", "smollm2")
+    text = browser.download("document.getElementById('download').click()", tmp_path)
+    rows = [*csv.DictReader(io.StringIO(text))]
+    assert [row["policy"] for row in rows] == ["full", "snapkv"]
+    assert rows[1]["digest"] in browser.run("data.publications.map(run => run.digest)")
+    assert rows[1]["command"].startswith("kvbench run --policy snapkv ") and rows[1]["held_front"] == "true"
 
 
 def test_titles_sort_and_say_so(browser: Browser) -> None:
