@@ -29,7 +29,7 @@ def publish(
     ] = None,
     hardware: Annotated[
         str,
-        option(None, "TEXT", "The machine of the run, such as 'NVIDIA H200'; a run records only cpu or cuda."),
+        option(None, "TEXT", "The machine, such as '8 x NVIDIA H200'. Default: the GPU or CPU that the run recorded."),
     ] = "",
     quiet: Quiet = False,
 ) -> None:

@@ -28,7 +28,7 @@ from kvbench.report.remarks import remarks
 from kvbench.report.sorted_samples import COLUMNS
 from kvbench.runs.command import command_line, portable_options
 from kvbench.runs.folders import short_names, summarise
-from kvbench.runs.integrity import CELLS, METRICS, SAMPLES, checked_cells, unreadable, with_record
+from kvbench.runs.integrity import CELLS, METRICS, SAMPLES, checked_cells, recorded_hardware, unreadable, with_record
 from kvbench.runs.load import load_frames
 from kvbench.runs.schema import TEXTS
 from kvbench.runs.store import GRID, RESPONSES
@@ -51,7 +51,7 @@ class Publication:
         folder: Its folder.
         digest: 16 hex digits over its contents.
         command: Command that repeats the run.
-        hardware: The machine, as whoever published the run describes it; "" if not described.
+        hardware: The machine, as recorded or as whoever published the run describes it; "" if unknown.
         kvbench: Version of kvbench that published it.
         remarks: What to know before comparing its scores.
         grid: The grid, by field of `kvbench.runs.options.GridOptions`.
@@ -84,7 +84,7 @@ def publish(run_folder: Path, parent_folder: Path, hardware: str = "") -> Public
     Args:
         run_folder: Folder of the run.
         parent_folder: Folder in which the publication is created, named after model, tasks and digest.
-        hardware: Description of the machine, such as "NVIDIA H200".
+        hardware: Description of the machine, such as "NVIDIA H200"; "" for what the run recorded.
 
     Raises:
         UserError: The run is unfinished or damaged, has no score or no full cache, or the folder cannot be written.
@@ -102,7 +102,7 @@ def publish(run_folder: Path, parent_folder: Path, hardware: str = "") -> Public
             contents = {
                 "kvbench": version("kvbench"),
                 "command": command_line(grid_values),
-                "hardware": hardware,
+                "hardware": hardware or ", ".join(recorded_hardware(run_folder)),
                 "remarks": published_remarks,
                 "files": dict(zip(file_names, file_digests(map(scratch_folder.joinpath, file_names)), strict=True)),
             }

@@ -13,7 +13,7 @@ function drawProvenance() {
     const columns = names.map((name) => ({ title: name, text: true, cell: (row) => element("code", {}, row[name] || DASH) }));
     return [element("h3", {}, title), element("div", { class: "scroll" }, table(columns, rows))];
   }));
-  byId("made").append(element("p", { class: "note" }, "Of the hardware, a run records the kind of device. The table of settings names the hash of every cell, which covers all that can change a response."));
+  byId("made").append(element("p", { class: "note" }, "Of the hardware, this page names the kind of device. The table of settings names the hash of every cell, which covers all that can change a response."));
 }
 
 function choosing() {

@@ -14,6 +14,7 @@ import yaml
 
 import kvbench
 from kvbench.errors import UserError
+from kvbench.leaderboard import publication
 from kvbench.leaderboard.publication import MANIFEST, find_publications, load_publication, publish
 from kvbench.runs.folders import summarise
 from kvbench.runs.integrity import CELLS, METRICS, SAMPLES
@@ -81,6 +82,15 @@ def test_the_same_run_has_the_same_digest_and_another_run_another(tmp_path: Path
     assert len(find_publications([tmp_path])) == 3
     shutil.rmtree(tmp_path / "elsewhere")
     assert len(find_publications([tmp_path / "board", publication.folder])) == 2  # each counts once
+
+
+def test_the_hardware_is_the_recorded_one_unless_described(
+    tmp_path: Path, published: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert published().hardware == ""  # made-up tables record none
+    monkeypatch.setattr(publication, "recorded_hardware", lambda folder: ["CPU A", "CPU B"])
+    assert publish(tmp_path / "run", tmp_path / "board").hardware == "CPU A, CPU B"
+    assert publish(tmp_path / "run", tmp_path / "board", "GPU").hardware == "GPU"
 
 
 def test_a_publication_can_be_moved(tmp_path: Path, published: Publish) -> None:
