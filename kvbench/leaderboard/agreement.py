@@ -116,7 +116,8 @@ def _difference(
         scores, contexts = samples.wide(_cell_name(index, row["cell"]) for index, row in (first, second))
         is_shared = np.isfinite(scores).all(1)
         if is_shared.any():
-            return stats.paired_values(*scores[is_shared].T, contexts[is_shared]), True
+            shared_scores, shared_contexts = scores[is_shared], contexts[is_shared].astype(np.int64)
+            return stats.paired_values(shared_scores[:, 0], shared_scores[:, 1], shared_contexts), True
     mean = rows[0]["score"] - rows[1]["score"]
     # Square-and-add, as for the mean over tasks: the intervals of independent scores.
     below = math.hypot(rows[0]["score"] - rows[0]["score_lo"], rows[1]["score_hi"] - rows[1]["score"])

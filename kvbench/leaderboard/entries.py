@@ -10,7 +10,9 @@ from itertools import groupby
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 
+from kvbench.errors import UserError
 from kvbench.files import digest_of
 from kvbench.leaderboard.agreement import Agreement, compare_publications
 from kvbench.leaderboard.publication import Publication
@@ -22,6 +24,7 @@ from kvbench.report.pareto import HELD, READ, front
 from kvbench.report.sorted_samples import Samples
 from kvbench.runs.command import command_line
 from kvbench.runs.load import load_frames
+from kvbench.runs.schema import CELLS_SCHEMA, SAMPLES_SCHEMA
 from kvbench.tables.text import counted, listed
 
 MARKS = {
@@ -57,12 +60,13 @@ def leaderboard_data(publications: Sequence[Publication], reporter: Reporter | N
     """
     reporter = reporter or Silent()
     reporter.start(len(publications), "publications")
-    frames = [load_frames(publication.folder, _COLUMNS, coded=True) for publication in publications]
+    frames = [_load(publication) for publication in publications]
     agreement = compare_publications(frames)
     labels = _model_labels(pd.concat([cells for cells, _ in frames]))
     builder = _RowBuilder(agreement)
     for index, (publication, (cells, samples)) in enumerate(zip(publications, frames, strict=True)):
-        labelled_cells = cells.assign(own_model=cells["model"], model=cells[_IDENTITY].agg(tuple, axis=1).map(labels))
+        model_names = [labels[tuple(identity)] for identity in cells[_IDENTITY].itertuples(index=False)]
+        labelled_cells = cells.assign(own_model=cells["model"], model=model_names)
         for panel in panels(prepare(labelled_cells, Samples(samples))):
             builder.add(panel, index, publication)
         reporter.advance()
@@ -83,6 +87,24 @@ def leaderboard_data(publications: Sequence[Publication], reporter: Reporter | N
         ],
     }
     return dict(escape_texts(page_data))
+
+
+def _load(publication: Publication) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Load the tables of a publication.
+
+    Raises:
+        UserError: A value is missing that every run has, so kvbench did not write the table.
+    """
+    cells, samples = load_frames(publication.folder, _COLUMNS, coded=True)
+    for frame, schema in ((cells, CELLS_SCHEMA), (samples, SAMPLES_SCHEMA)):
+        required = [name for name in frame.columns if not pa.types.is_floating(schema.field(name).type)]
+        missing = [name for name in required if frame[name].isna().any()]
+        if missing or not len(cells):
+            lacking = (missing or ["cells"])[0]
+            raise UserError(
+                f"{publication.folder} was not written by kvbench publish: it lacks {lacking}; leave it out"
+            )
+    return cells, samples
 
 
 def _model_labels(cells: pd.DataFrame) -> dict[tuple[str, ...], str]:

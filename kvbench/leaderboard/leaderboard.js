@@ -100,11 +100,13 @@ function showEntry(row) {
   fill("detail",
     element("h3", {}, `${row.policy} at ${row.budget}`), element("p", { class: "note" }, where.join(" · ")), element("dl", {}, ...pairs(facts)),
     element("h3", {}, "Repeat it"), command(row.command),
-    ...disagreements(row),
+    ...disagreements(row), ...remarksOf(run),
     element("h3", {}, "Versions"), element("div", { class: "scroll" }, table(["name", "value"].map((name) => ({ title: name, text: true, cell: (line) => element("code", {}, line[name]) })), versionRows)));
   byId("entry").hidden = false;
   byId("entry").scrollIntoView({ behavior: "instant" });
 }
+
+const remarksOf = (run) => (run.remarks.length ? [element("h3", {}, "Remarks on the run"), ...run.remarks.map((text) => element("p", { class: "remark" }, text))] : []);
 
 function disagreements(row) {
   if (!row.disagreements.length) return [];
@@ -129,7 +131,7 @@ function drawPublications() {
       ["Model", run.models.join(", ")], ["Tasks", run.tasks.join(", ")], ["Policies", String(run.policies)], ["Cells", String(run.cells)],
       ["Hardware", run.hardware], ["Published with", `kvbench ${run.kvbench}`],
     ])),
-    ...run.remarks.map((text) => element("p", { class: "remark" }, text)),
+    ...remarksOf(run),
     element("details", {}, element("summary", {}, "Command"), command(run.command)))));
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvbench.errors import UserError
 from kvbench.leaderboard import entries
 from kvbench.leaderboard.entries import leaderboard_data
 from kvbench.report.pareto import front
@@ -151,3 +152,25 @@ def test_a_published_policy_is_never_imported(published: Publish, tmp_path: Path
     trap.write_text(f"open({str(traces)!r}, 'w')")
     assert rows_of(leaderboard_data([publication]), policy=f"{trap}:Trap")
     assert not traces.exists()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("length", None), ("task", None), ("seed", None), ("policy", None), ("cell", "")]
+)
+def test_a_forged_table_is_one_line(
+    published: Publish, monkeypatch: pytest.MonkeyPatch, column: str, value: str | None
+) -> None:
+    cells, samples = make_run(["snapkv"], ("0.2",), ["vt"], samples=8)
+    publication = published(frames=(cells, samples))
+    forged = cells.iloc[:0] if value == "" else cells.assign(**{column: value})
+    monkeypatch.setattr(entries, "load_frames", lambda *_, **__: (forged, samples[list(entries._COLUMNS)]))
+    with pytest.raises(UserError, match="was not written by kvbench publish") as failure:
+        leaderboard_data([publication])
+    assert str(publication.folder) in str(failure.value)
+
+
+def test_versions_may_hold_anything(published: Publish) -> None:
+    cells, samples = make_run(["snapkv"], ("0.2",), ["vt"], samples=8)
+    cells["versions"] = ['{"generation": "x", "judge": [1]}', "no JSON"]
+    data = leaderboard_data([published(frames=(cells, samples))])
+    assert {row["questions"] for row in data["rows"]} == {"8 samples"}
