@@ -110,6 +110,7 @@ def report(
     from kvbench.report.rendering import write_report
     from kvbench.report.sorted_samples import COLUMNS, Samples
     from kvbench.report.terminal import RunTable
+    from kvbench.runs.folders import stored_command
     from kvbench.runs.load import load_frames, load_groups, responses_of
     from kvbench.tables.plot_style import DEFAULT_FORMATS
     from kvbench.tables.text import slug
@@ -128,7 +129,7 @@ def report(
     cells, samples = load_frames(runs, COLUMNS, coded=True, metric=metric)
     grouped_samples = Samples(samples)
     results = prepare(cells, grouped_samples)
-    figure_options = replace(figure_options, labels=parse_labels(split_names(labels), results))
+    figure_options = replace(figure_options, labels=parse_labels(split_names(labels), results.policies))
     figure_options.check(results)
     base_policies = [
         policy_name for comma_list in against or [] for policy_name in comma_list.split(",") if policy_name
@@ -149,12 +150,17 @@ def report(
     if html:
         from kvbench.report.page import write_page
 
-        written_paths.append(write_page(results, responses_of(runs, metric), report_folder, aim))
+        commands = list(map(stored_command, runs))
+        written_paths.append(write_page(results, responses_of(runs, metric), report_folder, aim, commands=commands))
+    uncompared_note = pairs.left_out(cells)
     for base_policy, differences in comparisons:
         if prints_tables:
             for difference_table in pairs.tables(differences, base_policy):
                 show(difference_table)
-        written_paths.append(pairs.write(differences, base_policy, report_folder / f"against-{slug(base_policy)}.md"))
+            if uncompared_note:
+                say(uncompared_note)
+        comparison_path = report_folder / f"against-{slug(base_policy)}.md"
+        written_paths.append(pairs.write(differences, base_policy, comparison_path, uncompared_note))
     extra_json: dict[str, Any] = {}
     if with_published:
         from kvbench.papers.published import beside

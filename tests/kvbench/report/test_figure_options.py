@@ -94,10 +94,10 @@ def test_policies_that_are_not_there_are_refused_before_anything_is_written(fram
 
 def test_labels_are_read_with_policies_that_contain_an_equals_sign(run_frames: Any) -> None:
     results = prepare(*run_frames(["snapkv", "snapkv:window=4"], tasks=["vt"]))
-    assert parse_labels(["snapkv:window=4=Short", "snapkv=SnapKV"], results) == {
+    assert parse_labels(["snapkv:window=4=Short", "snapkv=SnapKV"], results.policies) == {
         "snapkv:window=4": "Short",
         "snapkv": "SnapKV",
     }
     for wrong, says in (("snapkv", "is not a label"), ("snapkv=", "is not a label"), ("h2o=H2O", "no policy 'h2o'")):
         with pytest.raises(UserError, match=says):
-            parse_labels([wrong], results)
+            parse_labels([wrong], results.policies)
