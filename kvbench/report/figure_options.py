@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvbench.errors import UserError
+from kvbench.report.figure_flags import FigureFlags
 from kvbench.report.frames import Results
 from kvbench.tables.plot_style import DEFAULT_FORMATS, FORMATS
 
@@ -81,6 +82,30 @@ class FigureOptions:
 
 
 DEFAULT_FIGURES = FigureOptions()
+
+
+def figure_options(
+    flags: FigureFlags, policies: Sequence[str], chosen_policies: Sequence[str] = (), x_axis: str | None = None
+) -> FigureOptions:
+    """Return the options of figures that a user gave.
+
+    Args:
+        flags: Options that all commands share.
+        policies: Policies of the results, besides the full cache.
+        chosen_policies: Policies to draw, in this order; all if empty.
+        x_axis: x axis of Pareto fronts.
+
+    Raises:
+        UserError: A value is wrong, or the results do not have a labelled policy.
+    """
+    return FigureOptions(
+        formats=flags.formats or DEFAULT_FORMATS,
+        labels=parse_labels(flags.labels or (), policies),
+        policies=chosen_policies,
+        width=flags.width,
+        has_title=not flags.no_title,
+        x_axis=x_axis,
+    )
 
 
 def parse_labels(assignments: Sequence[str], policies: Sequence[str]) -> dict[str, str]:
