@@ -7,7 +7,7 @@ attention weights. A check of something that kvbench refuses ends in a `UserErro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import UserError
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import AttentionMass, Need, Policy, Queries, Score, Scores, View, protect_nothing
+from kvbench.plugin import AttentionMass, Need, Policy, Queries, Score, Scores, Surprisal, View, protect_nothing
 from kvbench.registry import TRAINERS, get
 from kvbench.spelling import policy
 from kvbench.training.settings import complete
@@ -105,7 +105,7 @@ class FamilyResult:
         padded: Both in a batch with padding on the left.
         chunked: Logits of a question that is fed as one chunk after eviction, against the oracle token by token.
         run: The same in a batch of caches compressed from one prefill, as in a run.
-        observed: Attention weights of the window and accumulated attention, as policies see them.
+        observed: Attention of the last queries, accumulated attention and surprisal, as policies see them.
         gates: Loss of gates that forget nothing, in the training of retention gates, against the stock model.
     """
 
@@ -316,7 +316,7 @@ class Checks:
         return error
 
     def observed(self) -> float:
-        """Compare the attention weights that policies see with the oracle's."""
+        """Compare attention weights and surprisal as policies see them."""
         Recorder.records = {}
         _, kept = self.attached(RECORDER, [self.context])
         cache = StockCache(self.model)
@@ -324,18 +324,15 @@ class Checks:
         layers = [layer_idx for layer_idx, layer_kept in enumerate(kept) if layer_kept is not None]
         if sorted(Recorder.records) != [*range(len(cache.full_layers))]:
             raise BlindError(f"policies see layers {sorted(Recorder.records)} of {len(cache.full_layers)}")
+        log_likelihoods = self.stock[0][0][:, :-1].log_softmax(-1)
+        surprisal = -log_likelihoods.gather(-1, self.context[:, 1:, None])[..., 0]
         errors = []
-        for layer_idx, (window, total, of_window) in zip(layers, Recorder.by_layer(), strict=True):
+        for layer, layer_idx in enumerate(layers):
             weights = cache.weights[layer_idx]
             last_weights = weights[:, :, -OBSERVED:]
-            errors += [
-                float((seen - expected).abs().max())
-                for seen, expected in (
-                    (window, last_weights),
-                    (total, weights.sum(2)),
-                    (of_window, last_weights.sum(2)),
-                )
-            ]
+            expected = (last_weights, weights.sum(2), last_weights.sum(2), surprisal)
+            for seen, tensor in zip(Recorder.records[layer], expected, strict=True):
+                errors.append(float((seen - tensor).abs().max()))
         return max(errors)
 
     def gates(self) -> float:
@@ -386,22 +383,18 @@ class Recorder(Score):
     """Records what policies observe of every layer, and keeps the newest entries."""
 
     name: ClassVar[str] = "recorder"
-    records: ClassVar[dict[int, tuple[Tensor, Tensor, Tensor]]] = {}
+    records: ClassVar[dict[int, tuple[Tensor, ...]]] = {}
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Queries of a window, and accumulated attention of all queries and of the window's."""
-        return frozenset({Queries(OBSERVED), AttentionMass(), AttentionMass(OBSERVED)})
-
-    @classmethod
-    def by_layer(cls) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Iterate over the records of the layers in order."""
-        return (cls.records[layer] for layer in sorted(cls.records))
+        """Queries of a window, accumulated attention of all queries and of the window's, and surprisal."""
+        return frozenset({Queries(OBSERVED), AttentionMass(), AttentionMass(OBSERVED), Surprisal()})
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
-        accumulated = (v.obs[AttentionMass()], v.obs[AttentionMass(OBSERVED)])
-        self.records[v.layer] = v.window_attention(OBSERVED), *(tensor.clone() for tensor in accumulated)
+        accumulated, of_window = v.obs[AttentionMass()].clone(), v.obs[AttentionMass(OBSERVED)].clone()
+        # The first token has no prediction.
+        self.records[v.layer] = v.window_attention(OBSERVED), accumulated, of_window, v.obs[Surprisal()][:, 0, 1:]
         return Scores(v.position.float(), protect_nothing(v))
 
 
