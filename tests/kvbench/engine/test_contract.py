@@ -148,9 +148,11 @@ def test_attention_past_the_interface_is_refused(monkeypatch: pytest.MonkeyPatch
         more["past_key_values"].update(key, value, self.layer_idx)
         return hidden_states, None
 
-    monkeypatch.setattr(LlamaAttention, "forward", forward)
-    with pytest.raises(UserError, match=r"^layer 0 of LlamaForCausalLM has 0 modules with transformers' attention"):
-        check_supported(build("llama"))
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaAttention, "forward", forward)
+        with pytest.raises(UserError, match=r"^layer 0 of LlamaForCausalLM has 0 modules with transformers' attention"):
+            check_supported(build("llama"))
+    check_supported(build("llama"))  # the refusal left nothing behind
 
 
 # --- the contract itself --------------------------------------------------------------------------
