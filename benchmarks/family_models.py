@@ -158,6 +158,7 @@ WINDOWS = "sliding windows"
 SINKS = "attention sinks"
 CAPS = "soft caps"
 VALUE_SIZE = "values of another size"
+LAYER_SIZES = "layers of different sizes"
 GPT_LIKE = "GPT-like modules"
 HYBRIDS = "hybrid"
 LATENTS = "latents (MLA)"
@@ -395,8 +396,8 @@ FAMILIES: tuple[Family, ...] = (
             "expert_ffn_hidden_size": 32,
         },
     ),
-    Family("gemma4_text", VALUE_SIZE, {**ALTERNATING, "hidden_size_per_layer_input": 0, "global_head_dim": 32}),
-    Family("gemma4_unified_text", VALUE_SIZE, {**ALTERNATING, "global_head_dim": 32}),
+    Family("gemma4_text", LAYER_SIZES, {**ALTERNATING, "hidden_size_per_layer_input": 0, "global_head_dim": 32}),
+    Family("gemma4_unified_text", LAYER_SIZES, {**ALTERNATING, "global_head_dim": 32}),
     Family("gemma4_text+shared", SHARED, {**READERS, "global_head_dim": 32}),
     Family("gemma3n_text", SHARED, {**READERS, "activation_sparsity_pattern": [0.0] * 6, "laurel_rank": 8}),
     Family(

@@ -108,7 +108,7 @@ def _check_trainable(module: nn.Module, key: Tensor, value: Tensor, keywords: Ma
     }
     for addition, is_present in additions.items():
         if is_present:
-            raise UserError(f"gates cannot be trained for {family_of(module)}: its attention has {addition}")
+            raise UserError(f"gates cannot be trained for {family_of(module)}, whose attention has {addition}")
 
 
 AttentionInterface.register(NAME, training_attention)
