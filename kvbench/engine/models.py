@@ -20,7 +20,7 @@ from kvbench.engine.quantization import plain_weight
 from kvbench.errors import UserError
 from kvbench.view import ModelInfo
 
-OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "wo", "c_proj", "output_linear")
+OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "wo", "Wo", "c_proj", "output_linear")
 """Names that families give to the output projection of attention."""
 
 _EVICTABLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
