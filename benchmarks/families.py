@@ -24,7 +24,7 @@ from benchmarks.family_checks import COLUMNS, TOLERANCE, FamilyResult, Outcome, 
 from benchmarks.family_models import FAMILIES, NOT_TRIED, Family, unknown_types
 
 BEGIN, END = "<!-- begin: benchmarks.families -->\n", "<!-- end: benchmarks.families -->\n"
-HEADINGS = dict(zip(COLUMNS, COLUMNS, strict=True)) | {"run": "in a run"}
+HEADINGS = dict(zip(COLUMNS, COLUMNS, strict=True)) | {"run": "in a run", "decoding": "while decoding"}
 
 
 def line(result: FamilyResult) -> str:

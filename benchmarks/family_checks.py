@@ -19,7 +19,7 @@ from torch import Tensor
 
 import kvbench
 from benchmarks.family_models import VOCABULARY, Family
-from benchmarks.family_oracle import StockCache, oracle_logits, stock_logits
+from benchmarks.family_oracle import StockCache, oracle_attention, oracle_logits, stock_logits
 from kvbench.budget import Budget
 from kvbench.engine.decode import Batch
 from kvbench.engine.driver import engine
@@ -44,6 +44,9 @@ BUDGET = 0.3
 POLICIES = ("snapkv:window=8", "adakv:window=8", "criticalkv:window=8", "keydiff")
 ANY_KEYS = ("snapkv:window=8", "keydiff")
 """Policies for the checks of other things than policies."""
+
+DECODING, DECODING_BUDGET = "h2o:buffer=0", 20
+"""Policy and budget, in tokens, that evict at every step of decoding."""
 
 CONTEXT, QUESTION, ANSWER, PADDING = 64, 5, 3, 13
 """Tokens of the context, the question and the answer, and columns of padding of the shorter context."""
@@ -108,6 +111,7 @@ class FamilyResult:
         chunked: Logits of a question that is fed as one chunk after eviction, against the oracle token by token.
         run: The same with the model loaded from a folder and a batch of caches compressed from one prefill, as in a
             run.
+        decoding: Logits of single steps, if entries are evicted at every step.
         observed: Attention of the last queries, accumulated attention and surprisal, as policies see them.
         gates: Loss of gates that forget nothing, in the training of retention gates, against the stock model.
     """
@@ -121,6 +125,7 @@ class FamilyResult:
     padded: Outcome
     chunked: Outcome
     run: Outcome
+    decoding: Outcome
     observed: Outcome
     gates: Outcome
 
@@ -323,6 +328,25 @@ class Checks:
         if error > TOLERANCE:
             self._check_chunks()
         return error
+
+    @torch.no_grad()
+    def decoding(self) -> float:
+        """Compare the logits of single steps, if entries are evicted at every step."""
+        logits, kept = [], []
+        with kvbench.attach(self.model, DECODING, DECODING_BUDGET, moment="decode") as attached_cache:
+            for ids in self.steps:
+                logits.append(self.model(input_ids=ids, past_key_values=attached_cache, use_cache=True).logits)
+                kept.append(attached_cache.kept())
+        cache = StockCache(self.model)
+        expected = []
+        with oracle_attention(self.model, cache):
+            for ids, cache.kept in zip(self.steps, [[], *kept[:-1]], strict=True):
+                expected += stock_logits(self.model, [ids], cache)
+        for layer_idx in cache.full_layers:
+            first, last = kept[0][layer_idx], kept[-1][layer_idx]
+            if first is None or last is None or not bool((first & ~last[..., :CONTEXT]).any()):
+                raise BlindError(f"layer {layer_idx} evicts nothing while decoding")
+        return difference(combined(logits[1:]), combined(expected[1:]))
 
     def observed(self) -> float:
         """Compare attention weights and surprisal as policies see them."""

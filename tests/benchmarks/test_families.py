@@ -41,6 +41,8 @@ NO_GATES = {"gpt_oss": "sinks", "gemma2": "a soft cap", "mimo_v2_flash": "values
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_family_of_every_kind_is_right(name: str) -> None:
+    if not BY_NAME[name].exists:
+        pytest.skip("this transformers is too old for the family")
     result = examine(BY_NAME[name])
     assert result.status == "right", families.line(result)
     compared = {column for column, outcome in result.outcomes.items() if outcome.error is not None}
@@ -116,13 +118,13 @@ def ignores_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "mutation", "columns"),
     [
-        ("gpt_oss", drops("sinks"), "prefill decode evicted padded chunked observed"),
-        ("gemma2", drops("cap"), "prefill decode evicted padded chunked observed"),
-        ("llama", reports(lambda kept: kept.roll(1, -1)), "evicted padded chunked run"),
-        ("deepseek_v3", reports(lambda kept: kept.roll(1, -1)), "evicted padded chunked run"),
-        ("gemma4_text+shared", reports(lambda kept: kept.roll(1, -1)), "evicted padded chunked run"),
-        ("llama", reports(lambda kept: torch.ones_like(kept)), "evicted padded chunked run"),
-        ("qwen3_5_text", reports(lambda kept: None), "evicted padded chunked run"),
+        ("gpt_oss", drops("sinks"), "prefill decode evicted padded chunked decoding observed"),
+        ("gemma2", drops("cap"), "prefill decode evicted padded chunked decoding observed"),
+        ("llama", reports(lambda kept: kept.roll(1, -1)), "evicted padded chunked run decoding"),
+        ("deepseek_v3", reports(lambda kept: kept.roll(1, -1)), "evicted padded chunked run decoding"),
+        ("gemma4_text+shared", reports(lambda kept: kept.roll(1, -1)), "evicted padded chunked run decoding"),
+        ("llama", reports(lambda kept: torch.ones_like(kept)), "evicted padded chunked run decoding"),
+        ("qwen3_5_text", reports(lambda kept: None), "evicted padded chunked run decoding"),
         ("llama", shifts_queries, "observed"),
         ("cohere", ignores_factors, "observed gates"),
         ("qwen3", ignores_padding, "padded"),
