@@ -9,7 +9,7 @@ PIP_INSTALL := -m pip install --disable-pip-version-check
 # The line to type next: `$(call next,PREFIX)` names the newest run whose folder begins with results/PREFIX.
 next = @printf '\nnext, in this shell:\n  . $(VENV)/bin/activate && kvbench report %s\n' "$$(ls -td results/$(1)* | head -1)"
 
-.PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-slow test-oldest faults lint format docs docs-check smoke clean
+.PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-slow test-oldest faults families lint format docs docs-check smoke clean
 
 run: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --policy criticalkv --budget 0.2 --task ruler
@@ -79,6 +79,10 @@ test-slow: $(VENV)/.installed
 faults: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -m faults tests/kvbench/runs
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m benchmarks.faults --kills 200
+
+# Every decoder family of transformers against the stock model: two minutes. Fails if a family is wrong, or its row is old.
+families: $(VENV)/.installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m benchmarks.families --check docs/models.md
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

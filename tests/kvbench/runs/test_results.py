@@ -72,7 +72,7 @@ def responses(of: Cell, numbers: list[float], error: str = "") -> list[Response]
     return [
         Response(
             of.cell, f"{i // 2}", i, i % 2, 0, f"context{i // 2}", str(x), "stop", error,
-            60, 4, 2, 10, 10, 80 + i, 80 + i, 100, 160, 9, 3 + i, 0.5, 0.25, 1.0 + i,
+            60, 4, 2, 10, 10, 80 + i, 80 + i, 100, 160, 9, 3 + i, 32, 0.5, 0.25, 1.0 + i,
         )
         for i, x in enumerate(numbers)
     ]  # fmt: skip
@@ -98,6 +98,7 @@ def test_scores_differences_and_costs() -> None:
     assert rows["snapkv"]["diff_lo"] <= -3 / 8 <= rows["snapkv"]["diff_hi"] <= 1
     assert rows["snapkv"]["decode_s"] == 4.5
     assert rows["snapkv"]["kv_bytes_live"] == 83.5
+    assert rows["snapkv"]["state_bytes"] == 32
     assert rows["snapkv"]["visual_tokens"] == 9 and rows["snapkv"]["held_visual"] == 6.5
     assert rows["snapkv"]["discriminative"] and rows["full"]["discriminative"]
     assert list(samples.score) == FULL + MINE
