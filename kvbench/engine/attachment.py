@@ -22,11 +22,15 @@ from transformers.masking_utils import sdpa_mask
 from kvbench.engine.attend import attend
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.channels import reordered
-from kvbench.engine.contract import check_attention, check_consumed, check_keywords, check_mask
+from kvbench.engine.contract import check_attention, check_consumed, check_keywords, check_mask, family_of
+from kvbench.engine.dense import dense_attention
+from kvbench.engine.latent import absorb, expand_output, is_latent
 from kvbench.engine.layer import RaggedLayer
-from kvbench.engine.models import attention_modules, decoder_of, visual_ids
+from kvbench.engine.models import attention_modules, decoder_of, reading_modules, visual_ids
 from kvbench.engine.pruning import prune_embeddings, prune_inside
 from kvbench.engine.reading import attend_few
+from kvbench.errors import UserError
+from kvbench.view.softmax import LogitScale
 
 NAME = "kvbench"
 
@@ -49,6 +53,7 @@ class Forward:
         ids: New token ids `[B, n]`; None if embeddings were given.
         hidden: Final hidden states of the new tokens, set when the forward ends.
         pruner: Attention step of the layer before the pruning, until visual tokens are pruned.
+        shared_kv: Dense K and V that later layers read, by the id of their cache layer (it may be compressed at once).
     """
 
     cache: RaggedCache
@@ -64,14 +69,15 @@ class Forward:
     ids: Tensor | None = None
     hidden: Tensor | None = None
     pruner: Step | None = None
+    shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass
 class Step:
     """Inputs and outputs of one layer's attention in one forward.
 
-    `key` and `value` are those of the new tokens, `[B, H, n, d]`; `attention_sums` and `read` come from `attend` and
-    `attend_few`.
+    `key` and `value` are those of the new tokens, `[B, H, n, d]`, as the cache stores them; `scale` is a `LogitScale`
+    in families with soft caps or sinks; `attention_sums` and `read` come from `attend` and `attend_few`.
     """
 
     index: int
@@ -92,6 +98,7 @@ class _AttentionContext:
     layer: RaggedLayer
     index: int
     hidden: Tensor
+    is_reading: bool = False
 
 
 _ATTACHED: set[int] = set()
@@ -169,15 +176,31 @@ def kvbench_attention(
         UserError: kvbench does not implement the attention of this model family.
     """
     context: _AttentionContext | None = module.__dict__.get("_kvbench")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if cap is not None or sinks is not None:
+        scale = LogitScale(scale, cap, sinks)
     if context is None:
         check_keywords(module, kwargs)
+        if isinstance(scale, LogitScale):  # transformers' function would ignore the cap and the sinks
+            is_causal = attention_mask is None and query.shape[2] > 1
+            output = dense_attention(query, key, value, attention_mask, scale, is_causal=is_causal)
+            return output.transpose(1, 2).contiguous(), None
         sdpa_result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
         return sdpa_result
     forward, layer = context.forward, context.layer
-    check_attention(module, key, value, attention_mask, kwargs, layer.pending)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if context.is_reading:
+        check_attention(module, key, value, attention_mask, kwargs, (key, value))
+        return _read_shared(query, context, scale).transpose(1, 2).contiguous(), None
+    has_latents = is_latent(module)
+    check_attention(module, key, value, attention_mask, kwargs, layer.pending, is_latent=has_latents)
+    expanded = None
+    if has_latents:
+        # Only the first forward of a prefill gets all columns expanded.
+        expanded = (query, key, value) if not layer.packed and layer.key is None else None
+        query, key, value = absorb(module, query, layer)
     step = Step(context.index, query, key, value, context.hidden, scale)
     if layer.packed:
         token_mask = None if forward.valid is None else forward.valid.to(query.device)
@@ -212,13 +235,34 @@ def kvbench_attention(
         if layer.coding is not None:
             layer.coding.age(layer)
     else:
-        output = _dense_attention(query, layer, forward, scale, context.index)
+        dense_kv = layer.extend()
+        if getattr(module, "store_full_length_kv", False):
+            forward.shared_kv[id(layer)] = dense_kv
+        inputs = (query, *dense_kv) if expanded is None else expanded
+        output = _dense_attention(*inputs, forward, scale, context.index)
         pruning = forward.cache.pruning
         if pruning is not None and context.index == pruning.layer - 1:
             forward.pruner = step
     if forward.on_layer is not None:
         forward.on_layer(forward, layer, step)
+    if has_latents and expanded is None:
+        output = expand_output(module, output)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _read_shared(query: Tensor, context: _AttentionContext, scale: float) -> Tensor:
+    """Compute attention of a layer without K and V of its own over those of an earlier layer."""
+    forward, layer = context.forward, context.layer
+    if id(layer) in forward.shared_kv:
+        return _dense_attention(query, *forward.shared_kv[id(layer)], forward, scale, context.index)
+    if forward.cache.readings:
+        raise UserError("a policy that reads selected entries does not support layers that share keys and values")
+    # transformers may compute only the last columns of these layers.
+    skipped_columns = forward.new_columns - query.shape[2]
+    token_mask = None if forward.valid is None else forward.valid[:, skipped_columns:].to(query.device)
+    decoded_layer = layer if layer.coding is None else layer.coding.decoded(layer)
+    first_column = forward.first_column + skipped_columns
+    return attend(reordered(query, layer.order), decoded_layer, first_column, scale, (), token_mask)[0]
 
 
 def _prune_before(forward: Forward, model_inputs: dict[str, Any]) -> dict[str, Any]:
@@ -251,21 +295,15 @@ def _prune_between(forward: Forward, output: Tensor) -> None:
         )
 
 
-def _dense_attention(query: Tensor, layer: RaggedLayer, forward: Forward, scale: float, layer_index: int) -> Tensor:
-    """Compute causal attention of new queries over all columns of an uncompressed layer."""
+def _dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, forward: Forward, scale: float, layer_index: int
+) -> Tensor:
+    """Compute causal attention of the newest queries over all columns of an uncompressed layer."""
     cache = forward.cache
     hides_pruned = cache.pruned is not None and cache.pruning is not None and layer_index >= cache.pruning.layer
-    key, value = layer.extend()
-    group_size = query.shape[1] // key.shape[1]
-    new_columns, column_count = query.shape[2], key.shape[2]
-    needs_no_mask = not cache.padded and new_columns in (1, column_count) and not hides_pruned
-    # Without a mask a GPU kernel shares K and V within a group; otherwise K and V must be repeated.
-    shares_kv = needs_no_mask and query.device.type == "cuda"
-    if group_size > 1 and not shares_kv:
-        key, value = key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1)
-    if needs_no_mask:
-        is_causal = new_columns > 1
-        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=shares_kv)
+    query_count, column_count = query.shape[2], key.shape[2]
+    if not cache.padded and query_count in (1, column_count) and not hides_pruned:
+        return dense_attention(query, key, value, None, scale, is_causal=query_count > 1)
     if forward.mask is None or forward.mask.device != query.device:
         column_indices = torch.arange(column_count, device=query.device)
         self_columns = column_indices[forward.first_column :, None]
@@ -285,7 +323,7 @@ def _dense_attention(query: Tensor, layer: RaggedLayer, forward: Forward, scale:
             self_columns = column_indices == column_indices[forward.first_column :, None]  # a pruned query sees itself
             forward.blind_mask = causal_mask & (~cache.pruned.to(query.device)[:, None, None] | self_columns)
         causal_mask = forward.blind_mask
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_mask, scale=scale)
+    return dense_attention(query, key, value, causal_mask[:, :, -query_count:], scale)
 
 
 AttentionInterface.register(NAME, kvbench_attention)
@@ -319,6 +357,8 @@ class Attachment:
         self._outer_depth = len(_ACTIVE)
         self._active: Forward | None = None  # the forward in progress
         self._token_ids: Tensor | None = None  # of the call in progress: a vision model's decoder gets embeddings
+        self._token_mask: Tensor | None = None  # of the call in progress
+        self._has_media = False
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -344,12 +384,18 @@ class Attachment:
                 module.register_forward_pre_hook(enter_attention, with_kwargs=True),
                 module.register_forward_hook(_leave_attention, with_kwargs=True, always_call=True),
             ]
+        for layer_id, module in reading_modules(self.model):
+            enter_reading = partial(self._enter_reading, layer_id)
+            self._handles += [
+                module.register_forward_pre_hook(enter_reading, with_kwargs=True),
+                module.register_forward_hook(_leave_attention, with_kwargs=True, always_call=True),
+            ]
 
     def remove(self) -> None:
         """Restore the model."""
         for handle in self._handles:
             handle.remove()
-        for _, module in attention_modules(self.model):
+        for _, module in (*attention_modules(self.model), *reading_modules(self.model)):
             module.__dict__.pop("_kvbench", None)
         del _ACTIVE[self._outer_depth :]
         self.decoder.set_attn_implementation(self._previous_attention)
@@ -357,6 +403,10 @@ class Attachment:
 
     def _record_tokens(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
         self._token_ids = keywords.get("input_ids", arguments[0] if arguments else None)
+        self._token_mask = keywords.get("attention_mask")
+        self._has_media = any(
+            name.startswith("pixel_values") and pixels is not None for name, pixels in keywords.items()
+        )
 
     def _open_forward(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> Any:
         # A forward interrupted by Ctrl-C leaves this state behind, because torch then runs no hooks.
@@ -366,6 +416,12 @@ class Attachment:
         if not isinstance(cache, RaggedCache):
             return None
         cache.ready()
+        if isinstance(keywords.get("attention_mask"), dict):  # Gemma 3 and 4 make their masks before the decoder
+            if self._has_media:
+                raise UserError(
+                    f"{family_of(module)} lets image tokens see later ones, which kvbench does not implement"
+                )
+            keywords = {**keywords, "attention_mask": self._token_mask}
         token_ids = keywords.get("input_ids", arguments[0] if arguments else None)
         model_input = token_ids if token_ids is not None else keywords["inputs_embeds"]
         if token_ids is None and self._token_ids is not None:
@@ -426,6 +482,16 @@ class Attachment:
             return
         hidden_states: Tensor = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
         module.__dict__["_kvbench"] = _AttentionContext(self._active, layer, layer_index, hidden_states)
+
+    def _enter_reading(self, layer_id: int, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        context = None
+        if self._active is not None:
+            layer = self._active.cache.layers[layer_id]
+            assert isinstance(layer, RaggedLayer)
+            layer_index = self._active.cache.ragged.index(layer)
+            hidden_states: Tensor = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
+            context = _AttentionContext(self._active, layer, layer_index, hidden_states, is_reading=True)
+        module.__dict__["_kvbench"] = context
 
 
 def _leave_attention(module: nn.Module, arguments: Any, keywords: dict[str, Any], outputs: Any) -> None:

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.engine.dense import has_flash, sink_attention
 from kvbench.engine.kernels.launch import by_triton
 from kvbench.engine.layer import RaggedLayer
+from kvbench.view.softmax import attention_weights, capped, is_plain, sinks_of
 
 _WIDEST = 256
 """Largest head dimension supported by the kernel's tiles."""
@@ -34,20 +36,23 @@ def attend(
         query: `[B, H_q, n, d]`.
         layer: A packed layer.
         first_column: Logical column of the first new query.
-        scale: Scaling factor of the logits.
+        scale: Scaling factor of the logits, with a soft cap and sinks if the family has them (`LogitScale`).
         powers: Also sum these powers of the attention weights over the queries.
         valid_queries: New queries that are tokens, bool `[B, n]`; None: all. Padding is not accumulated.
 
     Returns:
-        Output `[B, H_q, n, d]`, and by power the accumulated attention of every entry from each query head, float32
+        Output `[B, H_q, n, d_v]`, and by power the accumulated attention of every entry from each query head, float32
         `[entries, G]` in the order of `layer.rows()`.
     """
     needs_gradient = torch.is_grad_enabled() and query.requires_grad
-    if by_triton(query) and query.shape[-1] <= _WIDEST and not needs_gradient:
+    assert layer.key is not None and layer.value is not None
+    kernel_fits = is_plain(scale) and query.shape[-1] == layer.value.shape[-1] <= _WIDEST
+    if by_triton(query) and kernel_fits and not needs_gradient:
         return _attend_kernel(query, layer, first_column, scale, powers, valid_queries)
     if query.device.type != "cpu":
         return _attend_padded(query, layer, first_column, scale, powers, valid_queries)
-    if powers:
+    by_sdpa = is_plain(scale) or (has_flash(query, layer.key, layer.value, scale) and not needs_gradient)
+    if powers or not by_sdpa:
         return _attend_segments_mass(query, layer, first_column, scale, powers, valid_queries)
     return _attend_segments(query, layer, first_column, scale), {}
 
@@ -86,8 +91,11 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale
     """
     batch_size, query_heads, query_count, head_dim = query.shape
     kv_heads, group_size = layer.heads, query_heads // layer.heads
+    sinks = sinks_of(scale)
+    row_sinks = None if sinks is None else sinks.view(kv_heads, group_size).repeat_interleave(query_count, 1)
     key, value, columns = layer.key, layer.value, layer.col
     assert key is not None and value is not None
+    value_dim = value.shape[-1]
     grouped_query = query.reshape(batch_size, kv_heads, group_size * query_count, head_dim)
     query_columns = torch.arange(first_column, first_column + query_count, dtype=torch.int32).repeat(group_size)[
         :, None
@@ -98,26 +106,38 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale
         segments = slice(sequence_index * kv_heads, (sequence_index + 1) * kv_heads)
         first_rows, lengths, capacities = layer.start[segments], layer.length[segments], layer.room[segments]
         if lengths.count(lengths[0]) == capacities.count(capacities[0]) == kv_heads:
-            sdpa_calls = [(sequence_query, first_rows[0], lengths[0], capacities[0])]
+            sdpa_calls = [(sequence_query, slice(None), first_rows[0], lengths[0], capacities[0])]
         else:
-            sdpa_calls = [*zip(sequence_query.split(1, 1), first_rows, lengths, lengths, strict=True)]
-        for head_query, first_row, entry_count, capacity in sdpa_calls:
+            head_slices = [slice(kv_head, kv_head + 1) for kv_head in range(kv_heads)]
+            sdpa_calls = [*zip(sequence_query.split(1, 1), head_slices, first_rows, lengths, lengths, strict=True)]
+        for head_query, head_slice, first_row, entry_count, capacity in sdpa_calls:
             if entry_count == 0:
-                output.append(torch.zeros_like(head_query[0]))
+                output.append(head_query.new_zeros(*head_query.shape[1:3], value_dim))
                 continue
             query_rows, mask = head_query.shape[1], None
             # Slicing takes several operations, which add up to half the time of a decode step.
-            shape, stride = (1, query_rows, entry_count, head_dim), (0, capacity * head_dim, head_dim, 1)
-            segment_key = key.as_strided(shape, stride, storage_offsets[0] + first_row * head_dim)
-            segment_value = value.as_strided(shape, stride, storage_offsets[1] + first_row * head_dim)
+            segment_key = key.as_strided(
+                (1, query_rows, entry_count, head_dim),
+                (0, capacity * head_dim, head_dim, 1),
+                storage_offsets[0] + first_row * head_dim,
+            )
+            segment_value = value.as_strided(
+                (1, query_rows, entry_count, value_dim),
+                (0, capacity * value_dim, value_dim, 1),
+                storage_offsets[1] + first_row * value_dim,
+            )
             if query_count > 1:
                 entry_columns = columns.as_strided(
                     (query_rows, 1, entry_count), (capacity, 0, 1), storage_offsets[2] + first_row
                 )
                 # A padding query precedes every entry of its row; its output is never read.
                 mask = ((entry_columns <= query_columns) | (query_columns < entry_columns[..., :1]))[None]
-            output.append(F.scaled_dot_product_attention(head_query, segment_key, segment_value, mask, scale=scale)[0])
-    return torch.cat(output).view(batch_size, query_heads, query_count, head_dim)
+            inputs = head_query, segment_key, segment_value, mask
+            if row_sinks is None:
+                output.append(F.scaled_dot_product_attention(*inputs, scale=scale)[0])
+            else:
+                output.append(sink_attention(*inputs, scale, row_sinks[head_slice])[0])
+    return torch.cat(output).view(batch_size, query_heads, query_count, value_dim)
 
 
 def _attend_segments_mass(
@@ -133,7 +153,8 @@ def _attend_segments_mass(
     group_size = query_heads // layer.heads
     assert layer.key is not None and layer.value is not None
     grouped_query = query.reshape(batch_size * layer.heads, group_size, query_count, head_dim).float().unbind(0)
-    output = torch.zeros(batch_size * layer.heads, group_size, query_count, head_dim, dtype=query.dtype)
+    value_dim = layer.value.shape[-1]
+    output = torch.zeros(batch_size * layer.heads, group_size, query_count, value_dim, dtype=query.dtype)
     attention_sums: dict[int, list[Tensor]] = {power: [] for power in powers}
     query_columns = torch.arange(first_column, first_column + query_count, dtype=torch.int32)[:, None]
     for segment, (first_row, entry_count) in enumerate(zip(layer.start, layer.length, strict=True)):
@@ -145,8 +166,9 @@ def _attend_segments_mass(
         for block_start in range(0, query_count if entry_count else 0, block_size):
             block_rows = slice(block_start, min(block_start + block_size, query_count))
             is_hidden = (entry_columns > query_columns[block_rows]) & (query_columns[block_rows] >= entry_columns[0])
-            logits = (grouped_query[segment][:, block_rows] @ key.T * scale).masked_fill_(is_hidden, float("-inf"))
-            weights = logits.softmax(-1)
+            logits = capped(grouped_query[segment][:, block_rows] @ key.T * scale, scale)
+            logits = logits.masked_fill_(is_hidden, float("-inf"))
+            weights = attention_weights(logits, scale, segment % layer.heads)
             output[segment][:, block_rows] = (weights @ value).to(query.dtype)
             is_token = query_columns[block_rows] >= entry_columns[0]
             if valid_queries is not None:
@@ -155,7 +177,7 @@ def _attend_segments_mass(
                 power_sums[power] += (weights.pow(power) * is_token).sum(1)
         for power in powers:
             attention_sums[power].append(power_sums[power].T)
-    return output.view(batch_size, query_heads, query_count, head_dim), {
+    return output.view(batch_size, query_heads, query_count, value_dim), {
         power: torch.cat(segment_sums) for power, segment_sums in attention_sums.items()
     }
 
@@ -181,11 +203,11 @@ def _attend_padded(
     # Queries without any entry (padding, an empty segment) see everything; they are never read.
     sees_nothing = ~is_visible.any(-1, keepdim=True)
     attention_mask = (is_visible | sees_nothing)[:, :, None]
-    if not powers:
+    if not powers and is_plain(scale):
         expanded_mask = attention_mask.expand(-1, -1, group_size, -1, -1).flatten(2, 3)
         grouped_query = query.reshape(batch_size, layer.heads, group_size * query_count, head_dim)
         output = F.scaled_dot_product_attention(grouped_query, key, value, attn_mask=expanded_mask, scale=scale)
-        return output.view(batch_size, query_heads, query_count, head_dim), {}
+        return output.view(batch_size, query_heads, query_count, value.shape[-1]), {}
     grouped_query = query.reshape(batch_size, layer.heads, group_size, query_count, head_dim)
     is_token = ~sees_nothing
     if valid_queries is not None:
@@ -196,10 +218,11 @@ def _attend_padded(
     block_size = max(1, _BLOCK // (query_heads * max(1, key.shape[2])))
     for block_start in range(0, query_count, block_size):
         block_rows = slice(block_start, block_start + block_size)
-        logits = (grouped_query[:, :, :, block_rows].float() @ broadcast_key.transpose(-1, -2)) * scale
-        weights = logits.masked_fill_(~attention_mask[:, :, :, block_rows], float("-inf")).softmax(-1)
+        logits = capped(grouped_query[:, :, :, block_rows].float() @ broadcast_key.transpose(-1, -2) * scale, scale)
+        logits = logits.masked_fill_(~attention_mask[:, :, :, block_rows], float("-inf"))
+        weights = attention_weights(logits, scale)
         output_blocks.append(weights @ broadcast_value)
         for power in powers:
             power_sums[power] += (weights.pow(power) * is_token[:, :, None, block_rows]).sum(3)
-    output = torch.cat(output_blocks, 3).to(query.dtype).view(batch_size, query_heads, query_count, head_dim)
+    output = torch.cat(output_blocks, 3).to(query.dtype).view(batch_size, query_heads, query_count, value.shape[-1])
     return output, {power: sums.transpose(2, 3)[live_mask] for power, sums in power_sums.items()}

@@ -2,8 +2,8 @@
 
 A full-attention layer is dense during prefill (`[B, H, S, d]`) and packed once compressed: one K and one V of rows
 `[rows, d]`. Segment `s = b * H + h` owns the rows `start[s] : start[s] + length[s]`, and `col[row]` is the logical
-column of a row. Evicted entries are freed. Sliding-window layers stay those of transformers. Lengths are mirrored on
-the CPU, so that no layer waits for the device.
+column of a row. Evicted entries are freed. Sliding-window layers and recurrent states stay those of transformers.
+Lengths are mirrored on the CPU, so that no layer waits for the device.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
+    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
 )
 
 from kvbench.engine.eviction_state import EvictionState
 from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.linear import RaggedHybridLayer, combine_states, copied, reset_states, states_of
 from kvbench.engine.observers import SurprisalObserver
 from kvbench.engine.pruning import Pruning, TowerFacts
 from kvbench.engine.reading import Reading
@@ -60,13 +64,11 @@ class RaggedCache(Cache):
     """
 
     def __init__(self, config: Any) -> None:
-        layers = [
-            RaggedLayer() if type(layer) is DynamicLayer else layer for layer in DynamicCache(config=config).layers
-        ]
+        layers = [_layer_for(layer) for layer in DynamicCache(config=config).layers]
         unsupported = {
             type(candidate).__name__
             for candidate in layers
-            if not isinstance(candidate, RaggedLayer) and type(candidate) is not DynamicSlidingWindowLayer
+            if not isinstance(candidate, RaggedLayer) and type(candidate) not in _UNCHANGED
         }
         if unsupported:
             raise UserError(f"layers of kind {', '.join(sorted(unsupported))} do not support eviction")
@@ -103,6 +105,8 @@ class RaggedCache(Cache):
                 # transformers 5.17 only zeroes these tensors in its own reset.
                 layer.keys = layer.values = None
                 layer.is_initialized, layer.cumulative_length = False, 0
+            if isinstance(layer, LinearAttentionLayer):
+                reset_states(layer)
         self.reset_sequences()
 
     def ready(self) -> None:
@@ -114,9 +118,14 @@ class RaggedCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
 
     @property
-    def slides(self) -> bool:
-        """Return whether there are sliding-window layers, which count padding columns too."""
-        return any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self.layers)
+    def forbids_gaps(self) -> bool:
+        """Return whether padding between tokens changes results: sliding windows count it, recurrent states read it."""
+        return any(isinstance(layer, DynamicSlidingWindowLayer | LinearAttentionLayer) for layer in self.layers)
+
+    def state_bytes(self, sequence_index: int | None = None) -> int:
+        """Return the bytes of recurrent and convolution states, of one sequence or of all; nothing evicts them."""
+        states = [state for layer in self.layers for state in states_of(layer)]
+        return sum(state.nbytes // (1 if sequence_index is None else len(state)) for state in states)
 
     @property
     def batch(self) -> int:
@@ -209,7 +218,7 @@ class RaggedCache(Cache):
         assert self.valid is not None
         token_count = int(self.valid[sequence_index].sum())
         return sum(
-            token_count * layer.heads * 2 * layer.dim * layer.key.element_size()
+            token_count * layer.heads * layer.entry_numbers * layer.key.element_size()
             for layer in self.ragged
             if layer.key is not None
         )
@@ -237,7 +246,7 @@ class RaggedCache(Cache):
     def fork(self) -> Self:
         """Return an independent copy; dense tensors are shared."""
         forked = copy.copy(self)
-        forked.layers = [layer.fork() if isinstance(layer, RaggedLayer) else copy.copy(layer) for layer in self.layers]
+        forked.layers = [layer.fork() if isinstance(layer, RaggedLayer) else copied(layer) for layer in self.layers]
         forked.observers = {need: observer.fork() for need, observer in self.observers.items()}
         forked.token_observers = {need: observer.fork() for need, observer in self.token_observers.items()}
         forked.ids = None if self.ids is None else [*self.ids]
@@ -355,13 +364,16 @@ class RaggedCache(Cache):
         stacked.budget_entries = [item for source_cache in caches for item in (source_cache.budget_entries or [])]
         stacked.held_entries = [item for source_cache in caches for item in (source_cache.held_entries or [])]
         layers: list[Any] = []
+        layer: Any
         for layer_parts in zip(*(source_cache.layers for source_cache in caches), strict=True):
             ragged_layers = [layer_part for layer_part in layer_parts if isinstance(layer_part, RaggedLayer)]
-            layers.append(
-                _stack_ragged(ragged_layers, shifts, column_count)
-                if ragged_layers
-                else _stack_sliding(list(layer_parts), column_count)
-            )
+            if ragged_layers:
+                layer = _stack_ragged(ragged_layers, shifts, column_count)
+            elif isinstance(layer_parts[0], DynamicSlidingWindowLayer):
+                layer = _stack_sliding(list(layer_parts), column_count)
+            else:
+                layer = copy.copy(layer_parts[0])
+            layers.append(combine_states(layer, layer_parts, torch.cat))
         stacked.layers = layers
         return stacked
 
@@ -370,6 +382,19 @@ class RaggedCache(Cache):
         self.eviction_state, self.observers, self.token_observers = None, {}, {}
         for layer in self.ragged:
             layer.extras, layer.state = {}, []
+
+
+_UNCHANGED = (DynamicSlidingWindowLayer, LinearAttentionLayer, DummyLayer)
+"""Layers of transformers that the ragged cache uses as they are."""
+
+
+def _layer_for(layer: Any) -> Any:
+    """Return the layer that replaces one of transformers' dynamic cache."""
+    if type(layer) is DynamicLayer:
+        return RaggedLayer()
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        return RaggedHybridLayer(layer.number_of_states)
+    return layer
 
 
 def _dense_sequence(layer: Any, sequence_slice: slice, tokens: int) -> Any:
@@ -383,12 +408,12 @@ def _dense_sequence(layer: Any, sequence_slice: slice, tokens: int) -> Any:
         )
         sequence_layer.key, sequence_layer.value = (tensor.contiguous() for tensor in key_value)
         sequence_layer.batch, sequence_layer.seen = 1, tokens
-    elif sequence_layer.is_initialized:
+    elif isinstance(sequence_layer, DynamicSlidingWindowLayer) and sequence_layer.is_initialized:
         column_count = min(tokens, sequence_layer.keys.shape[2])
         sequence_layer.keys = sequence_layer.keys[sequence_slice, :, -column_count:]
         sequence_layer.values = sequence_layer.values[sequence_slice, :, -column_count:]
         sequence_layer.cumulative_length = tokens
-    return sequence_layer
+    return combine_states(sequence_layer, [layer], lambda states: states[0][sequence_slice].clone())
 
 
 def _stack_ragged(layer_parts: list[RaggedLayer], shifts: list[int], column_count: int) -> RaggedLayer:

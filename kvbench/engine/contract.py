@@ -15,8 +15,8 @@ from transformers.masking_utils import causal_mask_function
 
 from kvbench.errors import UserError
 
-IMPLEMENTED = frozenset({"sliding_window"})
-"""Keywords that change attention and that kvbench implements (through the mask of sliding layers)."""
+IMPLEMENTED = frozenset({"s_aux", "sliding_window", "softcap"})
+"""Keywords that change attention and that kvbench implements: sinks, soft caps, and windows through their mask."""
 
 HARMLESS = frozenset(
     {
@@ -36,9 +36,7 @@ HARMLESS = frozenset(
 """Keywords of a model's forward that reach attention functions but change no attention weight."""
 
 _MEANINGS = {
-    "s_aux": "attention sinks",
     "sinks": "attention sinks",
-    "softcap": "a soft cap on its logits",
     "position_bias": "a position bias",
     "indices": "sparse attention",
     "block_indices": "sparse attention",
@@ -78,6 +76,8 @@ def check_attention(
     mask: Tensor | None,
     keywords: Mapping[str, Any],
     cached: tuple[Tensor, Tensor] | None,
+    *,
+    is_latent: bool = False,
 ) -> None:
     """Refuse attention of a full layer over a ragged cache that is not plain softmax attention.
 
@@ -85,6 +85,7 @@ def check_attention(
         mask: Mask or bias passed by the module; kvbench's own mask of full layers is None.
         keywords: See `check_keywords`.
         cached: Keys and values that the cache returned to the module; None if it did not use the cache.
+        is_latent: Whether the cache returned latents, which the module expands to `key` and `value`.
 
     Raises:
         UserError: kvbench does not implement this attention; the message gives the reason.
@@ -92,12 +93,10 @@ def check_attention(
     check_keywords(module, keywords)
     if mask is not None:
         raise _refusal(module, "makes an attention mask or bias of its own")
-    if cached is None or key is not cached[0] or value is not cached[1]:
+    if cached is None or not (is_latent or (key is cached[0] and value is cached[1])):
         raise _refusal(module, "changes keys or values between cache and attention")
     if keywords.get("sliding_window") is not None:
         raise _refusal(module, "has a sliding window in a layer that caches all tokens")
-    if key.shape != value.shape:
-        raise _refusal(module, "has keys and values of different sizes")
 
 
 def check_mask(config: Any, mask_function: Callable[..., Any] | None) -> None:

@@ -315,7 +315,7 @@ class Batch:
             responses: One response per row of the batch.
             logits: Logits after each row's last prompt token, `[rows, vocabulary]`.
         """
-        width = 1 if self.cache.eviction_state is not None or self.cache.slides else BLOCK
+        width = 1 if self.cache.eviction_state is not None or self.cache.forbids_gaps else BLOCK
         for response, row_logits in zip(responses, logits, strict=True):
             response.measure(row_logits[None])
         while not all(response.reason for response in responses):

@@ -15,6 +15,7 @@ from kvbench.engine.eviction_state import EvictionState, goes_on, spare_entries
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.reading import readings
 from kvbench.engine.threads import now
+from kvbench.errors import UserError
 from kvbench.plugin import ModelInfo, Policy
 
 
@@ -84,7 +85,9 @@ def _pack(source_layer: RaggedLayer, target_layer: RaggedLayer, decision: Decisi
     assert source_layer.key is not None and source_layer.value is not None
     key = source_layer.key if decision.key is None else decision.key
     value = source_layer.value if decision.value is None else decision.value
-    target_layer.seen, target_layer.dim, target_layer.scale = source_layer.seen, source_layer.dim, source_layer.scale
+    target_layer.seen, target_layer.scale = source_layer.seen, source_layer.scale
+    target_layer.dim, target_layer.value_dim = source_layer.dim, source_layer.value_dim
+    target_layer.is_latent = source_layer.is_latent
     target_layer.dtype, target_layer.device = source_layer.dtype, source_layer.device
     target_layer.is_initialized = True
     columns = torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
@@ -111,6 +114,11 @@ def pack_layer(
     """
     target_layer.state = eviction_step.state_of(layer_index)
     target_layer.coding = Coding.of(eviction_step.policy)
+    if target_layer.coding is not None and source_layer.dim != source_layer.value_dim:
+        raise UserError(
+            f"{eviction_step.policy} stores entries in another format, which needs keys and values of the same size; "
+            "this model's differ"
+        )
     if eviction_step.policy.key_channels < 1:
         assert target_layer.coding is not None and source_layer.key is not None
         key = source_layer.key if decision.key is None else decision.key

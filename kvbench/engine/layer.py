@@ -30,7 +30,9 @@ class RaggedLayer(CacheLayerMixin):
         extras: Per-entry state (packed): the policy's by name, `[rows]`, and ongoing observations by need, `[rows, G]`.
         state: Merger state between eviction steps: per sequence, tensors `[1, ...]` by name; empty before the first
             step.
-        scale: Scaling factor of the attention logits.
+        scale: Scaling factor of the attention logits; see `LogitScale`.
+        dim, value_dim: Channels of a key and of a value.
+        is_latent: Whether entries are latents of MLA, whose value is a part of the key.
         coding: Storage format of packed keys and values; None stores them unchanged.
         order: Channel order of packed keys, `[B, H, d]`; None is the model's order.
     """
@@ -45,7 +47,8 @@ class RaggedLayer(CacheLayerMixin):
         """Reset the layer to its initial state."""
         self.seen = 0
         self.packed = False
-        self.batch = self.heads = self.dim = 0
+        self.batch = self.heads = self.dim = self.value_dim = 0
+        self.is_latent = False
         self.scale = 1.0
         self.coding: Coding | None = None
         self.order: Tensor | None = None
@@ -68,6 +71,7 @@ class RaggedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Read shapes, dtype and device from the first keys."""
         self.batch, self.heads, _, self.dim = key_states.shape
+        self.value_dim = value_states.shape[-1]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -180,7 +184,7 @@ class RaggedLayer(CacheLayerMixin):
         target_rows = (segment_starts + segment_lengths + token_ranks[:, None]).reshape(-1)
         columns = torch.arange(first_column, first_column + new_columns, dtype=torch.int32, device=key.device)
         columns = columns.expand(self.batch, self.heads, new_columns).reshape(-1)
-        flat_key, flat_value = key.reshape(-1, self.dim), value.reshape(-1, self.dim)
+        flat_key, flat_value = key.reshape(-1, self.dim), value.reshape(-1, value.shape[-1])
         if token_mask is not None:
             is_token = token_mask[:, None].expand(-1, self.heads, -1).reshape(-1)
             target_rows, columns = target_rows[is_token], columns[is_token]
@@ -414,17 +418,22 @@ class RaggedLayer(CacheLayerMixin):
         """Return the bytes of one element of K or V in the model's dtype."""
         return 0 if self.key is None else self.key.element_size()
 
+    @property
+    def entry_numbers(self) -> int:
+        """Return the numbers of one entry; latents store the value as a part of the key."""
+        return self.dim + (0 if self.is_latent else self.value_dim)
+
     def entry_bytes(self) -> int:
         """Return the bytes of one entry: K, V and per-entry state."""
         extra_bytes = sum(extra.element_size() * extra[0].numel() for extra in self.extras.values() if len(extra))
-        return 2 * self.dim * self.number_bytes + extra_bytes
+        return self.entry_numbers * self.number_bytes + extra_bytes
 
     def live_bytes(self, sequence_index: int | None = None) -> int:
         """Return the bytes of the live entries of one sequence or of all: K, V and per-entry state."""
         if self.coding is None or not self.packed or self.key is None:
             return self.entries(sequence_index) * self.entry_bytes()
         number_bytes = self.number_bytes
-        extra_bytes = self.entries(sequence_index) * (self.entry_bytes() - 2 * self.dim * number_bytes)
+        extra_bytes = self.entries(sequence_index) * (self.entry_bytes() - self.entry_numbers * number_bytes)
         segments = (
             slice(None)
             if sequence_index is None

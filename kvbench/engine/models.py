@@ -3,48 +3,123 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.pytorch_utils import Conv1D
 
+from kvbench.engine import latent
 from kvbench.engine.quantization import plain_weight
 from kvbench.errors import UserError
 from kvbench.view import ModelInfo
 
+OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "wo", "c_proj", "output_linear")
+"""Names that families give to the output projection of attention."""
+
+_EVICTABLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+_DECODERS: WeakKeyDictionary[nn.Module, weakref.ref[Any]] = WeakKeyDictionary()
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return whether a module belongs to a layer of the cache and calls transformers' attention function."""
+    if not isinstance(getattr(module, "layer_idx", None), int):
+        return False
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "attention_interface" in code.co_varnames
+
 
 def decoder_of(model: nn.Module) -> Any:
-    """Return the text decoder: the module that holds the layers, without vision towers."""
-    decoder = model.model if hasattr(model, "model") else model
-    decoder = decoder.language_model if hasattr(decoder, "language_model") else decoder
-    if not hasattr(decoder, "layers"):
-        raise UserError(f"kvbench cannot find the decoder layers of {type(model).__name__}")
+    """Return the text decoder: the smallest pretrained model that holds all its attention modules.
+
+    Raises:
+        UserError: No module uses transformers' attention interface.
+    """
+    if model not in _DECODERS:
+        _DECODERS[model] = weakref.ref(_find_decoder(model))
+    decoder = _DECODERS[model]()
+    assert decoder is not None
+    return decoder
+
+
+def _find_decoder(model: Any) -> nn.Module:
+    text_config = type(model.config.get_text_config(decoder=True))
+    attention_names = [
+        name
+        for name, module in model.named_modules()
+        if is_attention(module) and isinstance(getattr(module, "config", None), text_config)
+    ]
+    if not attention_names:
+        raise UserError(
+            f"{type(model).__name__} does not use transformers' attention interface, which kvbench needs; "
+            "docs/models.md lists the supported families"
+        )
+    decoder: nn.Module = model
+    for name, module in model.named_modules():
+        holds_all = all(attention_name.startswith(f"{name}.") for attention_name in attention_names)
+        if holds_all and isinstance(module, PreTrainedModel):
+            decoder = module
     return decoder
 
 
 def full_layer_ids(model: nn.Module) -> list[int]:
     """Return the `layer_idx` of the full-attention layers, from which entries are evicted."""
     layers = DynamicCache(config=decoder_of(model).config).layers
-    return [layer_id for layer_id, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    return [layer_id for layer_id, layer in enumerate(layers) if type(layer) in _EVICTABLE]
 
 
 def attention_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
     """Return the attention modules of the full-attention layers, each with its index among them.
 
     Raises:
-        UserError: A layer has no attention module where kvbench looks for it.
+        UserError: A layer has no attention module, or several.
     """
-    decoder, modules = decoder_of(model), []
-    for layer_index, layer in enumerate(full_layer_ids(model)):
-        module = getattr(decoder.layers[layer], "self_attn", None)
-        if not isinstance(module, nn.Module):
+    modules: dict[int, list[nn.Module]] = {}
+    for module in decoder_of(model).modules():
+        if is_attention(module) and not is_reading(module) and "cross" not in type(module).__name__.lower():
+            modules.setdefault(int(module.layer_idx), []).append(module)
+    layer_ids = full_layer_ids(model)
+    for layer_id in layer_ids:
+        if (module_count := len(modules.get(layer_id, ()))) != 1:
             raise UserError(
-                f"kvbench cannot find the attention of {type(model).__name__}: layer {layer} has no self_attn"
+                f"layer {layer_id} of {type(model).__name__} has {module_count} modules with transformers' attention "
+                "interface, but kvbench needs exactly one"
             )
-        modules.append((layer_index, module))
-    return modules
+    return [(layer_index, modules[layer_id][0]) for layer_index, layer_id in enumerate(layer_ids)]
+
+
+def is_reading(module: nn.Module) -> bool:
+    """Return whether an attention module has no keys and values of its own but reads those of an earlier layer."""
+    return bool(getattr(module, "is_kv_shared_layer", False))
+
+
+def reading_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
+    """Return the modules that read a full-attention layer's keys and values, each with the `layer_idx` of that layer.
+
+    In Gemma 3n and Gemma 4 the last layers share those of the last layer of their kind that has its own.
+    """
+    decoder = decoder_of(model)
+    layer_ids = full_layer_ids(model)
+    layer_types = getattr(decoder.config, "layer_types", None) or []
+    return [
+        (layer_ids[-1], module)
+        for module in decoder.modules()
+        if is_attention(module) and is_reading(module) and layer_types[module.layer_idx] == "full_attention"
+    ]
+
+
+def output_projection(attention: nn.Module) -> nn.Module | None:
+    """Return the output projection of an attention module; None if it has no known name."""
+    for name in OUTPUT_PROJECTIONS:
+        projection = getattr(attention, name, None)
+        if isinstance(projection, nn.Module):
+            return projection
+    return None
 
 
 def model_info(model: nn.Module) -> ModelInfo:
@@ -55,42 +130,46 @@ def model_info(model: nn.Module) -> ModelInfo:
     """
     modules = [module for _, module in attention_modules(model)]
     config: Any = decoder_of(model).config
+    is_mla = any(latent.is_latent(module) for module in modules)
     if not modules:
         raise UserError(f"{type(model).__name__} has only sliding-window layers: there is nothing to evict")
     parameter_dtypes = (
         parameter.dtype for parameter in decoder_of(model).parameters() if parameter.is_floating_point()
     )
     dtype = next(parameter_dtypes, torch.float32)
-    query_heads = _size(model, "num_attention_heads")
-    kv_heads, hidden_size = _size(model, "num_key_value_heads"), _size(model, "hidden_size")
-    head_dim = _size(model, "head_dim", default=hidden_size // query_heads)
+    shapes = {_shape(model, layer_id, module) for layer_id, module in zip(full_layer_ids(model), modules, strict=True)}
+    if len(shapes) > 1:
+        raise UserError(
+            f"{type(model).__name__} has full-attention layers with different heads; kvbench needs equal ones"
+        )
+    query_heads, kv_heads, head_dim = shapes.pop()
+    hidden_size = int(config.hidden_size)
     embedding: Any = getattr(decoder_of(model), "rotary_emb", None)
     layer_kinds: list[str] | None = None
     if embedding is not None and "layer_type" in inspect.signature(embedding.forward).parameters:
         layer_kinds = [config.layer_types[layer_id] for layer_id in full_layer_ids(model)]  # each kind has its own
 
     def output_weight(layer: int) -> Tensor:
-        attention_module: Any = modules[layer]
-        weight = plain_weight(attention_module.o_proj, query_heads * int(head_dim), dtype)
+        projection: Any = output_projection(modules[layer])
+        input_count = int(getattr(projection, "in_features", 0)) or query_heads * head_dim
+        weight = plain_weight(projection, input_count, dtype)
+        if isinstance(projection, Conv1D):  # GPT-2 stores the transposed matrix
+            weight = weight.T
         # A copy, because a policy that writes to it must not change the model.
-        return weight.clone().view(weight.shape[0], query_heads, int(head_dim)).permute(1, 2, 0)
+        head_weights = weight.clone().view(weight.shape[0], query_heads, -1).permute(1, 2, 0)
+        return latent.output_weight(modules[layer], head_weights) if is_mla else head_weights
 
     def project(layer: int, hidden: Tensor) -> Tensor:
         attention_module: Any = modules[layer]
-        if hasattr(attention_module, "qkv_proj"):  # Phi-3
-            joint: Tensor = attention_module.qkv_proj(hidden)
-            return joint
-        return torch.cat(
-            [
-                projection(hidden)
-                for projection in (
-                    attention_module.q_proj,
-                    attention_module.k_proj,
-                    attention_module.v_proj,
-                )
-            ],
-            -1,
-        )
+        joint_projection = getattr(attention_module, "qkv_proj", None)  # Phi-3
+        if joint_projection is not None:
+            projected: Tensor = joint_projection(hidden)
+        else:
+            projections = attention_module.q_proj, attention_module.k_proj, attention_module.v_proj
+            projected = torch.cat([projection(hidden) for projection in projections], -1)
+        if projected.shape[-1] != (query_heads + 2 * kv_heads) * head_dim:
+            raise UserError(f"the projections of {type(model).__name__} are not plain queries, keys and values")
+        return projected
 
     def rotary(layer: int, position: Tensor) -> tuple[Tensor, Tensor]:
         if embedding is None:
@@ -101,37 +180,42 @@ def model_info(model: nn.Module) -> ModelInfo:
         return cos[0].to(position.device), sin[0].to(position.device)
 
     has_projections = _has(modules, "qkv_proj") or _has(modules, "q_proj", "k_proj", "v_proj")
+    has_output = all(output_projection(module) is not None for module in modules)
     return ModelInfo(
         name=str(getattr(config, "_name_or_path", "")) or type(model).__name__,
         layers=len(modules),
         kv_heads=kv_heads,
         query_heads=query_heads,
-        head_dim=int(head_dim),
+        head_dim=head_dim,
         hidden_size=hidden_size,
-        output_weight=output_weight if _has(modules, "o_proj") else _without(model, "o_proj"),
+        output_weight=output_weight if has_output else _without(model, "output projection"),
         project=project if has_projections else _without(model, "q_proj, k_proj and v_proj"),
-        rotary=rotary,
+        rotary=_without(model, "rotary embedding of whole keys") if is_mla else rotary,
     )
 
 
-def _size(model: nn.Module, field: str, default: int | None = None) -> int:
-    """Read a size shared by all layers from a model's configuration.
+def _shape(model: nn.Module, layer_id: int, attention: Any) -> tuple[int, int, int]:
+    """Return the query heads, KV heads and channels of a key of one full-attention layer.
 
     Raises:
-        UserError: The configuration has no such size, or one for each kind of layer.
+        UserError: The configuration has no number of heads.
     """
     config: Any = decoder_of(model).config
-    try:
-        size = getattr(config, field, None) or default
-    except Exception:  # transformers raises its own error where layers differ
-        size = None
-    if not isinstance(size, int) or size < 1:
-        raise UserError(f"{type(model).__name__} has no {field} that holds for all its layers, which kvbench needs")
-    return size
+    if hasattr(config, "per_layer_config"):  # layers of one model can differ
+        config = config.per_layer_config[layer_id]
+    query_heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(query_heads, int) or query_heads < 1:
+        raise UserError(f"{type(model).__name__} has no num_attention_heads, which kvbench needs")
+    if latent.is_latent(attention):
+        return query_heads, 1, latent.entry_dim(attention)
+    # Not num_key_value_heads: configurations of families without grouped queries accept any.
+    kv_heads = query_heads // (getattr(attention, "num_key_value_groups", None) or 1)
+    head_dim = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None)
+    return query_heads, kv_heads, int(head_dim or config.hidden_size // query_heads)
 
 
 def _has(modules: list[nn.Module], *names: str) -> bool:
-    return all(hasattr(module, module_name) for module in modules for module_name in names)
+    return all(getattr(module, name, None) is not None for module in modules for name in names)
 
 
 def _without(model: nn.Module, names: str) -> Callable[..., Any]:

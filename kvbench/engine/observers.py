@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvbench.plugin import Replay
 from kvbench.view import AttentionMass, ModelInfo, Need, Observer, PerToken, Queries
+from kvbench.view.softmax import attention_weights, capped
 
 _BLOCK = 1 << 22
 """Maximum number of float32 attention weights held at once per sequence while columns are summed."""
@@ -411,9 +412,9 @@ def column_sums(
         column_positions = key_positions[:, None, None, masked_start:visible_end]
         is_hidden = ((column_positions > row_positions) | (column_positions < 0))[:, :, None]
         logits = scaled_query.unflatten(1, (kv_heads, -1)).flatten(2, 3) @ transposed[..., :visible_end]
-        logits = logits.view(batch_size, kv_heads, -1, block_stop - block_start, visible_end)
+        logits = capped(logits, scale).view(batch_size, kv_heads, -1, block_stop - block_start, visible_end)
         logits[..., masked_start:].masked_fill_(is_hidden, float("-inf"))
-        weights = logits.softmax(-1)
+        weights = attention_weights(logits, scale)
         if not is_unpadded:  # a missing query sees no key, so its softmax is NaN
             weights = weights.masked_fill_((row_positions < 0)[:, :, None], 0.0)
         column_totals[..., :visible_end] += weights.sum(3) if power == 1 else weights.square_().sum(3)

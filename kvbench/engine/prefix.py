@@ -18,6 +18,7 @@ from kvbench.engine.evict import compress_cache, compress_together, start_evicti
 from kvbench.engine.eviction_state import first_budget, goes_on
 from kvbench.engine.integrity import Ledger
 from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.linear import combine_states
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.pruning import Pruning, watching
 from kvbench.engine.replay import observe_replays
@@ -330,7 +331,9 @@ class Prefix:
             budget_cache = self.cache.fork()
             packed_layers = iter([layer.sequence(budget_index) for layer in packed_cache.ragged])
             budget_cache.layers = [
-                next(packed_layers) if isinstance(cache_layer, RaggedLayer) else cache_layer
+                combine_states(next(packed_layers), [cache_layer], lambda states: states[0])
+                if isinstance(cache_layer, RaggedLayer)
+                else cache_layer
                 for cache_layer in budget_cache.layers
             ]
             budget_cache.budget_entries, budget_cache.held_entries = [entry_budget], [entry_count]

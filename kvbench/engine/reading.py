@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.engine.dense import materialised_attention
 from kvbench.engine.integrity import versions
 from kvbench.engine.layer import RaggedLayer
 from kvbench.errors import BudgetError, BudgetRefused
 from kvbench.plugin import Blocks, Policy, Reader
 from kvbench.view import ModelInfo
 from kvbench.view.shown import check_floating
+from kvbench.view.softmax import is_plain
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ def attend_few(
     Raises:
         BudgetError: A rating's shape differs from the contract of `Reader.rate`.
     """
-    output, read_masks = torch.zeros_like(query), []
+    assert layer.value is not None
+    output, read_masks = query.new_zeros(*query.shape[:3], layer.value.shape[-1]), []
     for sequence_index, reading in enumerate(row_readings):
         read_mask = query.new_zeros(layer.heads, query.shape[2], 0, dtype=torch.bool)
         if token_counts[sequence_index]:
@@ -183,11 +186,13 @@ def _attend_row(
         row_indices, attention_mask = row_indices.gather(1, read_mask[:, 0].nonzero()[:, 1].view(kv_heads, -1)), None
     else:  # a padding query precedes all entries of its row; it sees everything and is never read
         sees_nothing = (visible_counts == 0)[:, None]
-        attention_mask = (
-            (read_mask | sees_nothing).unsqueeze(1).expand(-1, grouped_query.shape[1], -1, -1).flatten(1, 2)
-        )
-        attention_mask = attention_mask[None]
+        attention_mask = (read_mask | sees_nothing)[None]
     key, value = layer.key[row_indices], layer.value[row_indices]
+    if not is_plain(scale):
+        output = materialised_attention(query[None], key[None], value[None], attention_mask, scale)
+        return output[0], read_mask
+    if attention_mask is not None:
+        attention_mask = attention_mask.unsqueeze(2).expand(-1, -1, grouped_query.shape[1], -1, -1).flatten(2, 3)
     output = F.scaled_dot_product_attention(
         grouped_query.reshape(1, kv_heads, -1, head_dim),
         key[None],
@@ -195,7 +200,7 @@ def _attend_row(
         attn_mask=attention_mask,
         scale=scale,
     )
-    return output[0].view(-1, query_count, head_dim), read_mask
+    return output[0].view(-1, query_count, value.shape[-1]), read_mask
 
 
 def read_entries(

@@ -18,6 +18,7 @@ from kvbench.engine.observers import ReplayObserver
 from kvbench.errors import UserError
 from kvbench.plugin import Replay
 from kvbench.view import ModelInfo
+from kvbench.view.softmax import attention_weights, capped
 
 LEAD = 8
 """Number of tokens replayed before a chunk to give the model its context."""
@@ -134,10 +135,11 @@ class _ChunkObserver(ReplayObserver):
         for block_start in range(0, query_count, block_size):
             scaled_query = q[:, :, block_start : block_start + block_size].float() * scale
             block_rows = scaled_query.shape[2]
-            logits = scaled_query.unflatten(1, (kv_heads, -1)).flatten(2, 3) @ keys.transpose(-1, -2)
+            logits = capped(scaled_query.unflatten(1, (kv_heads, -1)).flatten(2, 3) @ keys.transpose(-1, -2), scale)
             query_columns = torch.arange(block_start, block_start + block_rows, device=q.device)
             logits = logits.view(1, kv_heads, -1, block_rows, column_count)
-            weights = logits.masked_fill_(key_columns > query_columns[:, None], float("-inf")).softmax(-1)
+            is_later = key_columns > query_columns[:, None]
+            weights = attention_weights(logits.masked_fill_(is_later, float("-inf")), scale)
             received = weights[..., sink_count : sink_count + self.end - self.start]
             if value_norms is not None:
                 hidden_norms = hidden[:, block_start : block_start + block_rows].float().norm(dim=-1)

@@ -379,7 +379,7 @@ class _Contexts:
         row = self.worker.row(cell, prompt)
         coding = cache.ragged[0].coding
         runs = cache.eviction_state is not None or cell.policy.read is not None
-        if not (runs or coding is not None or cache.slides or row.given):
+        if not (runs or coding is not None or cache.forbids_gaps or row.given):
             cache.detach_state()
             question_ids = prompt.question_ids
             self._done(self.pool.add(Pooled(row, cache, question_ids, logits, response)))
@@ -429,7 +429,7 @@ class _Contexts:
         """Decode answers in one batch."""
         worker = self.worker
         start_time = now(worker.device)
-        if not question_fed and answers[0].cache.slides:
+        if not question_fed and answers[0].cache.forbids_gaps:
             for answer in answers:  # padding would push tokens out of the sliding windows
                 answer.logits = forward(worker.model, answer.cache, worker.tensor(answer.prompt.question_ids))
         caches = [answer.cache for answer in answers]

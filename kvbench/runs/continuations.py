@@ -118,7 +118,8 @@ class Continuations:
             response: All fields known before measuring.
         """
         pending = _Pending(cell, prompt, response)
-        if cache.eviction_state is not None or cache.readings or cache.slides or cache.ragged[0].coding is not None:
+        is_coded = cache.ragged[0].coding is not None
+        if cache.eviction_state is not None or cache.readings or cache.forbids_gaps or is_coded:
             self._measure_single(pending, cache)
             return
         cache.detach_state()
@@ -208,7 +209,7 @@ class Continuations:
         evict_seconds = 0.0 if cache.eviction_state is None else cache.eviction_state.seconds
         columns = [peak_columns(cache, 0)]
         longer_texts = [text for text in pending.texts if text.pending_ids]
-        if cache.slides:  # padding would push tokens out of the sliding windows
+        if cache.forbids_gaps:  # padding would push tokens out of the sliding windows
             for text in longer_texts:
                 branch_cache = cache.fork()
                 feed_text(model, branch_cache, text, 1 if evicts else BLOCK)

@@ -84,7 +84,7 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
                 waiting_caches = (dialogue.cache for queue in queues.values() for dialogue in queue)
                 # Padding would push tokens out of sliding windows, and a forward takes the images
                 # of one dialogue: there a dialogue goes alone.
-                runs_alone = cache.slides or _shows(turns)
+                runs_alone = cache.forbids_gaps or _shows(turns)
                 if runs_alone or not worker.batching.has_room(len(queue), waiting_caches):
                     _hold(worker, queues.pop(policy), turn_width, done_keys)
     for queue in queues.values():
@@ -151,7 +151,7 @@ def _turns(worker: Worker, dialogues: list[Dialogue], turn_width: int) -> Iterat
             pixels = worker.pixels(dialogues[0].turns[turn].request.delta_media) if has_media else None
             logits = batch.feed(
                 turn_tokens,
-                longest_turn if cache.slides or has_media else max(turn_width, longest_turn),
+                longest_turn if cache.forbids_gaps or has_media else max(turn_width, longest_turn),
                 pixels,
             )
         rows = [worker.row(dialogue.cell, dialogue.turns[min(turn, len(dialogue.turns) - 1)]) for dialogue in dialogues]

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvbench.errors import BudgetError
 from kvbench.moments import Moment
 from kvbench.view.needs import ModelInfo, Need, Queries
+from kvbench.view.softmax import attention_weights, capped
 
 
 class View:
@@ -42,7 +43,7 @@ class View:
         asked: Tokens of the question, which are the last of every sequence; 0 if the cache holds no question, or
             tokens after it.
         model: Shapes and output projections of the model.
-        scale: Scale of the attention logits.
+        scale: Scale of the attention logits; see `LogitScale`.
         seed: Noise seed of every sequence, int64 `[B]`, from the run's seed and the context.
         visual: Which entries belong to images and videos, bool `[B, H, n]`; False everywhere in a text model.
         pruned: Which of the visual entries the prefill has pruned, bool `[B, H, n]`; see `VisualTokens`.
@@ -184,13 +185,13 @@ class View:
             queries, window = queries[:, :, -last:], last
         batch_size, kv_heads, entry_count = self.shape
         queries = queries.unflatten(1, (kv_heads, self.model.group)).flatten(2, 3)
-        logits = (queries @ self.key.float().transpose(-1, -2)) * self.scale
+        logits = capped((queries @ self.key.float().transpose(-1, -2)) * self.scale, self.scale)
         logits = logits.view(batch_size, kv_heads, self.model.group, -1, entry_count)
         distances = torch.arange(window - 1, -1, -1, device=queries.device)
         is_visible = (self.age[:, :, None, :] >= distances[:, None]) & self.valid[:, :, None, :]
         logits = logits.masked_fill(~is_visible[:, :, None], float("-inf"))
         is_query = (distances < self.length[:, None])[:, None, None, :, None]
-        attention = torch.softmax(logits, -1).nan_to_num(0.0) * is_query
+        attention = attention_weights(logits, self.scale).nan_to_num(0.0) * is_query
         return attention.flatten(1, 2)
 
     def noise(self, stream: int = 0) -> Tensor:

@@ -17,7 +17,7 @@ import kvbench
 from kvbench.engine.contract import check_attention, check_keywords, check_mask
 from kvbench.engine.driver import check_supported
 from kvbench.engine.loading import load_model
-from kvbench.engine.models import model_info
+from kvbench.engine.models import attention_modules, model_info
 from kvbench.errors import UserError
 
 from .conftest import FAMILIES, SIZE, build
@@ -27,47 +27,20 @@ SLIDING: dict[str, Any] = {
     "sliding_window": 16,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
 }
-LATENT: dict[str, Any] = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 24,
-    "v_head_dim": 12,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_key_value_heads": 8,
+BY_EAGER: dict[str, dict[str, Any]] = {
+    "gpt_oss": {**MOE, **SLIDING, "head_dim": 16},
+    "granite_swa": SLIDING,
+    "flint": {},
+    "gemma2": {**SLIDING, "attn_logit_softcapping": 2.0},
 }
+"""Families with sinks or soft caps, which transformers does not load with SDPA, and what their configuration needs."""
 NOT_YET = {
-    "gpt_oss": ({**MOE, **SLIDING, "head_dim": 16}, "gpt_oss attention passes s_aux (attention s"),
-    "granite_swa": (SLIDING, "granite_swa attention passes s_aux (attention sinks), which kvbench"),
-    "flint": ({}, "flint attention passes s_aux (attention sinks), which kvbench does not"),
-    "gemma2": (SLIDING, "gemma2 attention passes softcap (a soft cap on its logits), which kvb"),
     "doge": ({}, "doge attention makes an attention mask or bias of its own, which kvbench does"),
     "diffllama": ({}, "diffllama attention changes keys or values between cache and attention, w"),
-    "deepseek_v3": (LATENT, "deepseek_v3 attention changes keys or values between cache and atten"),
-    "gemma4_text": (
-        {
-            **SLIDING,
-            "global_head_dim": 32,
-            "head_dim": 16,
-            "num_kv_shared_layers": 0,
-            "vocab_size_per_layer_input": 128,
-            "hidden_size_per_layer_input": 8,
-        },
-        "Gemma4ForCausalLM has no head_dim that holds for all its layers, which kvbench needs",
-    ),
-    "jetmoe": ({}, "kvbench cannot find the attention of JetMoeForCausalLM: layer 0 has no self_a"),
-    "lfm2": (
-        {"layer_types": ["conv", "full_attention", "conv"]},
-        "layers of kind LinearAttentionLayer do not support eviction",
-    ),
+    "jetmoe": ({}, "jetmoe attention changes keys or values between cache and attention, which kv"),
+    "recurrent_gemma": ({}, "RecurrentGemmaForCausalLM has only sliding-window layers: there is no"),
 }
 """By family: what its configuration needs, and how the refusal begins."""
-SDPA = {"gpt_oss", "granite_swa", "flint", "gemma2"}
-"""Families that transformers does not load with SDPA, which kvbench asks for."""
 
 
 def random_model(family: str, **more: Any) -> Any:
@@ -93,9 +66,9 @@ def test_an_attachment_refuses_what_it_would_compute_wrongly(family: str, policy
         kvbench.kept(model, IDS, "snapkv:window=4", 0.5)
 
 
-@pytest.mark.parametrize("family", sorted(SDPA))
+@pytest.mark.parametrize("family", sorted(BY_EAGER))
 def test_a_model_that_transformers_has_no_sdpa_for_is_refused_in_one_short_line(family: str, tmp_path: Path) -> None:
-    random_model(family, **NOT_YET[family][0]).save_pretrained(tmp_path)
+    random_model(family, **BY_EAGER[family]).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="attention sinks or soft caps, which kvb") as refused:
         load_model(str(tmp_path), None, torch.device("cpu"), torch.float32)
     assert len(str(refused.value).replace(str(tmp_path), "")) < 200
@@ -103,13 +76,13 @@ def test_a_model_that_transformers_has_no_sdpa_for_is_refused_in_one_short_line(
 
 @torch.no_grad()
 def test_a_policy_that_reads_projections_of_other_names_is_refused() -> None:
-    model = random_model("phi")
-    kvbench.kept(model, IDS, "snapkv:window=4", 0.5)
-    with pytest.raises(UserError, match="PhiForCausalLM has no o_proj, which the policy reads"):
-        kvbench.kept(model, IDS, "criticalkv:window=4", 0.5)
-    fused = random_model("gpt_neox")
-    with pytest.raises(UserError, match="cannot find the decoder layers"):
-        kvbench.kept(fused, IDS, "snapkv:window=4", 0.5)
+    model = random_model("gpt_neox")
+    kvbench.kept(model, IDS, "criticalkv:window=4", 0.5)
+    with pytest.raises(UserError, match="GPTNeoXForCausalLM has no q_proj, k_proj and v_proj, which"):
+        model_info(model).project(0, torch.zeros(1, 1, 128))
+    falcon = random_model("falcon")
+    with pytest.raises(UserError, match="FalconForCausalLM does not use transformers' attention interface"):
+        kvbench.kept(falcon, IDS, "snapkv:window=4", 0.5)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mistral_sliding"])
@@ -118,12 +91,24 @@ def test_supported_families_keep_the_contract(family: str) -> None:
     model_info(build(family)).output_weight(0)
 
 
+@pytest.mark.parametrize("family", sorted(BY_EAGER))
 @torch.no_grad()
-def test_a_forward_without_our_cache_is_refused_too() -> None:
-    """SDPA drops attention sinks without a word."""
-    model = random_model("flint")
-    with pytest.raises(UserError, match="passes s_aux"), kvbench.attach(model, "full", "full"):
-        model(IDS, past_key_values=DynamicCache(config=model.config))
+def test_a_forward_without_our_cache_keeps_sinks_and_caps(family: str) -> None:
+    """SDPA drops both without a word."""
+    model = random_model(family, **BY_EAGER[family])
+    for name, parameter in model.named_parameters():
+        if "sink" in name:
+            parameter.normal_(std=2.0)
+    model.set_attn_implementation("eager")
+    expected = model(IDS).logits
+    with kvbench.attach(model, "full", "full"):
+        actual = model(IDS, past_key_values=DynamicCache(config=model.config)).logits
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    for _, module in attention_modules(model):
+        module.config.attn_logit_softcapping, module.sinks = None, None
+        module.attn_logit_softcapping = None
+    with kvbench.attach(model, "full", "full"):
+        assert (model(IDS).logits - expected).abs().max() > 1e-2
 
 
 @torch.no_grad()
@@ -145,7 +130,7 @@ def test_attention_past_the_interface_is_refused(monkeypatch: pytest.MonkeyPatch
         return hidden_states, None
 
     monkeypatch.setattr(LlamaAttention, "forward", forward)
-    with pytest.raises(UserError, match=r"^llama attention does not use transformers' attention in"):
+    with pytest.raises(UserError, match=r"^layer 0 of LlamaForCausalLM has 0 modules with transformers' attention"):
         check_supported(build("llama"))
 
 
@@ -186,8 +171,8 @@ def test_keys_values_masks_and_windows_must_be_those_of_the_cache() -> None:
         with pytest.raises(UserError, match=told):
             check_attention(module(), *arguments)
     narrow = value[..., :2]
-    with pytest.raises(UserError, match="keys and values of different sizes"):
-        check_attention(module(), key, narrow, None, {}, (key, narrow))
+    check_attention(module(), key, narrow, None, {}, (key, narrow))
+    check_attention(module(), key.clone(), value, None, {}, (key, value), is_latent=True)
 
 
 def test_a_mask_that_is_not_causal_is_refused() -> None:

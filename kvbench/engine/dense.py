@@ -1,0 +1,103 @@
+"""Softmax attention over dense keys and values, with soft caps and attention sinks where a family has them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvbench.view.softmax import attention_weights, cap_of, capped, is_plain, sinks_of
+
+_BLOCK = 1 << 23
+"""Maximum number of float32 attention weights held at once per sequence, if weights are materialised."""
+
+
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, *, is_causal: bool = False
+) -> Tensor:
+    """Compute softmax attention; KV heads may be fewer than query heads.
+
+    Args:
+        query: `[B, H_q, n, d]`.
+        key, value: `[B, H, S, d]` and `[B, H, S, d_v]`.
+        mask: Bool (true: visible) or additive mask, broadcastable to `[B, 1, n, S]`; None: all.
+        scale: Scaling factor of the logits, with a soft cap and sinks if the family has them.
+        is_causal: Whether query `i` sees the keys up to `i`; `mask` is None then.
+
+    Returns:
+        `[B, H_q, n, d_v]`.
+    """
+    learns = torch.is_grad_enabled() and query.requires_grad
+    sinks = sinks_of(scale)
+    if is_plain(scale):
+        group_size = query.shape[1] // key.shape[1]
+        # On a CPU and, without a mask, on a GPU, kernels share K and V within a group; elsewhere they must be repeated.
+        shares_kv = not learns and (query.device.type == "cpu" or mask is None)
+        if group_size > 1 and not shares_kv:
+            key, value = key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1)
+        enable_gqa = group_size > 1 and shares_kv
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if sinks is not None and not learns and has_flash(query, key, value, scale):
+        return sink_attention(query, key, value, mask, scale, sinks[:, None], is_causal=is_causal)
+    return materialised_attention(query, key, value, mask, scale, is_causal=is_causal)
+
+
+def has_flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
+    """Return whether `sink_attention` can compute an attention."""
+    return query.device.type == "cpu" and cap_of(scale) is None and query.shape[-1] == key.shape[-1] == value.shape[-1]
+
+
+def sink_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor,
+    *,
+    is_causal: bool = False,
+) -> Tensor:
+    """Compute attention with sinks on a CPU at the speed of attention without.
+
+    A sink only adds to the denominator of the softmax, so the plain output is multiplied by
+    `sigmoid(logsumexp - sink)`, where the kernel returns the log-sum-exp.
+
+    Args:
+        query, key, value, mask, is_causal: See `dense_attention`.
+        sinks: Sink logits, broadcastable to `[B, H_q, n]`.
+    """
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    output, log_total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=mask, scale=float(scale)
+    )
+    weighted: Tensor = output * torch.sigmoid(log_total - sinks)[..., None].to(output.dtype)
+    return weighted
+
+
+def materialised_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, *, is_causal: bool = False
+) -> Tensor:
+    """Compute `dense_attention` with materialised weights, by blocks of queries.
+
+    The mask can differ between KV heads: `[B, H, n, S]`.
+    """
+    kv_heads, column_count, query_count = key.shape[1], key.shape[2], query.shape[2]
+    grouped_query = query.unflatten(1, (kv_heads, -1)).float()
+    transposed_key, grouped_value = key.float()[:, :, None].transpose(-1, -2), value.float()[:, :, None]
+    columns = torch.arange(column_count, device=query.device)
+    block_size = max(1, _BLOCK // (query.shape[1] * column_count))
+    blocks = []
+    for block_start in range(0, query_count, block_size):
+        rows = slice(block_start, min(block_start + block_size, query_count))
+        logits = capped(grouped_query[:, :, :, rows] @ transposed_key * scale, scale)
+        if is_causal:
+            logits = logits.masked_fill(columns > columns[rows, None], float("-inf"))
+        elif mask is not None:
+            block_mask = (mask if mask.shape[-2] == 1 else mask[..., rows, :])[:, :, None]
+            is_bool = mask.dtype == torch.bool
+            logits = logits.masked_fill(~block_mask, float("-inf")) if is_bool else logits + block_mask
+        blocks.append(attention_weights(logits, scale).nan_to_num(0.0) @ grouped_value)
+    return torch.cat(blocks, 3).flatten(1, 2).to(query.dtype)
