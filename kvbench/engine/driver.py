@@ -5,6 +5,8 @@ It serves `kvbench.attach`, prefixes and their cells, head profiles and analyses
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -165,6 +167,10 @@ def forward(
     position_shift: Tensor | None = None
     if rotary_model(model) is not None:
         model_inputs["position_ids"], position_shift = _positions(model, cache, token_ids, token_mask, model_inputs)
+    elif cache.valid is not None and token_mask is None and not cache.padded and takes_positions(type(model)):
+        # As `generate` does: Bamba counts from 0 in every forward without them.
+        start, end = cache.valid.shape[1], cache.valid.shape[1] + token_ids.shape[1]
+        model_inputs["position_ids"] = torch.arange(start, end, device=token_ids.device)[None]
     if token_mask is not None and cache.valid is not None:
         token_mask = torch.cat([cache.valid, token_mask.bool()], 1)
     # The attachment supplies positions and the mask of cached columns.
@@ -179,6 +185,12 @@ def forward(
     if position_shift is not None:
         cache.shift = position_shift
     return logits[:, -1] if logit_count is None else logits
+
+
+@functools.cache
+def takes_positions(model_class: type[nn.Module]) -> bool:
+    """Return whether the forward of a class of models takes positions."""
+    return "position_ids" in inspect.signature(model_class.forward).parameters
 
 
 def _positions(

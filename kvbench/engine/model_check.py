@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import json
 import math
 import time
@@ -27,8 +26,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvbench.budget import Budget
 from kvbench.engine.contract import family_of
-from kvbench.engine.driver import engine, feed_one_by_one
-from kvbench.engine.models import decoder_of
+from kvbench.engine.driver import engine, feed_one_by_one, takes_positions
+from kvbench.engine.models import decoder_of, is_attention
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import UserError, first_lines, out_of_memory
 from kvbench.files import State, cache_dir, digest_of, replacing, state_of
@@ -219,14 +218,12 @@ def measure_model(model: nn.Module) -> ModelCheck:
     weights = [parameter for parameter in decoder.parameters() if parameter.is_floating_point()]
     is_exact = all(weight.dtype in (torch.float32, torch.float64) for weight in weights) and not _is_quantised(model)
     token_ids = _text(decoder)
-    # As `generate` does, because some decoders count from 0 in every forward.
-    has_positions = "position_ids" in inspect.signature(decoder.forward).parameters
-    positions = torch.arange(_TEXT, device=token_ids.device)[None] if has_positions else None
+    positions = torch.arange(_TEXT, device=token_ids.device)[None] if takes_positions(type(decoder)) else None
 
     def run_stock(widths: Sequence[int]) -> None:
         cache = DynamicCache(config=decoder.config)
         with _explained(decoder, "transformers itself cannot run it"):
-            _run(decoder, token_ids, widths, cache, positions)
+            _run(decoder, token_ids, positions, widths, cache)
 
     attention_records = [_Record(module) for module in decoder.modules() if is_attention(module)]
     state_records = [_Record(module) for module in decoder.modules() if _may_have_state(module)]
@@ -235,10 +232,10 @@ def measure_model(model: nn.Module) -> ModelCheck:
     state_records = [record for record in state_records if record.has_cache and record.is_whole]
     with engine(model), _hooked(attention_records, _Record.replaying), _explained(decoder, "kvbench cannot run it yet"):
         prefix = Prefix(model, ())
-        _run(decoder, token_ids[:, :_PROMPT], [_PROMPT], prefix.cache)
+        _run(decoder, token_ids, positions, [_PROMPT], prefix.cache)
         keep_all = Compression(build_policy("full"), Budget.parse("full"), "context", 0)
         (packed_cache,) = prefix.compress([keep_all])  # decoding has another attention function than the prefill
-        _run(decoder, token_ids[:, _PROMPT:], _ONE_BY_ONE[1:], packed_cache)
+        _run(decoder, token_ids, positions, _ONE_BY_ONE[1:], packed_cache)
     attention_errors = _errors(attention_records)
     continuations: list[tuple[ModuleError, ...]] = []
     for widths in (_CHUNK, _WHOLE) if state_records else ():
@@ -252,12 +249,6 @@ def measure_model(model: nn.Module) -> ModelCheck:
         *continuations,
         seconds=time.perf_counter() - started,
     )
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Return whether a module computes attention of a layer with transformers' attention interface."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return _layer_of(module) is not None and code is not None and "attention_interface" in code.co_varnames
 
 
 def _layer_of(module: nn.Module) -> int | None:
@@ -288,13 +279,9 @@ def _text(decoder: Any) -> Tensor:
     return token_ids.to(next(decoder.parameters()).device)
 
 
-def _run(decoder: Any, token_ids: Tensor, widths: Sequence[int], cache: Any, positions: Tensor | None = None) -> None:
-    """Run a text in forwards of the given widths.
-
-    Args:
-        positions: Positions of the tokens; None for the decoder's own.
-    """
-    column = 0
+def _run(decoder: Any, token_ids: Tensor, positions: Tensor | None, widths: Sequence[int], cache: Any) -> None:
+    """Run the next tokens of a text on a cache, in forwards of the given widths."""
+    column = cache.get_seq_length()
     for width in widths:
         columns = slice(column, column := column + width)
         inputs = {} if positions is None else {"position_ids": positions[:, columns]}
