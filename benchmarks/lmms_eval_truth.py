@@ -27,8 +27,7 @@ from typing import Any
 import kvbench
 from benchmarks.lmms_eval_rows import ROWS, TABLES, served
 from benchmarks.lmms_eval_stock import stock_model
-from kvbench.engine.loading import load_config, load_tokenizer
-from kvbench.engine.vision import load_processor
+from kvbench.engine.loading import load_config, load_processor, load_tokenizer
 from kvbench.files import cache_dir
 from kvbench.harness import lmms_tasks
 from kvbench.harness.lmms_eval import LmmsEvalHarness

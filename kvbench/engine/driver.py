@@ -5,6 +5,8 @@ It serves `kvbench.attach`, prefixes and their cells, head profiles and analyses
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from kvbench.engine.attachment import Forward, Step, attached
 from kvbench.engine.cache import RaggedCache
+from kvbench.engine.contract import family_of
 from kvbench.engine.evict import after_forward
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, head_of, rotary_model
@@ -21,6 +24,9 @@ from kvbench.engine.showing import ViewBuilder
 from kvbench.engine.vision import media_positions
 from kvbench.errors import UserError
 from kvbench.view import AttentionMass, ModelInfo, Need, PerToken
+
+_ONE_BY_ONE = "_kvbench_one_by_one"
+"""Attribute of a model whose tokens enter a cache one by one."""
 
 Watch = Callable[[Forward, RaggedLayer, Step], None]
 """Called with every layer of a forward, after the driver has processed it."""
@@ -109,6 +115,11 @@ def check_supported(model: nn.Module) -> None:
         forward(model, RaggedCache(decoder_of(model).config), token_ids)
 
 
+def feed_one_by_one(model: nn.Module) -> None:
+    """Let new tokens enter a cache of a model one by one, because its own code ignores recurrent states otherwise."""
+    model.__dict__[_ONE_BY_ONE] = True
+
+
 def left_padded(token_rows: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
     """Return the token ids of several rows, padded on the left, and their token mask, `[B, width]` each, on the CPU.
 
@@ -143,10 +154,23 @@ def forward(
     Returns:
         Logits after the last token, `[B, vocabulary]`; with `logit_count`, `[B, logit_count, vocabulary]`.
     """
+    if cache.valid is not None and token_ids.shape[1] > 1 and model.__dict__.get(_ONE_BY_ONE):
+        if pixels:
+            raise UserError(f"{family_of(model)} cannot see images after its first tokens; put them first")
+        masks = [None] * token_ids.shape[1] if token_mask is None else token_mask.split(1, 1)
+        column_logits = [
+            forward(model, cache, column, mask, 1) for column, mask in zip(token_ids.split(1, 1), masks, strict=True)
+        ]
+        last_logits = torch.cat(column_logits[-(logit_count or 1) :], 1)
+        return last_logits[:, -1] if logit_count is None else last_logits
     model_inputs: dict[str, Tensor] = dict(pixels or {})
     position_shift: Tensor | None = None
     if rotary_model(model) is not None:
         model_inputs["position_ids"], position_shift = _positions(model, cache, token_ids, token_mask, model_inputs)
+    elif cache.valid is not None and token_mask is None and not cache.padded and takes_positions(type(model)):
+        # As `generate` does: Bamba counts from 0 in every forward without them.
+        start, end = cache.valid.shape[1], cache.valid.shape[1] + token_ids.shape[1]
+        model_inputs["position_ids"] = torch.arange(start, end, device=token_ids.device)[None]
     if token_mask is not None and cache.valid is not None:
         token_mask = torch.cat([cache.valid, token_mask.bool()], 1)
     # The attachment supplies positions and the mask of cached columns.
@@ -161,6 +185,12 @@ def forward(
     if position_shift is not None:
         cache.shift = position_shift
     return logits[:, -1] if logit_count is None else logits
+
+
+@functools.cache
+def takes_positions(model_class: type[nn.Module]) -> bool:
+    """Return whether the forward of a class of models takes positions."""
+    return "position_ids" in inspect.signature(model_class.forward).parameters
 
 
 def _positions(

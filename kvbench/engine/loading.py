@@ -17,11 +17,16 @@ from transformers import (
 
 from kvbench.data.hub import unreachable
 from kvbench.engine.gguf import converted, described
+from kvbench.engine.model_check import Checked, check_model
 from kvbench.engine.models import decoder_of, devices_of, is_vision
 from kvbench.engine.quantization import check_quantization, scheme_config
+from kvbench.engine.vision import QWEN, images_only
 from kvbench.engine.weights import check_weights
 from kvbench.errors import UserError, first_lines, out_of_memory
-from kvbench.named import is_gguf, resolve_model
+from kvbench.named import is_gguf, model_digest, resolve_model
+
+ATTENTION = "sdpa"
+"""Attention implementation that the stock model is built with."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,6 +61,12 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return _DTYPES[dtype]
 
 
+def dtype_label(dtype: torch.dtype, quantised: str) -> str:
+    """Return a model's dtype as recorded, with the quantisation of its weights in brackets."""
+    label = str(dtype).removeprefix("torch.")
+    return f"{label} ({quantised})" if quantised else label
+
+
 # --- loading --------------------------------------------------------------------------------------
 
 
@@ -66,6 +77,11 @@ def load_config(model_name: str, revision: str | None = None) -> Any:
         UserError: It cannot be loaded; the message is one line.
     """
     return read_model(AutoConfig, model_name, revision)
+
+
+def model_revision(model_name: str, config: Any) -> str:
+    """Return the digest of a local model, or the commit of a hub model; "" if neither is known."""
+    return model_digest(model_name) or str(getattr(config, "_commit_hash", None) or "")
 
 
 def load_tokenizer(model_name: str, revision: str | None = None) -> Any:
@@ -95,6 +111,7 @@ def load_model(
     *,
     device_map: str | Mapping[str, Any] | None = None,
     quantization: str | None = None,
+    check: bool = True,
 ) -> nn.Module:
     """Load a causal or vision-language model for inference.
 
@@ -105,9 +122,11 @@ def load_model(
         dtype: Dtype of everything that is not quantised, and of the cache.
         device_map: As in transformers: `auto`, or module names to devices.
         quantization: One of `kvbench.engine.weight_schemes.PACKAGES`, for weights that are not quantised on disk.
+        check: Whether to compare its attention with transformers' own, unless it passed before; see `check_model`.
 
     Raises:
-        UserError: The model cannot be loaded, or its checkpoint is incomplete or damaged.
+        UserError: The model cannot be loaded, its checkpoint is incomplete or damaged, or kvbench does not implement
+            its attention.
     """
     load_options: dict[str, Any] = {}
     config = load_config(model_name, revision)
@@ -126,7 +145,7 @@ def load_model(
         revision,
         dtype=dtype,
         use_safetensors=True,
-        attn_implementation="sdpa",
+        attn_implementation=ATTENTION,
         output_loading_info=True,
         **load_options,
     )
@@ -137,7 +156,37 @@ def load_model(
     if is_gguf(source := resolve_model(model_name)) or is_vision(config):
         decoder_of(model).config._name_or_path = source  # the key of its gates and profiles
     loaded_model: nn.Module = model.eval().requires_grad_(False)
+    if check:
+        revision_digest = model_revision(model_name, config)
+        check_model(loaded_model, Checked(revision_digest, dtype_label(dtype, quantised), device.type, ATTENTION))
     return loaded_model
+
+
+def load_processor(model_name: str, revision: str | None, family: str, tokenizer: Any) -> Any:
+    """Load the processor of a vision-language model.
+
+    Without torchvision the processors of the Qwen-VL families read images but no videos.
+
+    Args:
+        model_name: A named model, a folder or a hub id.
+        revision: Revision of a hub model.
+        family: The `model_type` of its configuration.
+        tokenizer: The model's tokenizer.
+
+    Raises:
+        UserError: It cannot be loaded.
+    """
+    # Processors import torchvision, which takes seconds and which text models do not need.
+    from transformers import AutoImageProcessor, AutoProcessor
+
+    try:
+        processor = read_model(AutoProcessor, model_name, revision)
+        processor.tokenizer = tokenizer
+        return processor
+    except UserError as error:
+        if family not in QWEN or "orchvision" not in str(error):
+            raise
+    return images_only(family, read_model(AutoImageProcessor, model_name, revision), tokenizer)
 
 
 def read_model(auto_class: Any, model_name: str, revision: str | None, **options: Any) -> Any:

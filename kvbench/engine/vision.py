@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.benchmark import Medium
-from kvbench.engine.loading import read_model
 from kvbench.engine.models import rotary_model
 from kvbench.errors import UserError
 
@@ -18,39 +17,13 @@ Pixels = Mapping[str, Tensor]
 """Processor outputs for media, as keywords of the model's forward: `pixel_values` and more."""
 
 _TEXT = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
-_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Families whose processors need torchvision for videos."""
 _TILED = ("LlavaOnevision", "LlavaNext")
 """Processors whose tiling of an image can depend on the number of images."""
 
 
 # --- processors -----------------------------------------------------------------------------------
-
-
-def load_processor(model_name: str, revision: str | None, family: str, tokenizer: Any) -> Any:
-    """Load the processor of a vision-language model.
-
-    Without torchvision the processors of the Qwen-VL families read images but no videos.
-
-    Args:
-        model_name: A named model, a folder or a hub id.
-        revision: Revision of a hub model.
-        family: The `model_type` of its configuration.
-        tokenizer: The model's tokenizer.
-
-    Raises:
-        UserError: It cannot be loaded.
-    """
-    # Processors import torchvision, which takes seconds and which text models do not need.
-    from transformers import AutoImageProcessor, AutoProcessor
-
-    try:
-        processor = read_model(AutoProcessor, model_name, revision)
-        processor.tokenizer = tokenizer
-        return processor
-    except UserError as error:
-        if family not in _QWEN or "orchvision" not in str(error):
-            raise
-    return images_only(family, read_model(AutoImageProcessor, model_name, revision), tokenizer)
 
 
 def images_only(family: str, image_processor: Any, tokenizer: Any) -> Any:

@@ -15,11 +15,19 @@ from lmms_eval.api.model import lmms
 from kvbench.budget import Budget
 from kvbench.engine.block_quantizers import check_quantizer
 from kvbench.engine.driver import engine
-from kvbench.engine.loading import load_config, load_model, load_tokenizer, pick_device, pick_dtype
+from kvbench.engine.loading import (
+    ATTENTION,
+    load_config,
+    load_model,
+    load_processor,
+    load_tokenizer,
+    pick_device,
+    pick_dtype,
+)
 from kvbench.engine.models import is_vision
 from kvbench.engine.pruning import depth_problem, prunes
 from kvbench.engine.threads import thread_budget
-from kvbench.engine.vision import Vision, load_processor
+from kvbench.engine.vision import Vision
 from kvbench.errors import UserError, nearest
 from kvbench.harness import chat
 from kvbench.harness.lmms_prompts import answer_settings, split_messages
@@ -116,7 +124,7 @@ class KVBenchLMM(lmms):  # type: ignore[misc]
             seed=int(seed),
             dtype=str(torch_dtype).removeprefix("torch."),
             device=torch_device.type,
-            attention="sdpa",
+            attention=ATTENTION,
             chat_template="",
             data_hash="",
             task_version="",

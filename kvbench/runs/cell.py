@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from kvbench import registry
 from kvbench.budget import Budget
 from kvbench.engine.block_quantizers import quantizer_packages
+from kvbench.engine.model_check import Checked, recorded_check
 from kvbench.files import digest_of
 from kvbench.moments import Moment, Timing
 from kvbench.plugin import Policy
@@ -189,6 +190,8 @@ class Cell:
             recorded_versions["chat_template"] = self.chat_template
         if self.prompts:
             recorded_versions["prompts"] = self.prompts
+        if check := recorded_check(Checked(self.model_revision, self.dtype, self.device, self.attention)):
+            recorded_versions["model_check"] = check
         versions_json = json.dumps(recorded_versions, sort_keys=True)
         return {"cell": self.cell, "match": self.match, **self.labels, "versions": versions_json}
 

@@ -16,10 +16,19 @@ from kvbench.benchmark import Benchmark
 from kvbench.decoding import Thinking
 from kvbench.engine.block_quantizers import check_quantizer
 from kvbench.engine.gguf import gguf_packages
-from kvbench.engine.loading import load_config, load_tokenizer, pick_device, pick_dtype
+from kvbench.engine.loading import (
+    ATTENTION,
+    dtype_label,
+    load_config,
+    load_processor,
+    load_tokenizer,
+    model_revision,
+    pick_device,
+    pick_dtype,
+)
 from kvbench.engine.models import is_vision
 from kvbench.engine.quantization import check_quantization, quantization_packages
-from kvbench.engine.vision import Vision, load_processor
+from kvbench.engine.vision import Vision
 from kvbench.errors import LeftOut, UserError
 from kvbench.files import cache_dir
 from kvbench.harness.chat import check_template, check_thinking
@@ -30,7 +39,7 @@ from kvbench.harness.protocol import HarnessFlags, LoadedTask, Request, TaskSett
 from kvbench.judge.base import Judge
 from kvbench.judge.choosing import choose
 from kvbench.judge.rubrics import origin
-from kvbench.named import lexicon_of, local_model, model_digest, resolve_model
+from kvbench.named import lexicon_of, local_model, resolve_model
 from kvbench.plugin import Policy
 from kvbench.progress import Reporter
 from kvbench.runs.cell import Cell, CellVariant
@@ -266,7 +275,7 @@ class _Planner:
             seed=grid.seed,
             dtype=model.dtype_label,
             device=model.device.type,
-            attention="sdpa",
+            attention=ATTENTION,
             chat_template=self._template_hash(model, task_name, benchmark),
             data_hash=task.data_hash,
             task_version=task.version,
@@ -393,15 +402,14 @@ def _model_facts(grid: Grid, model_name: str) -> _Model:
     if is_vision(config):
         processor = load_processor(model_name, grid.revision, config.model_type, tokenizer)
         vision = Vision(processor, model_name)
-    dtype_label = str(dtype).removeprefix("torch.")
     return _Model(
         name=model_name,
         tokenizer=tokenizer,
         vision=vision,
         device=device,
         dtype=dtype,
-        dtype_label=f"{dtype_label} ({quantised})" if quantised else dtype_label,
-        revision=model_digest(model_name) or str(getattr(config, "_commit_hash", None) or ""),
+        dtype_label=dtype_label(dtype, quantised),
+        revision=model_revision(model_name, config),
         window=Window(model_name, int(getattr(text_config, "max_position_embeddings", 0) or 0)),
         template=uses_template,
         thinks=Thinking.of(tokenizer) is not None,

@@ -12,9 +12,9 @@ from PIL import Image
 
 from kvbench.benchmark import Medium
 from kvbench.engine.driver import engine
-from kvbench.engine.loading import load_model, load_tokenizer
+from kvbench.engine.loading import load_model, load_processor, load_tokenizer
 from kvbench.engine.prefix import Prefix
-from kvbench.engine.vision import Vision, load_processor
+from kvbench.engine.vision import Vision
 from tests import vision
 
 FRAMES = [Image.new("RGB", (40, 40), (40 * i, 0, 0)) for i in range(3)]

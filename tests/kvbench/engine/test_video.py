@@ -10,9 +10,9 @@ from PIL import Image
 
 from kvbench.benchmark import Medium
 from kvbench.engine.driver import engine
-from kvbench.engine.loading import load_model, load_tokenizer
+from kvbench.engine.loading import load_model, load_processor, load_tokenizer
 from kvbench.engine.prefix import Prefix
-from kvbench.engine.vision import Vision, load_processor
+from kvbench.engine.vision import Vision
 from kvbench.errors import UserError
 from tests import vision
 
