@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -217,11 +217,12 @@ def _questions(row: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> st
 
 def _name_questions(rows: list[dict[str, Any]]) -> None:
     """Make `questions` differ between rows of a task that were asked or scored differently."""
-    for describe in (
+    descriptions: list[Callable[[dict[str, Any]], str]] = [
         lambda row: counted(row["tasks"], "task"),
         lambda row: f"data {row['data']}",
         lambda row: f"metric {row['metric']}",
-    ):
+    ]
+    for describe in descriptions:
         for same_label in _grouped(rows, [*_PANEL[:-2], "questions"]):
             details = [describe(row) for row in same_label]
             if len({(row["data"], row["metric"]) for row in same_label}) > 1 and len(set(details)) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils._validators import validate_repo_id
 
 from kvbench.data.hub import unreachable
 from kvbench.errors import UserError, first_lines

@@ -158,8 +158,8 @@ def _compare_setting(
                 "use --metric"
             )
         raise UserError(f"{group}: the full cache is not above chance on any task, so differences are meaningless")
-    scales = means.groupby("task").agg({"score": lambda scores: bool(scores.between(0, 1).all())})["score"]
-    if scales.nunique() > 1 or means["higher_is_better"].nunique() > 1:
+    scales = {bool(scores.between(0, 1).all()) for _, scores in means.groupby("task")["score"]}
+    if len(scales) > 1 or means["higher_is_better"].nunique() > 1:
         raise UserError(f"{group}: its tasks differ in scale or direction, so they have no mean; choose with --task")
     scores = _PairedScores(means, samples, base, policy, draw_count)
     tasks = tuple(dict.fromkeys(means["task"].astype(str)))
@@ -171,7 +171,7 @@ def _compare_setting(
     points = tuple(point for point in all_points if all(scores.has(task, point) for task in tasks))
     if not points:
         raise UserError(f"{group}: {base} and {policy} have no common budget and moment with scores of all tasks")
-    unit_scaled = bool(scales.all())
+    unit_scaled = all(scales)
 
     def difference(part_tasks: Sequence[str], part_points: Sequence[Point]) -> PolicyDifference:
         return scores.difference(tuple(part_tasks), tuple(part_points), is_bounded=unit_scaled)

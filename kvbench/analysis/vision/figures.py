@@ -99,5 +99,5 @@ def _usage(
 def _panel(record: CellRecord, entries: Tensor, options: FigureOptions) -> Steps:
     """Return a panel of counts `[L, H, steps]`."""
     cell_labels = record.cell.labels
-    panel_title = f"{options.label(cell_labels['policy'])} at {cell_labels['budget']}"
+    panel_title = f"{options.label(str(cell_labels['policy']))} at {cell_labels['budget']}"
     return panel_title, binned(entries.flatten(0, 1).double().numpy(), _PIXELS), record.steps

@@ -108,7 +108,7 @@ def _title(sample: ImagePrompt, record: CellRecord, subtitle: str, options: Figu
     if reference := ", ".join(sample.prompt.request.target):
         quotation += f', reference "{short(reference, 60)}"'
     return (
-        f"Visual tokens held, {short(options.label(cell_labels['policy']))} at {cell_labels['budget']}, "
+        f"Visual tokens held, {short(options.label(str(cell_labels['policy'])))} at {cell_labels['budget']}, "
         f"moment {cell_labels['moment']} · {subtitle} · {quotation}"
     )
 

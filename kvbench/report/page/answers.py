@@ -99,7 +99,7 @@ def _first_samples(results: Results, samples: Samples) -> tuple[list[str], int]:
     sample_questions: list[tuple[Any, str, int]] = []
     for task_key, task_cells in results.cells.groupby(_PLACE, sort=False):
         task_questions = samples.of(task_cells["cell"])[_QUESTION[len(_PLACE) :]].astype({"sample_id": str})
-        response_counts = task_questions.value_counts(sort=False).to_dict()
+        response_counts: dict[Any, int] = task_questions.value_counts(sort=False).to_dict()
         question_keys = sorted(response_counts, key=lambda key: [natural_key(key[0]), *key[1:]])
         sample_questions += [(task_key, str(key[0]), response_counts[key]) for key in question_keys]
     first_samples: dict[str, None] = {}
