@@ -187,7 +187,7 @@ def test_two_policies_are_compared_in_text_latex_markdown_and_json(
         assert cli.call([*command, *option]) == 0
         outputs[" ".join(option)] = capsys.readouterr().out
     (record,) = json.loads(outputs["--json"])
-    assert outputs[""].rstrip().endswith(record["sentence"])
+    assert " ".join(outputs[""].split()).endswith(record["sentence"])
     assert record["latex"] in outputs["--format latex"]
     assert "| SnapKV | Ours |" in outputs["--format markdown"]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvbench.runs.schema import METRICS_SCHEMA, ScoredCell
+from kvbench.runs.schema import METRICS_SCHEMA, SCHEMA_VERSION, ScoredCell
 from kvbench.runs.store import RunStore
 from kvbench.stats import discriminative, paired, summary
 
@@ -28,7 +28,7 @@ _SAMPLES = (
     "cell task policy budget moment sample_id context_id response stop error extra prompt_end metrics "
     "target schema "
     "length doc_id question_id repeat context_tokens question_tokens generated_tokens score "
-    "budget_entries held_entries kv_bytes_live kv_bytes_read visual_tokens held_visual"
+    "budget_entries held_entries kv_bytes_live kv_bytes_read visual_tokens held_visual state_bytes"
 ).split()
 FULL_BYTES = 2_097_152.0
 
@@ -109,6 +109,7 @@ def make_run(
                     "kv_bytes_full": FULL_BYTES * length / 1024,
                     "visual_tokens": 0.0,
                     "held_visual": 0.0,
+                    "state_bytes": 0.0,
                     "prefill_s": 0.01,
                     "compress_s": 0.001,
                     "decode_s": 0.02,
@@ -121,20 +122,20 @@ def make_run(
                      "error": error if bad else "", "task_version": "1", "data_hash": "ab" * 8,
                      "dtype": "float32", "device": "cpu", "attention": "auto",
                      "versions": json.dumps({"kvbench": "0.1.0", "torch": "2.13.0"}),
-                     "schema": 5, "length": length, "samples": samples, "seed": 0,
+                     "schema": SCHEMA_VERSION, "length": length, "samples": samples, "seed": 0,
                      "higher_is_better": True, "is_mean": True, "discriminative": telling and not bad}
                     | {k: np.nan if bad else v for k, v in numbers.items()}
                 )  # fmt: skip
                 rows += [
                     {"cell": cell, "task": task, "policy": policy, "budget": budget,
                      "moment": moment, "sample_id": k[0], "context_id": c, "response": "x",
-                     "stop": "eos", "error": "", "extra": extra(i), "target": ["x"], "schema": 5,
+                     "stop": "eos", "error": "", "extra": extra(i), "target": ["x"], "schema": SCHEMA_VERSION,
                      "prompt_end": f"What is {i}?", "metrics": "", "length": length,
                      "doc_id": i, "question_id": 0, "repeat": 0, "context_tokens": length - 40,
                      "question_tokens": 20, "generated_tokens": 8, "score": s,
                      "budget_entries": 10, "held_entries": 10, "kv_bytes_live": 1000,
                      "kv_bytes_read": 1000,
-                     "visual_tokens": 0, "held_visual": 0}
+                     "visual_tokens": 0, "held_visual": 0, "state_bytes": 0}
                     for i, (k, c, s) in enumerate(zip(keys, clusters, scores, strict=True))
                     if not bad
                 ]  # fmt: skip
