@@ -29,7 +29,7 @@ from kvbench.cli import (
     train,
 )
 from kvbench.cli.options import option, split_names
-from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json, say
+from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json, progress, say, stopping
 from kvbench.errors import UserError, quoted, shorten, shorten_words
 from kvbench.files import cannot
 from kvbench.runs.options import FLAG
@@ -172,9 +172,23 @@ def list_(
         str | None,
         option(None, "DIR", "With --search: folders with the YAML of your own tasks.", show_default=False),
     ] = None,
+    check: Annotated[
+        str | None,
+        option(
+            None,
+            "MODEL",
+            "Models only: test whether a model's attention is the same in kvbench as in transformers.",
+            autocompletion=complete.models,
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, option(None, FLAG, "Print the list as JSON.", "--json")] = False,
 ) -> None:
     """List policies (paper, parts, parameters), tasks, models, runs, layouts or recipes."""
+    if check is not None:
+        if kind != "models" or folder is not None:
+            raise UserError("--check is for kvbench list models --check MODEL")
+        return _check_model(check, as_json=as_json)
     if search is not None or include_path is not None:
         if kind != "tasks" or search is None:
             raise UserError("--search and --include-path are for kvbench list tasks --search WORD")
@@ -191,6 +205,21 @@ def list_(
     for failure in failures:
         complain(failure)
     if failures:
+        raise typer.Exit(FAILED)
+
+
+def _check_model(model_name: str, *, as_json: bool) -> None:
+    """Print the result of a model's self-test; the exit status is 1 if kvbench cannot run the model."""
+    reporter = progress()
+    with stopping(reporter):
+        reporter.busy(f"testing model {model_name}")
+        record = listing.model_check(model_name)
+    if as_json:
+        print_json(record)
+    elif record["modules"]:
+        console().print(listing.render_model_check(record))
+    if record["problem"]:
+        complain(record["problem"])
         raise typer.Exit(FAILED)
 
 

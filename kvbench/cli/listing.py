@@ -200,6 +200,62 @@ def _named_model(model: NamedModel) -> Record:
     return {"name": model.name, "note": f"{model.summary}; {install_state}", "kind": "named"}
 
 
+def model_check(model_name: str) -> Record:
+    """Test whether kvbench's attention equals transformers' own in a model; see `kvbench.engine.model_check`.
+
+    Returns:
+        The errors of its modules; `problem` says why kvbench cannot run the model, "" if it can.
+
+    Raises:
+        UserError: The model cannot be loaded.
+    """
+    from kvbench.engine.loading import load_model, pick_device, pick_dtype
+    from kvbench.engine.model_check import measure_model
+    from kvbench.runs.planning import quiet_libraries
+
+    quiet_libraries()
+    device = pick_device("auto")
+    dtype = pick_dtype("auto", device)
+    model = load_model(model_name, None, device, dtype, check=False)
+    record: Record = {"name": model_name, "dtype": str(dtype).removeprefix("torch."), "device": device.type}
+    try:
+        result = measure_model(model)
+    except UserError as error:
+        return record | {"problem": str(error), "one_by_one": False, "seconds": 0.0, "modules": []}
+    tests = {"attention": result.attention, "chunk": result.chunk, "whole": result.whole}
+    return record | {
+        "problem": result.problem,
+        "one_by_one": result.one_by_one,
+        "seconds": result.seconds,
+        "modules": [
+            {"test": test, **asdict(module_error), "limit": result.limit}
+            for test, module_errors in tests.items()
+            for module_error in module_errors
+        ],
+    }
+
+
+def render_model_check(record: Record) -> RenderableType:
+    """Render the output of `model_check`."""
+    notes = [f"{record['dtype']} on {record['device']}, {record['seconds']:.1f} s"]
+    if record["one_by_one"]:
+        notes.append("transformers loses the model's states between several tokens: kvbench feeds them one by one")
+    columns = [Column("compared"), Column("module")]
+    columns += [Column(title, align="right") for title in ("modules", "layer", "error", "limit")]
+    rows = [
+        TableRow(
+            (
+                _COMPARED[module["test"]],
+                Name(module["kind"]),
+                *(str(module[key]) for key in ("count", "layer")),
+                *(f"{module[key]:.0e}" for key in ("error", "limit")),
+            )
+        )
+        for module in record["modules"]
+    ]
+    return terminal(Table("", tuple(columns), tuple(rows), tuple(notes)), boxed=False)
+
+
 def runs(folder: Path) -> tuple[list[Record], list[str]]:
     """List the runs in a folder.
 
@@ -259,6 +315,13 @@ def recipes() -> tuple[list[Record], list[str]]:
         for recipe_name, paper_recipe in recipes().items()
     ], []
 
+
+_COMPARED = {
+    "attention": "kvbench to transformers",
+    "chunk": "4 tokens at once to one by one",
+    "whole": "no cache to one by one",
+}
+"""What is compared in each test of `model_check`."""
 
 KINDS = ("policies", "tasks", "models", "runs", "layouts", "recipes")
 """Kinds of lists."""

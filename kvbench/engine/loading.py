@@ -26,7 +26,10 @@ from kvbench.errors import UserError, first_lines, out_of_memory
 from kvbench.named import is_gguf, model_digest, resolve_model
 
 ATTENTION = "sdpa"
-"""Attention implementation that the stock model is built with."""
+"""Attention implementation that the stock model is built with, if its family has it; otherwise eager."""
+
+_NO_IMPLEMENTATION = "does not support an attention implementation"
+"""Part of transformers' error for a family that lacks one."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -139,13 +142,12 @@ def load_model(
         load_options["quantization_config"] = scheme_config(quantization, dtype)
     if device_map is not None:
         load_options["device_map"] = device_map if isinstance(device_map, str) else dict(device_map)
-    model, report = read_model(
+    model, report = _read_weights(
         AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM,
         model_name,
         revision,
         dtype=dtype,
         use_safetensors=True,
-        attn_implementation=ATTENTION,
         output_loading_info=True,
         **load_options,
     )
@@ -212,15 +214,19 @@ def read_model(auto_class: Any, model_name: str, revision: str | None, **options
         raise UserError(f"model {model_name} cannot be loaded: {_reason(error)}") from error
 
 
+def _read_weights(auto_class: Any, model_name: str, revision: str | None, **options: Any) -> Any:
+    """Call `read_model` with SDPA, or with eager attention for families without SDPA (attention sinks or soft caps)."""
+    try:
+        return read_model(auto_class, model_name, revision, attn_implementation=ATTENTION, **options)
+    except UserError as error:
+        if _NO_IMPLEMENTATION not in str(error.__cause__):
+            raise
+    return read_model(auto_class, model_name, revision, attn_implementation="eager", **options)
+
+
 def _reason(error: Exception) -> str:
     """Return why transformers cannot load a model, in fewer than 160 characters."""
     reason = first_lines(error)
-    if "does not support an attention implementation" in reason:
-        family = reason.partition(" ")[0]
-        return (
-            f"{family} has no SDPA attention, usually because of attention sinks or soft caps, "
-            "which kvbench does not implement yet"
-        )
     return reason if len(reason) < 160 else f"{reason[:156]}..."
 
 

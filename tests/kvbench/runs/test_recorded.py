@@ -11,6 +11,7 @@ import pytest
 
 import kvbench
 from kvbench import registry
+from kvbench.engine import model_check
 from kvbench.runs import cell, worker
 from kvbench.runs.grid import Grid
 
@@ -21,11 +22,12 @@ NUMBERS = ["score", "score_lo", "score_hi", "full_score", "diff", "diff_lo", "di
 
 @pytest.fixture
 def as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The versions of the recorded runs; no model can be loaded."""
+    """The versions of the recorded runs; no model can be loaded, and none was tested before."""
     frame = pd.read_parquet(RECORDED / RUNS[0] / "cells.parquet")
     versions = json.loads(frame["versions"][0])
     monkeypatch.setattr(cell, "_installed", versions.__getitem__)
     monkeypatch.setattr(registry, "origin", lambda group, name: versions["policy"])
+    monkeypatch.setattr(model_check, "_PASSED", {})
     monkeypatch.setattr(worker, "load_model", lambda *args, **kwargs: pytest.fail("it generates"))
 
 
