@@ -33,7 +33,7 @@ BY_EAGER: dict[str, dict[str, Any]] = {
     "flint": {},
     "gemma2": {**SLIDING, "attn_logit_softcapping": 2.0},
 }
-"""Families with sinks or soft caps, which transformers does not load with SDPA, and what their configuration needs."""
+"""Families with sinks or soft caps, which transformers does not build with SDPA, and what their configuration needs."""
 NOT_YET = {
     "doge": ({}, "doge attention makes an attention mask or bias of its own, which kvbench does"),
     "diffllama": ({}, "diffllama attention changes keys or values between cache and attention, w"),
@@ -67,11 +67,10 @@ def test_an_attachment_refuses_what_it_would_compute_wrongly(family: str, policy
 
 
 @pytest.mark.parametrize("family", sorted(BY_EAGER))
-def test_a_model_that_transformers_has_no_sdpa_for_is_refused_in_one_short_line(family: str, tmp_path: Path) -> None:
+def test_a_model_that_transformers_has_no_sdpa_for_is_built_with_eager_attention(family: str, tmp_path: Path) -> None:
     random_model(family, **BY_EAGER[family]).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="attention sinks or soft caps, which kvb") as refused:
-        load_model(str(tmp_path), None, torch.device("cpu"), torch.float32)
-    assert len(str(refused.value).replace(str(tmp_path), "")) < 200
+    model: Any = load_model(str(tmp_path), None, torch.device("cpu"), torch.float32)
+    assert model.config._attn_implementation == "eager"
 
 
 @torch.no_grad()
