@@ -9,7 +9,7 @@ PIP_INSTALL := -m pip install --disable-pip-version-check
 # The line to type next: `$(call next,PREFIX)` names the newest run whose folder begins with results/PREFIX.
 next = @printf '\nnext, in this shell:\n  . $(VENV)/bin/activate && kvbench report %s\n' "$$(ls -td results/$(1)* | head -1)"
 
-.PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-slow test-oldest faults lint format docs docs-check smoke clean
+.PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-slow test-oldest faults families lint format docs docs-check smoke clean
 
 run: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --policy criticalkv --budget 0.2 --task ruler
@@ -80,6 +80,10 @@ faults: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -m faults tests/kvbench/runs
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m benchmarks.faults --kills 200
 
+# Every decoder family of transformers against the stock model: two minutes. Fails if a family is wrong, or its row is old.
+families: $(VENV)/.installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m benchmarks.families --check docs/models.md
+
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -116,7 +120,7 @@ docs-check: $(VENV)/.installed
 	$(VENV)/bin/python docs/make_recipes.py --check
 	$(VENV)/bin/python docs/make_results.py --check
 	$(VENV)/bin/python docs/run_examples.py README.md CONTRIBUTING.md docs/options.md docs/overview.md \
-	    docs/python.md docs/faq.md docs/regression.md
+	    docs/python.md docs/faq.md docs/regression.md docs/leaderboard.md
 
 # The oldest transformers that is supported, with what it pins released from the constraints.
 test-oldest: $(OLDEST)/.installed

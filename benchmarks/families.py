@@ -1,7 +1,7 @@
 """Compare kvbench with the stock model for every decoder family of transformers: `python -m benchmarks.families`.
 
-All families take two minutes on one core. Exit code 1 if kvbench is wrong for a family: neither equal to the oracle nor
-refused in one line. `--out docs/models.md` writes the table; see `benchmarks/family_checks.py` for the checks.
+All families take two minutes on an idle core. The exit code is 1 if kvbench is wrong for a family: neither equal to the
+oracle nor refused in one line. `--out docs/models.md` writes the table; `benchmarks/family_checks.py` has the checks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import textwrap
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from benchmarks.family_checks import COLUMNS, TOLERANCE, FamilyResult, Outcome, 
 from benchmarks.family_models import FAMILIES, NOT_TRIED, Family, unknown_types
 
 BEGIN, END = "<!-- begin: benchmarks.families -->\n", "<!-- end: benchmarks.families -->\n"
-HEADINGS = dict(zip(COLUMNS, COLUMNS, strict=True)) | {"run": "in a run"}
+HEADINGS = dict(zip(COLUMNS, COLUMNS, strict=True)) | {"run": "in a run", "decoding": "while decoding"}
 
 
 def line(result: FamilyResult) -> str:
@@ -38,9 +39,8 @@ def summary(results: Sequence[FamilyResult]) -> str:
     """Return the numbers of families by status in one sentence."""
     counts = {status: sum(result.status == status for result in results) for status in ("right", "refused", "wrong")}
     return (
-        f"With transformers {transformers.__version__}, {counts['right']} of {len(results)} families are right, "
-        f"{counts['refused']} are refused and {counts['wrong'] or 'none'} "
-        f"{'is' if counts['wrong'] == 1 else 'are'} wrong."
+        f"Of {len(results)} families, with transformers {transformers.__version__}: {counts['right']} right, "
+        f"{counts['refused']} refused, {counts['wrong']} wrong."
     )
 
 
@@ -68,7 +68,7 @@ def block(results: Sequence[FamilyResult]) -> Iterator[str]:
         yield f"| `{result.family}` | {result.kind} | {' | '.join(cells)} |"
     yield ""
     yield from _listed(
-        (f"{HEADINGS[column]}: {outcome.refusal or outcome.failure or outcome.note}", result.family)
+        (f"{HEADINGS[column]}: {_without_name(outcome, result)}", result.family)
         for result in supported
         for column, outcome in result.outcomes.items()
         if outcome.refusal or outcome.failure or outcome.note
@@ -91,6 +91,11 @@ def _cell(outcome: Outcome) -> str:
     if outcome.error is None:
         return "no \\*" if outcome.refusal else "– \\*"
     return "yes \\*" if outcome.note else "yes"
+
+
+def _without_name(outcome: Outcome, result: FamilyResult) -> str:
+    """Return what a note says of several families."""
+    return (outcome.refusal or outcome.failure or outcome.note).replace(result.family.partition("+")[0], "this family")
 
 
 def _listed(notes: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -130,6 +135,21 @@ def examine_all(families: Sequence[Family]) -> list[FamilyResult]:
     return results
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers: its notes on tiny configurations, and a progress bar per model."""
+    previous_level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.utils.logging.enable_progress_bar()
+        logging.disable(previous_level)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Examine families, print a line for each, and write or check the page."""
     parser = argparse.ArgumentParser(description="Compare kvbench with the stock model, family by family.")
@@ -143,9 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.families and (options.out or options.check):
         parser.error("a page needs all families; leave their names out")
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)  # notes of transformers on tiny configurations
-    results = examine_all(chosen_families(options.families))
+    families = chosen_families(options.families)
+    with quiet():
+        results = examine_all(families)
     print(f"{summary(results)} Right is within {TOLERANCE} standard deviations of the logits.")
     for model_type in [] if options.families else unknown_types():
         print(f"{model_type} is new in transformers {transformers.__version__}; add it to benchmarks/family_models.py")

@@ -6,8 +6,9 @@ attention weights. A check of something that kvbench refuses ends in a `UserErro
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
@@ -18,15 +19,16 @@ from torch import Tensor
 
 import kvbench
 from benchmarks.family_models import VOCABULARY, Family
-from benchmarks.family_oracle import StockCache, oracle_logits, stock_logits
+from benchmarks.family_oracle import StockCache, oracle_attention, oracle_logits, stock_logits
 from kvbench.budget import Budget
 from kvbench.engine.decode import Batch
 from kvbench.engine.driver import engine
+from kvbench.engine.loading import load_model
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import UserError
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import AttentionMass, Need, Policy, Queries, Score, Scores, View, protect_nothing
+from kvbench.plugin import AttentionMass, Need, Policy, Queries, Score, Scores, Surprisal, View, protect_nothing
 from kvbench.registry import TRAINERS, get
 from kvbench.spelling import policy
 from kvbench.training.settings import complete
@@ -42,6 +44,9 @@ BUDGET = 0.3
 POLICIES = ("snapkv:window=8", "adakv:window=8", "criticalkv:window=8", "keydiff")
 ANY_KEYS = ("snapkv:window=8", "keydiff")
 """Policies for the checks of other things than policies."""
+
+DECODING, DECODING_BUDGET = "h2o:buffer=0", 20
+"""Policy and budget, in tokens, that evict at every step of decoding."""
 
 CONTEXT, QUESTION, ANSWER, PADDING = 64, 5, 3, 13
 """Tokens of the context, the question and the answer, and columns of padding of the shorter context."""
@@ -104,8 +109,10 @@ class FamilyResult:
         evicted: Logits of single steps after eviction against the oracle, for `POLICIES`.
         padded: Both in a batch with padding on the left.
         chunked: Logits of a question that is fed as one chunk after eviction, against the oracle token by token.
-        run: The same in a batch of caches compressed from one prefill, as in a run.
-        observed: Attention weights of the window and accumulated attention, as policies see them.
+        run: The same with the model loaded from a folder and a batch of caches compressed from one prefill, as in a
+            run.
+        decoding: Logits of single steps, if entries are evicted at every step.
+        observed: Attention of the last queries, accumulated attention and surprisal, as policies see them.
         gates: Loss of gates that forget nothing, in the training of retention gates, against the stock model.
     """
 
@@ -118,6 +125,7 @@ class FamilyResult:
     padded: Outcome
     chunked: Outcome
     run: Outcome
+    decoding: Outcome
     observed: Outcome
     gates: Outcome
 
@@ -270,7 +278,7 @@ class Checks:
         alone_steps = combined(stock_logits(self.model, alone, StockCache(self.model))[1:])
         stock_error = difference(stock_steps, torch.cat([combined(self.stock[0][1:]), alone_steps]))
         if stock_error > TOLERANCE:
-            raise StockDiffersError(f"padding changes the stock model's logits by {stock_error:.1g}")
+            raise StockDiffersError("the stock model gives other logits with padding")
         errors = [difference(full, stock_steps)]
         for logits, kept in evicted:
             errors.append(difference(combined(logits[1:]), self.oracle(kept, chunks, mask)))
@@ -281,7 +289,7 @@ class Checks:
         chunk = stock_logits(self.model, [self.context, self.tail], StockCache(self.model))[1]
         stock_error = difference(chunk, combined(self.stock[0][1:]))
         if stock_error > TOLERANCE:
-            raise StockDiffersError(f"a chunk changes the stock model's logits by {stock_error:.1g}")
+            raise StockDiffersError("the stock model gives a chunk other logits than its tokens one by one")
 
     def chunked(self) -> float:
         """Compare a question that is fed as one chunk after eviction."""
@@ -296,17 +304,23 @@ class Checks:
 
     @torch.no_grad()
     def run(self) -> float:
-        """Compare caches that share a prefill and are decoded in one batch, as a run does it."""
+        """Compare caches that share a prefill and are decoded in one batch, with a model that a run has loaded."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.model.save_pretrained(folder)
+            try:
+                model = load_model(folder, None, torch.device("cpu"), torch.float32)
+            except UserError as error:  # without the folder's name, which is new every time
+                raise UserError(str(error).replace(folder, self.family.name)) from error
         policies = [policy(policy_name) for policy_name in ANY_KEYS]
         compressions = [Compression(one, Budget.parse(BUDGET), "context", 0) for one in policies]
         question, answer = self.tail.split([QUESTION, ANSWER], 1)
-        with engine(self.model):
-            prefix = Prefix(self.model, frozenset().union(*(one.needs for one in policies)))
+        with engine(model):
+            prefix = Prefix(model, frozenset().union(*(one.needs for one in policies)))
             prefix.extend(self.context)
             caches = prefix.compress(compressions)
             kept = [cache.kept() for cache in caches]
-            batch = Batch(self.model, caches, len(caches))
             rows = len(caches)
+            batch = Batch(model, caches, rows)
             logits = [batch.feed_all([question[0].tolist()] * rows, QUESTION)]
             logits += [batch.feed_all([[token_id]] * rows, 1) for token_id in answer[0].tolist()]
         expected = torch.cat([self.oracle(row_kept, self.steps) for row_kept in kept])
@@ -315,8 +329,27 @@ class Checks:
             self._check_chunks()
         return error
 
+    @torch.no_grad()
+    def decoding(self) -> float:
+        """Compare the logits of single steps, if entries are evicted at every step."""
+        logits, kept = [], []
+        with kvbench.attach(self.model, DECODING, DECODING_BUDGET, moment="decode") as attached_cache:
+            for ids in self.steps:
+                logits.append(self.model(input_ids=ids, past_key_values=attached_cache, use_cache=True).logits)
+                kept.append(attached_cache.kept())
+        cache = StockCache(self.model)
+        expected = []
+        with oracle_attention(self.model, cache):
+            for ids, cache.kept in zip(self.steps, [[], *kept[:-1]], strict=True):
+                expected += stock_logits(self.model, [ids], cache)
+        for layer_idx in cache.full_layers:
+            first, last = kept[0][layer_idx], kept[-1][layer_idx]
+            if first is None or last is None or not bool((first & ~last[..., :CONTEXT]).any()):
+                raise BlindError(f"layer {layer_idx} evicts nothing while decoding")
+        return difference(combined(logits[1:]), combined(expected[1:]))
+
     def observed(self) -> float:
-        """Compare the attention weights that policies see with the oracle's."""
+        """Compare attention weights and surprisal as policies see them."""
         Recorder.records = {}
         _, kept = self.attached(RECORDER, [self.context])
         cache = StockCache(self.model)
@@ -324,18 +357,15 @@ class Checks:
         layers = [layer_idx for layer_idx, layer_kept in enumerate(kept) if layer_kept is not None]
         if sorted(Recorder.records) != [*range(len(cache.full_layers))]:
             raise BlindError(f"policies see layers {sorted(Recorder.records)} of {len(cache.full_layers)}")
+        log_likelihoods = self.stock[0][0][:, :-1].log_softmax(-1)
+        surprisal = -log_likelihoods.gather(-1, self.context[:, 1:, None])[..., 0]
         errors = []
-        for layer_idx, (window, total, of_window) in zip(layers, Recorder.by_layer(), strict=True):
+        for layer, layer_idx in enumerate(layers):
             weights = cache.weights[layer_idx]
             last_weights = weights[:, :, -OBSERVED:]
-            errors += [
-                float((seen - expected).abs().max())
-                for seen, expected in (
-                    (window, last_weights),
-                    (total, weights.sum(2)),
-                    (of_window, last_weights.sum(2)),
-                )
-            ]
+            expected = (last_weights, weights.sum(2), last_weights.sum(2), surprisal)
+            for seen, tensor in zip(Recorder.records[layer], expected, strict=True):
+                errors.append(float((seen - tensor).abs().max()))
         return max(errors)
 
     def gates(self) -> float:
@@ -386,22 +416,18 @@ class Recorder(Score):
     """Records what policies observe of every layer, and keeps the newest entries."""
 
     name: ClassVar[str] = "recorder"
-    records: ClassVar[dict[int, tuple[Tensor, Tensor, Tensor]]] = {}
+    records: ClassVar[dict[int, tuple[Tensor, ...]]] = {}
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Queries of a window, and accumulated attention of all queries and of the window's."""
-        return frozenset({Queries(OBSERVED), AttentionMass(), AttentionMass(OBSERVED)})
-
-    @classmethod
-    def by_layer(cls) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Iterate over the records of the layers in order."""
-        return (cls.records[layer] for layer in sorted(cls.records))
+        """Queries of a window, accumulated attention of all queries and of the window's, and surprisal."""
+        return frozenset({Queries(OBSERVED), AttentionMass(), AttentionMass(OBSERVED), Surprisal()})
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`."""
-        accumulated = (v.obs[AttentionMass()], v.obs[AttentionMass(OBSERVED)])
-        self.records[v.layer] = v.window_attention(OBSERVED), *(tensor.clone() for tensor in accumulated)
+        accumulated, of_window = v.obs[AttentionMass()].clone(), v.obs[AttentionMass(OBSERVED)].clone()
+        # The first token has no prediction.
+        self.records[v.layer] = v.window_attention(OBSERVED), accumulated, of_window, v.obs[Surprisal()][:, 0, 1:]
         return Scores(v.position.float(), protect_nothing(v))
 
 

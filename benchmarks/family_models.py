@@ -158,6 +158,7 @@ WINDOWS = "sliding windows"
 SINKS = "attention sinks"
 CAPS = "soft caps"
 VALUE_SIZE = "values of another size"
+LAYER_SIZES = "layers of different sizes"
 GPT_LIKE = "GPT-like modules"
 HYBRIDS = "hybrid"
 LATENTS = "latents (MLA)"
@@ -260,6 +261,7 @@ FAMILIES: tuple[Family, ...] = (
     *_families(GPT_LIKE, "gpt2 gpt_bigcode", GPT2),
     *_families(GPT_LIKE, "gpt_neox biogpt persimmon", GPT),
     Family("phi", GPT_LIKE),
+    Family("ctrl", GPT_LIKE, {**GPT2, "dff": 96}),
     Family("opt", GPT_LIKE, {**GPT, "ffn_dim": 96, "word_embed_proj_dim": 64}),
     *_families(HYBRIDS, "qwen3_next qwen3_5_text qwen3_5_moe_text", {**DELTA_NET, **SHARED_EXPERT}),
     Family("olmo_hybrid", HYBRIDS, DELTA_NET),
@@ -278,6 +280,8 @@ FAMILIES: tuple[Family, ...] = (
         "falcon_h1",
         HYBRIDS,
         {
+            "key_multiplier": 1.5,
+            "lm_head_multiplier": 0.5,
             "mamba_d_ssm": 64,
             "mamba_n_heads": 8,
             "mamba_d_head": 8,
@@ -392,8 +396,8 @@ FAMILIES: tuple[Family, ...] = (
             "expert_ffn_hidden_size": 32,
         },
     ),
-    Family("gemma4_text", VALUE_SIZE, {**ALTERNATING, "hidden_size_per_layer_input": 0, "global_head_dim": 32}),
-    Family("gemma4_unified_text", VALUE_SIZE, {**ALTERNATING, "global_head_dim": 32}),
+    Family("gemma4_text", LAYER_SIZES, {**ALTERNATING, "hidden_size_per_layer_input": 0, "global_head_dim": 32}),
+    Family("gemma4_unified_text", LAYER_SIZES, {**ALTERNATING, "global_head_dim": 32}),
     Family("gemma4_text+shared", SHARED, {**READERS, "global_head_dim": 32}),
     Family("gemma3n_text", SHARED, {**READERS, "activation_sparsity_pattern": [0.0] * 6, "laurel_rank": 8}),
     Family(
@@ -513,7 +517,6 @@ FAMILIES: tuple[Family, ...] = (
         },
     ),
     Family("gpt_neox_japanese", OTHER, GPT),
-    Family("ctrl", OTHER, {**GPT2, "dff": 96}),
     Family("xglm", OTHER, {**GPT, "d_model": 64, "ffn_dim": 96, "num_layers": 3, "attention_heads": 4}),
     Family("deepseek_v32", OTHER, {**INDEXED, **ROUTED_EXPERTS, "first_k_dense_replace": 1}),
     Family("glm_moe_dsa", OTHER, {**INDEXED, **ROUTED_EXPERTS, "first_k_dense_replace": 1}),

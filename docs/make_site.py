@@ -1,7 +1,8 @@
 """Collect the pages of the site in a folder: `python docs/make_site.py build/site-pages`.
 
 The pages of the site are the Markdown files of the repository, at the same paths, so that their
-links hold in both. What they link to is copied as well. `mkdocs build --strict` makes the site.
+links hold in both. What they link to is copied as well. The list of tasks and the leaderboard of
+`results/` are made here. `mkdocs build --strict` makes the site.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 from pathlib import Path
+
+from kvbench.leaderboard.entries import leaderboard_data
+from kvbench.leaderboard.publication import find_publications, publish
+from kvbench.leaderboard.site import write_site
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -24,6 +30,18 @@ PAGES = (
 NOTEBOOKS = "docs/notebooks/*.ipynb"
 TASKS = "docs/tasks.md"
 """The list of tasks, which is made here."""
+LEADERBOARD = "leaderboard"
+"""Folder of the leaderboard in the site."""
+RUNS = (
+    "smollm2",
+    "smollm2-fitted",
+    "smollm2-bytes",
+    "leaderboard",
+    "reference-vl",
+    "baseline/reference",
+    "baseline/smollm2",
+)
+"""Runs of `results/` that are in it."""
 
 LINK = re.compile(r"(?<!\\)(!?\[[^\]]*\])\(([^)\s]+)\)")
 CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
@@ -53,6 +71,7 @@ def collect(folder: Path) -> list[Path]:
         copy(path, folder)
         done.append(name)
     write(folder / TASKS, tasks())
+    make_leaderboard(folder / LEADERBOARD)
     return [*done, Path(TASKS)]
 
 
@@ -104,6 +123,15 @@ def tasks() -> str:
         title = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
         lines.append(f"- [{title}](../{path.relative_to(ROOT)})")
     return "\n".join(lines) + "\n"
+
+
+def make_leaderboard(folder: Path) -> None:
+    """Publish our own runs and write their leaderboard."""
+    with tempfile.TemporaryDirectory() as published_name:
+        published_folder = Path(published_name)
+        for run in RUNS:
+            publish(ROOT / "results" / run, published_folder)
+        write_site(leaderboard_data(find_publications([published_folder])), folder)
 
 
 def write(path: Path, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -120,9 +121,11 @@ class Budget:
         """
         if self.visual:
             return False
-        filled_count = sum(
-            self.per_head(length) < length and reserved(length) >= self.per_head(length) for length in lengths
-        )
+        filled_count = 0
+        for length, count in Counter(lengths).items():  # exact fractions are slow, and most contexts share a length
+            reserved_count = min(reserved(length), length - 1)
+            if reserved_count > 0 and reserved_count >= self.per_head(length):
+                filled_count += count
         return 2 * filled_count > len(lengths)
 
     def __str__(self) -> str:

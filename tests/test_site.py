@@ -67,6 +67,13 @@ def test_every_link_to_a_file_leads_somewhere(site: ModuleType, pages: tuple[Pat
     assert seen > 50
 
 
+def test_our_leaderboard_has_every_run_of_the_repository(site: ModuleType, pages: tuple[Path, list[Path]]) -> None:
+    text = (pages[0] / site.LEADERBOARD / "index.html").read_text(encoding="utf-8")
+    for model in ("reference", "reference-vl", "smollm2"):
+        assert f'"models":["{model}"]' in text
+    assert text.count('"digest":"') == len(site.RUNS)
+
+
 def test_a_link_to_a_folder_is_one_to_its_readme_or_is_left_out(site: ModuleType) -> None:
     text = "[a](examples/kvbench_example_task) [b](kvbench/judge) `[c](kvbench)` [d](x://y) [e](#z)"
     found, linked = site.with_links(text, ROOT / "README.md")

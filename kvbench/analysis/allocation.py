@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from kvbench.analysis.common import analysis_runner, contexts, kept_masks, make_grid, stages
-from kvbench.analysis.maps import MOST_ACROSS, Colours, figure_suffixes, head_maps, layer_head_map
+from kvbench.analysis.maps import Colours, figure_suffixes, head_maps, layer_head_map, panels_across
 from kvbench.analysis.output import AnalysisOutput, Findings, make_output_folder, require_results, write_all
 from kvbench.analysis.scopes import distinct_values, ordered_budgets, scope_heading, scopes
 from kvbench.analysis.summary import notes
 from kvbench.engine.models import full_layer_ids
 from kvbench.progress import Reporter
+from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
+from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions, figure_options
 from kvbench.runs.answers import Prompt
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
@@ -156,12 +158,15 @@ def allocation_tables(allocation_frame: pd.DataFrame) -> Iterator[Table]:
         yield Table(heading, tuple(columns), tuple(table_rows))
 
 
-def draw_allocation(allocation_frame: pd.DataFrame, folder: Path) -> list[Path]:
+def draw_allocation(
+    allocation_frame: pd.DataFrame, folder: Path, options: FigureOptions = DEFAULT_FIGURES
+) -> list[Path]:
     """Draw a map of entries per layer and KV head for every policy, one panel per budget.
 
     Args:
         allocation_frame: Table of an allocation analysis.
         folder: Existing output folder.
+        options: Formats, size and labels of the figures.
 
     Returns:
         The files written.
@@ -172,30 +177,32 @@ def draw_allocation(allocation_frame: pd.DataFrame, folder: Path) -> list[Path]:
             suffix, subtitle = figure_suffixes(allocation_frame, scope)
             for policy in distinct_values(scope_rows, "policy"):
                 policy_rows = scope_rows[scope_rows["policy"] == policy].sort_values(["layer", "kv_head"])
-                title = f"{short(policy)}, entries per KV head · {subtitle}"
-                paths += _map(policy_rows, title, folder / f"allocation-{slug(policy)}-{suffix}")
+                title = f"{short(options.label(policy))}, entries per KV head · {subtitle}"
+                paths += _map(policy_rows, title, folder / f"allocation-{slug(policy)}-{suffix}", options)
     return paths
 
 
-def _map(policy_rows: pd.DataFrame, title: str, stem: Path) -> list[Path]:
+def _map(policy_rows: pd.DataFrame, title: str, stem: Path, options: FigureOptions) -> list[Path]:
     panels = []
     for budget in ordered_budgets(policy_rows):
         budget_rows = policy_rows[policy_rows["budget"] == budget]
         share_map = layer_head_map(policy_rows, budget_rows["share"].to_numpy(np.float64), "kv_head")
         panels.append((f"{budget}: mean {budget_rows['entries'].mean():.0f}", share_map))
     limit = max(0.05, *(float(np.abs(share_map - 1).max()) for _, share_map in panels))
-    panel_rows = [panels[start : start + MOST_ACROSS] for start in range(0, len(panels), MOST_ACROSS)]
+    across = panels_across(options)
+    panel_rows = [panels[start : start + across] for start in range(0, len(panels), across)]
     colours = [Colours("RdBu_r", 1 - limit, 1 + limit, "entries over\nan even share")]
     # Every cell of a task compresses the same contexts (at `question`, the same questions).
     noun = "question" if (policy_rows["moment"] == "question").all() else "context"
     title += f", n = {counted(int(policy_rows['compressions'].iloc[0]), noun)} per KV head"
-    return head_maps(panel_rows, colours, title, "KV head", sorted(set(policy_rows["layer"])), stem)
+    return head_maps(panel_rows, colours, title, "KV head", sorted(set(policy_rows["layer"])), stem, options)
 
 
 def write_allocation(
     grid_options: Mapping[str, Any],
     reporter: Reporter,
     *,
+    figures: FigureFlags = DEFAULT_FLAGS,
     command: str = "kvbench analyze allocation",
 ) -> AnalysisOutput:
     """Run the allocation analysis and write `allocation.parquet`.
@@ -203,12 +210,14 @@ def write_allocation(
     Args:
         grid_options: Grid options, in the format of `Grid.from_dict`.
         reporter: Progress reporter.
+        figures: Options of the figures.
         command: Command shown in the summary.
 
     Raises:
         UserError: A value in the grid is unknown or out of range, or the output is not writable.
     """
     grid = make_grid(grid_options)
+    figure_settings = figure_options(figures, [str(policy) for policy in grid.built_policies])
     folder = make_output_folder(grid, "allocation")
     allocation = analyze(grid, reporter)
     require_results(allocation.table, allocation.failed)
@@ -216,7 +225,7 @@ def write_allocation(
         {"allocation": allocation.table},
         list(allocation_tables(allocation.table)),
         notes(allocation.table, allocation.failed),
-        draw_allocation(allocation.table, folder / "figures"),
+        draw_allocation(allocation.table, folder / "figures", figure_settings),
         allocation.failed,
     )
     return write_all(folder, grid, {"analysis": "allocation"}, findings, command)

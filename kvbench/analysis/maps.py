@@ -11,14 +11,17 @@ from typing import TypeAlias
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import Colormap
 
 from kvbench.analysis.scopes import SCOPE, Row
+from kvbench.report.figure_options import FigureOptions
 from kvbench.stats import Floats
-from kvbench.tables.plot_style import COLUMN, PAGE, lay_out_figure, save
+from kvbench.tables.plot_style import COLUMN, PAGE, PALE, lay_out_figure, save
 from kvbench.tables.text import short, slug
 
-MOST_ACROSS = 4
-"""Maximum panels per row."""
+_MOST_ACROSS = 4
+_LEAST_PANEL = 0.9  # inches
+_SIDE_MARGINS = 1.33  # inches for the axis on the left and the colour bar on the right
 
 
 Steps: TypeAlias = tuple[str, Floats, int]
@@ -30,13 +33,13 @@ class Colours:
     """Colour scale of a row of maps.
 
     Attributes:
-        name: Matplotlib colour map.
+        name: Matplotlib colour map, or its name.
         low: Value of the first colour.
         high: Value of the last colour.
         label: Label of the colour bar.
     """
 
-    name: str
+    name: str | Colormap
     low: float
     high: float
     label: str
@@ -54,6 +57,12 @@ def figure_suffixes(frame: pd.DataFrame, scope: Row) -> tuple[str, str]:
     return suffix, subtitle
 
 
+def panels_across(options: FigureOptions) -> int:
+    """Return how many maps fit side by side, at most 4."""
+    room = (options.width or PAGE) - _SIDE_MARGINS
+    return max(1, min(_MOST_ACROSS, int(room / _LEAST_PANEL)))
+
+
 def layer_head_map(cell_rows: pd.DataFrame, head_row: Floats, head_column: str) -> Floats:
     """Arrange values by layer and head as an image, `[layers, heads]`."""
     return head_row.reshape(cell_rows["layer"].nunique(), cell_rows[head_column].nunique())
@@ -66,6 +75,7 @@ def head_maps(
     x_label: str,
     layers: Sequence[int],
     stem: Path,
+    options: FigureOptions,
 ) -> list[Path]:
     """Draw maps of layers (down) by heads (across).
 
@@ -76,6 +86,7 @@ def head_maps(
         x_label: Kind of head.
         layers: The model's index of each layer.
         stem: Output path without suffix.
+        options: Formats and size of the figure.
 
     Returns:
         The files written.
@@ -85,8 +96,8 @@ def head_maps(
     layout = lay_out_figure(
         len(panel_rows),
         across,
-        title=title,
-        width=COLUMN if across == 1 else PAGE * min(1.0, 0.3 + 0.23 * across),
+        title=title if options.has_title else "",
+        width=options.width or (COLUMN if across == 1 else PAGE * min(1.0, 0.3 + 0.23 * across)),
         panel_height=min(3.2, max(0.8, 0.13 * layer_count)),
         x_label=x_label,
         y_label="layer",
@@ -114,11 +125,11 @@ def head_maps(
                 aspect="auto",
                 interpolation="nearest",
             )
-            axes.set_title(panel_title, loc="left", fontsize=7, y=1.0, pad=2)
-            axes.spines[:].set_visible(False)
+            axes.set_title(short(panel_title, layout.letters), loc="left", y=1.0, pad=2)
+            axes.spines[:].set(visible=True, color=PALE)  # the middle of a diverging scale is white
             _ticks(axes, head_map.shape, layers)
         layout.colour_bar(image, [head_map for _, head_map in panels], scale.label, line_index=line_index)
-    return save(layout.figure, stem)
+    return save(layout.figure, stem, options.formats)
 
 
 def step_maps(
@@ -128,6 +139,7 @@ def step_maps(
     x_label: str,
     layers: Sequence[int],
     stem: Path,
+    options: FigureOptions,
 ) -> list[Path]:
     """Draw maps of KV heads (down, grouped by layer) by steps (across).
 
@@ -138,6 +150,7 @@ def step_maps(
         x_label: Meaning of a step.
         layers: The model's index of each layer.
         stem: Output path without suffix.
+        options: Formats and size of the figure.
 
     Returns:
         The files written.
@@ -148,8 +161,8 @@ def step_maps(
     layout = lay_out_figure(
         len(panel_rows),
         across,
-        title=title,
-        width=COLUMN if across == 1 else PAGE,
+        title=title if options.has_title else "",
+        width=options.width or (COLUMN if across == 1 else PAGE),
         panel_height=min(3.0, max(1.0, 0.12 * map_height)),
         x_label=x_label,
         y_label="layer",
@@ -172,8 +185,8 @@ def step_maps(
                 interpolation="nearest",
                 extent=(-0.5, step_count - 0.5, map_height - 0.5, -0.5),
             )
-            axes.set_title(panel_title, loc="left", fontsize=7, y=1.0, pad=2)
-            axes.tick_params(length=0, labelsize=6.5)
+            axes.set_title(short(panel_title, layout.letters), loc="left", y=1.0, pad=2)
+            axes.tick_params(length=0)
             axes.locator_params(axis="x", nbins=4, integer=True)
             tick_positions = [heads * (layer + 0.5) - 0.5 for layer in range(0, len(layers), tick_spacing)]
             axes.set_yticks(tick_positions, [str(layer) for layer in layers[::tick_spacing]])
@@ -183,16 +196,15 @@ def step_maps(
             axes.set_axis_off()
         values = np.concatenate([step_map.ravel() for _, step_map, _ in panels])
         layout.colour_bar(image, values, scale.label, line_index=line_index)
-    return save(layout.figure, stem)
+    return save(layout.figure, stem, options.formats)
 
 
 def _ticks(axes: Axes, map_shape: tuple[int, ...], layers: Sequence[int]) -> None:
     row_count, column_count = map_shape
     row_spacing, column_spacing = math.ceil(row_count / 8), math.ceil(column_count / 8)
-    axes.set_yticks(range(0, row_count, row_spacing), [str(tick) for tick in layers[::row_spacing]], fontsize=7)
+    axes.set_yticks(range(0, row_count, row_spacing), [str(tick) for tick in layers[::row_spacing]])
     axes.set_xticks(
         range(0, column_count, column_spacing),
         [str(tick) for tick in range(0, column_count, column_spacing)],
-        fontsize=7,
     )
     axes.tick_params(length=0)

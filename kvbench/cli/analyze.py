@@ -15,6 +15,7 @@ from kvbench.analysis.retention.options import RetentionOptions
 from kvbench.analysis.vision.options import VisionOptions
 from kvbench.cli.options import declared_options, given_values, grid_options, split_options
 from kvbench.cli.screen import FAILED, complain, progress, say, show, stopping
+from kvbench.report.figure_flags import FigureFlags
 
 if TYPE_CHECKING:
     from kvbench.analysis.output import AnalysisOutput
@@ -44,6 +45,7 @@ def _root() -> None:
 
 @app.command("perturbation")
 @grid_options(*_GRID, help_texts=_HELP)
+@declared_options(FigureFlags, anchor="out")
 @grid_options("out", anchor="first_stage", help_texts=_HELP)
 @declared_options(PerturbationOptions)
 def perturbation(**flag_values: Any) -> None:
@@ -53,6 +55,7 @@ def perturbation(**flag_values: Any) -> None:
 
 
 @app.command("allocation")
+@declared_options(FigureFlags, anchor="out")
 @grid_options(*_GRID, "out", help_texts=_HELP)
 def allocation(**grid_values: Any) -> None:
     """Show how many entries each layer and KV head keeps: a table and a heat map per policy."""
@@ -64,6 +67,7 @@ def allocation(**grid_values: Any) -> None:
     *(name for name in _GRID if name != "moments"),
     help_texts={"samples": "Texts per task. Default: 4."},
 )
+@declared_options(FigureFlags, anchor="out")
 @grid_options("out", anchor="horizon", help_texts=_HELP)
 @declared_options(RetentionOptions)
 def retention(**flag_values: Any) -> None:
@@ -81,6 +85,7 @@ def retention(**flag_values: Any) -> None:
         "samples": "Samples per task. Default: 1.",
     },
 )
+@declared_options(FigureFlags, anchor="out")
 @grid_options("out", anchor="heads", help_texts=_HELP)
 @declared_options(VisionOptions)
 def vision(**flag_values: Any) -> None:
@@ -89,12 +94,14 @@ def vision(**flag_values: Any) -> None:
     _analyze("vision.write", "write_vision", grid_values, options=VisionOptions.of(own_values))
 
 
-def _analyze(module: str, writer: str, grid_values: Mapping[str, Any], **settings: Any) -> None:
+def _analyze(module: str, writer: str, flag_values: Mapping[str, Any], **settings: Any) -> None:
     """Run an analysis; its module, which is slow to import, is imported when the work begins."""
+    figure_values, grid_values = split_options(flag_values, FigureFlags)
+    settings |= {"figures": FigureFlags.of(figure_values), "command": command_line()}
 
     def work(reporter: Reporter) -> AnalysisOutput:
         write = getattr(importlib.import_module(f"kvbench.analysis.{module}"), writer)
-        output: AnalysisOutput = write(given_values(grid_values), reporter, **settings, command=command_line())
+        output: AnalysisOutput = write(given_values(grid_values), reporter, **settings)
         return output
 
     carry_out(work)
@@ -116,8 +123,10 @@ def carry_out(work: Callable[[Reporter], AnalysisOutput]) -> None:
     for note_line in outputs.notes:
         say(note_line, "dim")
     say(f"wrote {outputs.path}: {', '.join(path.name for path in outputs.files if path.parent == outputs.path)}")
-    figure_paths = [path for path in outputs.files if path.suffix == ".png"]
-    say(f"figures: {len(figure_paths)} as PNG and SVG in {outputs.path / 'figures'}")
+    figure_paths = [path for path in outputs.files if path.parent == outputs.path / "figures"]
+    formats = dict.fromkeys(path.suffix[1:].upper() for path in figure_paths)
+    figure_count = len({path.with_suffix("") for path in figure_paths})
+    say(f"figures: {figure_count} as {' and '.join(formats)} in {outputs.path / 'figures'}")
     if outputs.failed:
         complain(f"{len(outputs.failed)} cells failed: {next(iter(outputs.failed.values()))}")
         raise typer.Exit(FAILED)

@@ -18,6 +18,7 @@ from kvbench.cli import (
     complete,
     data,
     harnesses,
+    leaderboard,
     listing,
     page,
     power,
@@ -54,9 +55,12 @@ app = typer.Typer(
 app.command(epilog=run.EXAMPLES)(run.run)
 app.command()(report.report)
 app.command()(page.view)
+app.command()(leaderboard.publish)
+app.command()(leaderboard.leaderboard)
 app.command()(published.published)
 app.command()(table.table)
 app.command()(compare.compare)
+app.command("compare-policies")(compare.compare_policies)
 app.command()(power.power)
 app.command()(bench.bench)
 app.command(

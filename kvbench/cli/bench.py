@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvbench.analysis.choosing import parse_integers, split_commas
 from kvbench.cli.analyze import carry_out, command_line
-from kvbench.cli.options import grid_options, option, split_names
+from kvbench.cli.options import declared_options, grid_options, option, split_names, split_options
 from kvbench.progress import Reporter
+from kvbench.report.figure_flags import FigureFlags
 from kvbench.runs.options import MODEL, OUTPUT, PROMPTS
 
 if TYPE_CHECKING:
     from kvbench.analysis.output import AnalysisOutput
 
 
+@declared_options(FigureFlags, anchor="out")
 @grid_options("policies", "budgets")
 @grid_options("seed", anchor="repeats")
 @grid_options("device", "dtype", "revision", anchor="out")
@@ -69,9 +71,11 @@ def bench(
         revision=grid_values["revision"],
     )
 
+    figures = FigureFlags.of(split_options(grid_values, FigureFlags)[0])
+
     def work(reporter: Reporter) -> AnalysisOutput:
         from kvbench.analysis.speed.bench import write_bench
 
-        return write_bench(bench_settings, out, reporter, command=command_line())
+        return write_bench(bench_settings, out, reporter, figures=figures, command=command_line())
 
     carry_out(work)

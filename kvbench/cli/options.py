@@ -135,6 +135,24 @@ Metric = Annotated[
         show_default=False,
     ),
 ]
+CHOOSE = "Filter (comma-separated)"
+ModelFilter = Annotated[Names, option(CHOOSE, "NAME", "Models.", "--model")]
+BudgetFilter = Annotated[Names, option(CHOOSE, "B", "Budgets.", "--budget")]
+TaskFilter = Annotated[Names, option(CHOOSE, "NAME", "Tasks, groups or subsets.", "--task")]
+MomentFilter = Annotated[Names, option(CHOOSE, "WHEN", "Moments.", "--moment")]
+LengthFilter = Annotated[
+    Names, option(CHOOSE, "N", "Lengths. Tasks of natural length are always included.", "--length")
+]
+SeedFilter = Annotated[Names, option(CHOOSE, "N", "Seeds.", "--seed")]
+Labels = Annotated[
+    Names,
+    option(
+        None,
+        "POLICY=LABEL",
+        "Show a policy under this name, such as snapkv=SnapKV. Repeatable or comma-separated.",
+        "--label",
+    ),
+]
 Quiet = Annotated[bool, option(OUTPUT, FLAG, "Print only errors and the path of the result.", "--quiet")]
 AsJson = Annotated[bool, option(OUTPUT, FLAG, "Print the results as JSON on stdout.", "--json")]
 DryRun = Annotated[bool, option(OUTPUT, FLAG, "Show what would be done without doing it.", "--dry-run")]

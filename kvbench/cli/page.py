@@ -30,6 +30,7 @@ def view(
     from kvbench.report.frames import prepare
     from kvbench.report.page import NAME, write_page
     from kvbench.report.sorted_samples import COLUMNS
+    from kvbench.runs.folders import stored_command
     from kvbench.runs.integrity import CELLS, SAMPLES
     from kvbench.runs.load import load_frames, responses_of
     from kvbench.tables.text import slug
@@ -39,7 +40,7 @@ def view(
     page_time = page_path.stat().st_mtime_ns if page_path.is_file() else 0
     if not all(table_path.is_file() and max(state_of(table_path)[1:3]) < page_time for table_path in table_paths):
         results = prepare(*load_frames(run, COLUMNS, coded=True, metric=metric))
-        page_path = write_page(results, responses_of(run, metric), page_path.parent)
+        page_path = write_page(results, responses_of(run, metric), page_path.parent, commands=[stored_command(run)])
     print(page_path)
     if opens and not webbrowser.open(page_path.resolve().as_uri()):
         complain("cannot open a browser; open the file yourself, or copy it to another machine")

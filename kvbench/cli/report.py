@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvbench.cli import complete
-from kvbench.cli.options import Metric, Names, option, split_names
+from kvbench.cli.options import Metric, Names, declared_options, option, split_names, split_options
 from kvbench.cli.screen import console, print_json, rows_of, say, show
 from kvbench.errors import UserError
+from kvbench.report.figure_flags import FigureFlags
 from kvbench.runs.options import FLAG
 
 
+@declared_options(FigureFlags, anchor="x_axis")
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     metric: Metric = None,
@@ -60,10 +61,6 @@ def report(
         bool,
         option(None, FLAG, "Also write report.html, an interactive page.", "--html"),
     ] = False,
-    formats: Annotated[
-        Names,
-        option("Figures", "FORMATS", "File formats: pdf, png, svg; comma-separated. Default: png,svg.", "--format"),
-    ] = None,
     policies: Annotated[
         Names,
         option(
@@ -73,20 +70,6 @@ def report(
             autocompletion=complete.policies,
         ),
     ] = None,
-    labels: Annotated[
-        Names,
-        option(
-            "Figures",
-            "POLICY=LABEL",
-            "Show a policy under this name, such as snapkv=SnapKV. Repeatable or comma-separated.",
-            "--label",
-        ),
-    ] = None,
-    width: Annotated[
-        float | None,
-        option("Figures", "INCHES", "Width of every figure, such as 3.3 or 7. Default: 3.5 or 7, by its panels."),
-    ] = None,
-    no_title: Annotated[bool, option("Figures", FLAG, "Leave out the titles of figures.", "--no-title")] = False,
     x_axis: Annotated[
         str | None,
         option(
@@ -99,37 +82,32 @@ def report(
     out: Annotated[Path | None, option(None, "DIR", "Output folder. Default: report/ in the first run.")] = None,
     quiet: Annotated[bool, option(None, FLAG, "Print only errors and the path of the summary.", "--quiet")] = False,
     as_json: Annotated[bool, option(None, FLAG, "Print cells, means and comparisons as JSON.", "--json")] = False,
+    **figure_values: Any,
 ) -> None:
     """Show the tables of runs; write Pareto fronts and a summary."""
     from kvbench.report import against as pairs
     from kvbench.report import choosing
-    from kvbench.report.figure_options import FigureOptions, parse_labels
+    from kvbench.report.figure_options import figure_options
     from kvbench.report.frames import prepare
     from kvbench.report.groups import group_table
     from kvbench.report.overall import group_means
     from kvbench.report.rendering import write_report
     from kvbench.report.sorted_samples import COLUMNS, Samples
     from kvbench.report.terminal import RunTable
+    from kvbench.runs.folders import stored_command
     from kvbench.runs.load import load_frames, load_groups, responses_of
-    from kvbench.tables.plot_style import DEFAULT_FORMATS
     from kvbench.tables.text import slug
 
     if metric and with_published:
         raise UserError("--with-published compares the metric of each task; leave out --metric")
-    figure_options = FigureOptions(
-        formats=split_names(formats) or DEFAULT_FORMATS,
-        policies=split_names(policies),
-        width=width,
-        has_title=not no_title,
-        x_axis=x_axis,
-    )
+    figure_flags = FigureFlags.of(split_options(figure_values, FigureFlags)[0])
     if quiet:
         warnings.simplefilter("ignore")
     cells, samples = load_frames(runs, COLUMNS, coded=True, metric=metric)
     grouped_samples = Samples(samples)
     results = prepare(cells, grouped_samples)
-    figure_options = replace(figure_options, labels=parse_labels(split_names(labels), results))
-    figure_options.check(results)
+    figures = figure_options(figure_flags, results.policies, split_names(policies), x_axis)
+    figures.check(results)
     base_policies = [
         policy_name for comma_list in against or [] for policy_name in comma_list.split(",") if policy_name
     ]
@@ -145,16 +123,21 @@ def report(
         if any(limit_value is not None for limit_value in (within, batch, context)):
             console().print(choosing.render_choices(results, aim))
     report_folder = out or runs[0] / "report" / (slug(metric) if metric else "")
-    written_paths = write_report(results, report_folder, aim, figure_options)
+    written_paths = write_report(results, report_folder, aim, figures)
     if html:
         from kvbench.report.page import write_page
 
-        written_paths.append(write_page(results, responses_of(runs, metric), report_folder, aim))
+        commands = list(map(stored_command, runs))
+        written_paths.append(write_page(results, responses_of(runs, metric), report_folder, aim, commands=commands))
+    uncompared_note = pairs.left_out(cells)
     for base_policy, differences in comparisons:
         if prints_tables:
             for difference_table in pairs.tables(differences, base_policy):
                 show(difference_table)
-        written_paths.append(pairs.write(differences, base_policy, report_folder / f"against-{slug(base_policy)}.md"))
+            if uncompared_note:
+                say(uncompared_note)
+        comparison_path = report_folder / f"against-{slug(base_policy)}.md"
+        written_paths.append(pairs.write(differences, base_policy, comparison_path, uncompared_note))
     extra_json: dict[str, Any] = {}
     if with_published:
         from kvbench.papers.published import beside

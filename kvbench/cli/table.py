@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli import complete
-from kvbench.cli.options import Metric, Names, option, split_names
+from kvbench.cli.options import (
+    CHOOSE,
+    BudgetFilter,
+    Labels,
+    LengthFilter,
+    Metric,
+    ModelFilter,
+    MomentFilter,
+    Names,
+    SeedFilter,
+    TaskFilter,
+    option,
+    split_names,
+)
 from kvbench.cli.screen import show
 from kvbench.errors import UserError
 from kvbench.files import write_whole
@@ -22,7 +35,6 @@ if TYPE_CHECKING:
 
 PAPER = "Like a published table"
 FREE = "Any other table"
-CHOOSE = "Filter (comma-separated)"
 
 
 def table(
@@ -91,13 +103,14 @@ def table(
             show_default=False,
         ),
     ] = "full",
-    model: Annotated[Names, option(CHOOSE, "NAME", "Models.")] = None,
+    labels: Labels = None,
+    model: ModelFilter = None,
     policy: Annotated[Names, option(CHOOSE, "NAME", "Policies. The full cache is always included.")] = None,
-    budget: Annotated[Names, option(CHOOSE, "B", "Budgets.")] = None,
-    task: Annotated[Names, option(CHOOSE, "NAME", "Tasks, groups or subsets.")] = None,
-    moment: Annotated[Names, option(CHOOSE, "WHEN", "Moments.")] = None,
-    length: Annotated[Names, option(CHOOSE, "N", "Lengths. Tasks of natural length are always included.")] = None,
-    seed: Annotated[Names, option(CHOOSE, "N", "Seeds.")] = None,
+    budget: BudgetFilter = None,
+    task: TaskFilter = None,
+    moment: MomentFilter = None,
+    length: LengthFilter = None,
+    seed: SeedFilter = None,
     metric: Metric = None,
     form: Annotated[
         Format | None,
@@ -124,6 +137,7 @@ def table(
     """
     from kvbench.papers.layouts.fill import fill
     from kvbench.papers.layouts.measures import load
+    from kvbench.report.figure_options import parse_labels
 
     _check(
         layout,
@@ -139,10 +153,12 @@ def table(
     }  # fmt: skip
     form = _format(form, out)
     measures = load(runs, selected_names, metric)
+    compressed_policies = [name for name in dict.fromkeys(measures.cells["policy"].astype(str)) if name != "full"]
+    policy_labels = parse_labels(split_names(labels), compressed_policies)
     if layout:
-        table_layout = _published(layout, measures, use or [], reduced=reduced)
+        table_layout = _published(layout, measures, use or [], policy_labels, reduced=reduced)
     else:
-        table_layout = _pivot(measures, rows, columns or "task", value, mean=mean)
+        table_layout = _pivot(measures, rows, columns or "task", value, policy_labels, mean=mean)
     reference_policy = _reference(against, measures)
     filled_table = fill(table_layout, measures, reference_policy)
     if form is None:
@@ -180,21 +196,32 @@ def _check(layout: str | None, *, for_layout: bool, for_free_table: bool) -> Non
         raise UserError("--use and --reduced need --layout")
 
 
-def _published(layout_name: str, measures: Measures, substitutions: list[str], *, reduced: bool) -> Layout:
+def _published(
+    layout_name: str, measures: Measures, substitutions: list[str], labels: dict[str, str], *, reduced: bool
+) -> Layout:
     from kvbench.papers.layouts.from_papers import published_layout
     from kvbench.papers.layouts.lay_out import lay_out
     from kvbench.papers.layouts.substitutes import Substitutes
 
     paper_layout = published_layout(layout_name)
-    return lay_out(paper_layout, measures, Substitutes.parse(paper_layout, substitutions), reduced=reduced)
+    substitutes = Substitutes.parse(paper_layout, substitutions)
+    return lay_out(paper_layout, measures, substitutes, reduced=reduced, labels=labels)
 
 
-def _pivot(measures: Measures, row_names: str | None, column_names: str, value: Value, *, mean: bool) -> Layout:
+def _pivot(
+    measures: Measures,
+    row_names: str | None,
+    column_names: str,
+    value: Value,
+    labels: dict[str, str],
+    *,
+    mean: bool,
+) -> Layout:
     from kvbench.papers.layouts.pivot import Axes, default_rows, pivot
 
     column_axes = tuple(split_names([column_names]))
     row_axes = tuple(split_names([row_names])) if row_names else default_rows(measures, column_axes)
-    return pivot(measures, Axes(row_axes, column_axes, value, mean))
+    return pivot(measures, Axes(row_axes, column_axes, value, mean), labels)
 
 
 def _reference(against: str, measures: Measures) -> str:

@@ -339,7 +339,7 @@ class Attachment:
         after_forward: Called after it.
 
     Raises:
-        ValueError: The model is already attached.
+        ValueError: The model is already attached, or kvbench does not support its attention.
     """
 
     def __init__(
@@ -351,6 +351,7 @@ class Attachment:
         self.model, self.decoder = model, decoder_of(model)
         if id(self.decoder) in _ATTACHED:
             raise ValueError("this model is attached already; attachments cannot be nested")
+        self._modules, self._readers = attention_modules(model), reading_modules(model)  # refused before it is changed
         self.before_forward, self.after_forward = before_forward, after_forward
         self._visual_ids = torch.tensor(visual_ids(model), dtype=torch.int64)
         self._previous_attention = self.decoder.config._attn_implementation
@@ -378,13 +379,13 @@ class Attachment:
             self._handles += [
                 layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True) for layer in self.decoder.layers
             ]
-        for layer_index, module in attention_modules(self.model):
+        for layer_index, module in self._modules:
             enter_attention = partial(self._enter_attention, layer_index)
             self._handles += [
                 module.register_forward_pre_hook(enter_attention, with_kwargs=True),
                 module.register_forward_hook(_leave_attention, with_kwargs=True, always_call=True),
             ]
-        for layer_id, module in reading_modules(self.model):
+        for layer_id, module in self._readers:
             enter_reading = partial(self._enter_reading, layer_id)
             self._handles += [
                 module.register_forward_pre_hook(enter_reading, with_kwargs=True),
@@ -395,7 +396,7 @@ class Attachment:
         """Restore the model."""
         for handle in self._handles:
             handle.remove()
-        for _, module in (*attention_modules(self.model), *reading_modules(self.model)):
+        for _, module in (*self._modules, *self._readers):
             module.__dict__.pop("_kvbench", None)
         del _ACTIVE[self._outer_depth :]
         self.decoder.set_attn_implementation(self._previous_attention)

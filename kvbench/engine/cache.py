@@ -202,6 +202,7 @@ class RaggedCache(Cache):
             "kv_bytes_full": self.full_bytes(sequence_index),
             "visual_tokens": self.visual_tokens()[sequence_index],
             "held_visual": self.visual_entries(sequence_index),
+            "state_bytes": self.state_bytes(sequence_index),
         }
 
     def _summary_bytes(self, sequence_index: int | None) -> int:
@@ -409,6 +410,7 @@ def _dense_sequence(layer: Any, sequence_slice: slice, tokens: int) -> Any:
         sequence_layer.key, sequence_layer.value = (tensor.contiguous() for tensor in key_value)
         sequence_layer.batch, sequence_layer.seen = 1, tokens
     elif isinstance(sequence_layer, DynamicSlidingWindowLayer) and sequence_layer.is_initialized:
+        assert sequence_layer.keys is not None and sequence_layer.values is not None
         column_count = min(tokens, sequence_layer.keys.shape[2])
         sequence_layer.keys = sequence_layer.keys[sequence_slice, :, -column_count:]
         sequence_layer.values = sequence_layer.values[sequence_slice, :, -column_count:]

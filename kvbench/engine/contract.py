@@ -35,6 +35,9 @@ HARMLESS = frozenset(
 )
 """Keywords of a model's forward that reach attention functions but change no attention weight."""
 
+OWN_CACHE = frozenset({"minimax"})
+"""Families that accept no cache but an instance of their own class."""
+
 _MEANINGS = {
     "sinks": "attention sinks",
     "position_bias": "a position bias",
@@ -97,6 +100,16 @@ def check_attention(
         raise _refusal(module, "changes keys or values between cache and attention")
     if keywords.get("sliding_window") is not None:
         raise _refusal(module, "has a sliding window in a layer that caches all tokens")
+
+
+def check_cache(config: Any) -> None:
+    """Refuse a model that accepts no other cache than its own.
+
+    Raises:
+        UserError: The family has a cache class of its own.
+    """
+    if config.model_type in OWN_CACHE:
+        raise UserError(f"{config.model_type} needs a cache class of its own, which kvbench does not implement yet")
 
 
 def check_mask(config: Any, mask_function: Callable[..., Any] | None) -> None:

@@ -167,7 +167,7 @@ def forward(
     position_shift: Tensor | None = None
     if rotary_model(model) is not None:
         model_inputs["position_ids"], position_shift = _positions(model, cache, token_ids, token_mask, model_inputs)
-    elif cache.valid is not None and token_mask is None and not cache.padded and takes_positions(type(model)):
+    elif cache.valid is not None and token_mask is None and not cache.padded and takes_positions(model):
         # As `generate` does: Bamba counts from 0 in every forward without them.
         start, end = cache.valid.shape[1], cache.valid.shape[1] + token_ids.shape[1]
         model_inputs["position_ids"] = torch.arange(start, end, device=token_ids.device)[None]
@@ -187,10 +187,14 @@ def forward(
     return logits[:, -1] if logit_count is None else logits
 
 
+def takes_positions(model: nn.Module) -> bool:
+    """Return whether a model's forward takes positions."""
+    return _has_positions(type(model).forward)
+
+
 @functools.cache
-def takes_positions(model_class: type[nn.Module]) -> bool:
-    """Return whether the forward of a class of models takes positions."""
-    return "position_ids" in inspect.signature(model_class.forward).parameters
+def _has_positions(forward_function: Callable[..., object]) -> bool:
+    return "position_ids" in inspect.signature(forward_function).parameters
 
 
 def _positions(

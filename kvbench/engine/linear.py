@@ -21,7 +21,7 @@ _STATES = ("conv_states", "recurrent_states")
 _FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
 
 
-class RaggedHybridLayer(LinearAttentionLayer, RaggedLayer):  # type: ignore[misc]  # both define `reset`
+class RaggedHybridLayer(LinearAttentionLayer, RaggedLayer):  # type: ignore[misc, override]  # shared names
     """A ragged layer whose decoder layer also keeps a recurrent state (Falcon-H1, Zaya)."""
 
     def __init__(self, number_of_states: int = 1) -> None:
@@ -39,8 +39,9 @@ class RaggedHybridLayer(LinearAttentionLayer, RaggedLayer):  # type: ignore[misc
 
     def fork(self) -> RaggedHybridLayer:
         """Return an independent copy; see `RaggedLayer.fork`."""
-        forked: RaggedHybridLayer = copied(RaggedLayer.fork(self))
-        return forked
+        forked = RaggedLayer.fork(self)
+        assert isinstance(forked, RaggedHybridLayer)
+        return copied(forked)
 
     crop = RaggedLayer.crop
     reorder_cache = RaggedLayer.reorder_cache
@@ -48,7 +49,7 @@ class RaggedHybridLayer(LinearAttentionLayer, RaggedLayer):  # type: ignore[misc
 
 def reset_states(layer: LinearAttentionLayer) -> None:
     """Discard the states of a layer."""
-    LinearAttentionLayer.__init__(layer, layer.number_of_states)  # type: ignore[no-untyped-call]
+    LinearAttentionLayer.__init__(layer, layer.number_of_states)
 
 
 def combine_states(target: LayerT, sources: Sequence[Any], combine: Callable[[list[Tensor]], Tensor]) -> LayerT:

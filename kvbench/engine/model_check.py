@@ -218,7 +218,7 @@ def measure_model(model: nn.Module) -> ModelCheck:
     weights = [parameter for parameter in decoder.parameters() if parameter.is_floating_point()]
     is_exact = all(weight.dtype in (torch.float32, torch.float64) for weight in weights) and not _is_quantised(model)
     token_ids = _text(decoder)
-    positions = torch.arange(_TEXT, device=token_ids.device)[None] if takes_positions(type(decoder)) else None
+    positions = torch.arange(_TEXT, device=token_ids.device)[None] if takes_positions(decoder) else None
 
     def run_stock(widths: Sequence[int]) -> None:
         cache = DynamicCache(config=decoder.config)
@@ -238,15 +238,18 @@ def measure_model(model: nn.Module) -> ModelCheck:
         _run(decoder, token_ids, positions, _ONE_BY_ONE[1:], packed_cache)
     attention_errors = _errors(attention_records)
     continuations: list[tuple[ModuleError, ...]] = []
-    for widths in (_CHUNK, _WHOLE) if state_records else ():
-        with _hooked(state_records, _Record.replaying):
-            run_stock(widths)
-        continuations.append(_errors(state_records))
+    for widths in (_CHUNK, _WHOLE):
+        if state_records:
+            with _hooked(state_records, _Record.replaying):
+                run_stock(widths)
+        continuations.append(_errors(state_records) if state_records else ())
+    chunk_errors, whole_errors = continuations
     return ModelCheck(
         family_of(decoder),
         _LIMIT if is_exact else _HALF_LIMIT,
         attention_errors,
-        *continuations,
+        chunk_errors,
+        whole_errors,
         seconds=time.perf_counter() - started,
     )
 

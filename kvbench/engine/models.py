@@ -15,11 +15,12 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 from transformers.pytorch_utils import Conv1D
 
 from kvbench.engine import latent
+from kvbench.engine.contract import check_cache
 from kvbench.engine.quantization import plain_weight
 from kvbench.errors import UserError
 from kvbench.view import ModelInfo
 
-OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "wo", "c_proj", "output_linear")
+OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "wo", "Wo", "c_proj", "output_linear")
 """Names that families give to the output projection of attention."""
 
 _EVICTABLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
@@ -126,10 +127,11 @@ def model_info(model: nn.Module) -> ModelInfo:
     """Return the shapes and projections of a model.
 
     Raises:
-        UserError: The model has no full-attention layer, so there is nothing to evict.
+        UserError: The model has no full-attention layer, so there is nothing to evict, or needs a cache of its own.
     """
     modules = [module for _, module in attention_modules(model)]
     config: Any = decoder_of(model).config
+    check_cache(config)
     is_mla = any(latent.is_latent(module) for module in modules)
     if not modules:
         raise UserError(f"{type(model).__name__} has only sliding-window layers: there is nothing to evict")
@@ -231,15 +233,28 @@ def head_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return the function that maps final hidden states to logits."""
     get_head = getattr(model, "get_output_embeddings", None)
     output_head = get_head() if get_head is not None else None
-    soft_cap = getattr(decoder_of(model).config, "final_logit_softcapping", None)
+    transform = getattr(model, "lm_head", None)
+    if transform is output_head:
+        transform = None  # ModernBERT alone has a `lm_head` before its output matrix
+    config = decoder_of(model).config
+    factor, soft_cap = _logit_factor(config), getattr(config, "final_logit_softcapping", None)
 
     def compute_logits(hidden: Tensor) -> Tensor:
         if output_head is None:
             raise UserError(f"{type(model).__name__} has no language-model head, which surprisal needs")
-        head_logits: Tensor = output_head(hidden)
+        head_logits: Tensor = output_head(hidden if transform is None else transform(hidden)) * factor
         return head_logits if soft_cap is None else soft_cap * (head_logits / soft_cap).tanh()
 
     return compute_logits
+
+
+def _logit_factor(config: Any) -> float:
+    """Return the factor by which some families multiply the outputs of their output matrix."""
+    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    factor *= getattr(config, "lm_head_multiplier", None) or 1.0  # Falcon-H1
+    scaling = getattr(config, "logits_scaling", None) or 1.0
+    # Granite divides by what HyperCLOVA X multiplies by.
+    return float(factor * scaling if config.model_type == "hyperclovax" else factor / scaling)
 
 
 def is_vision(config: Any) -> bool:

@@ -16,8 +16,6 @@ from kvbench.regression.pairs import CellPair, Frames, made_differently, pair_ce
 
 POINT = 0.01
 LEAST_ALPHA = 1e-4
-_RESOLUTION = 20
-"""Draws per 1 / level, so that the smallest possible p-value is far below the level."""
 
 
 class Outcome(StrEnum):
@@ -139,10 +137,8 @@ def compare(baseline: Frames, run: Frames, *, max_drop: float = 1.0, alpha: floa
     shared_pairs = [pair for pair in cell_pairs if pair.responses]
     # A cell without differences cannot raise a false alarm, so the correction ignores it.
     differing_pairs = [pair for pair in shared_pairs if pair.differs]
-    draw_count = max(significance.DRAWS, math.ceil(_RESOLUTION * len(differing_pairs) / alpha))
-    p_values = [
-        significance.sign_p(pair.gaps[0], draws=min(draw_count, significance.MOST_DRAWS)) for pair in differing_pairs
-    ]
+    draw_count = significance.enough_draws(len(differing_pairs), alpha)
+    p_values = [significance.sign_p(pair.gaps[0], draws=draw_count) for pair in differing_pairs]
     test_places = [pair.place for pair in differing_pairs]
     tests_by_place = dict(zip(test_places, zip(p_values, significance.holm(p_values), strict=True), strict=True))
     unit_by_task = unit_tasks(shared_pairs)

@@ -19,6 +19,8 @@ EXACT = 16
 DRAWS = 20_000
 MOST_DRAWS = 1_000_000
 """Upper limit of the number of draws, to bound the run time."""
+_RESOLUTION = 20
+"""Draws per 1 / level, so that the smallest possible p-value is far below the level."""
 _FAR = 100
 _LEAST, _AT_ONCE = 1000, 2_000_000  # draws at a time; signs at a time: 16 MB
 _PARTS = 60
@@ -116,6 +118,11 @@ def _counted(whole_totals: npt.NDArray[np.int64]) -> float:
     observed_sum = abs(int(whole_totals.sum()))
     # The distribution is symmetric.
     return float(min(1.0, 2 * sum_shares[: largest_sum - observed_sum + 1].sum())) if observed_sum else 1.0
+
+
+def enough_draws(test_count: int, alpha: float) -> int:
+    """Return the number of draws with which the smallest p-value of a family of tests stays far below its level."""
+    return min(max(DRAWS, math.ceil(_RESOLUTION * test_count / alpha)), MOST_DRAWS)
 
 
 def least_contexts(alpha: float) -> int:

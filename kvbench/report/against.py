@@ -15,7 +15,7 @@ from kvbench.report.sorted_samples import Samples
 from kvbench.tables.numbers import score_kind
 from kvbench.tables.outputs import markdown
 from kvbench.tables.table import Column, Interval, Name, Table, TableCell, beside
-from kvbench.tables.text import code, tokens
+from kvbench.tables.text import code, md, tokens
 
 _PANEL = [*SETTING, "dtype", "device", "attention", "moment", "budget"]
 _OF_POLICY = ["policy", "tasks", "higher_is_better"]
@@ -85,13 +85,32 @@ def tables(difference_frame: pd.DataFrame, base: str) -> list[Table]:
     return panel_tables
 
 
-def write(difference_frame: pd.DataFrame, base: str, output_path: Path) -> Path:
+def left_out(cells: pd.DataFrame) -> str:
+    """Return a sentence about the tasks that cannot be compared, or an empty string."""
+    tasks = unaveraged_tasks(cells)
+    if not tasks:
+        return ""
+    return f"Not compared: {', '.join(tasks)}. A score that is not a mean over samples has no paired difference."
+
+
+def write(difference_frame: pd.DataFrame, base: str, output_path: Path, note: str = "") -> Path:
     """Write the differences as Markdown.
+
+    Args:
+        difference_frame: The differences.
+        base: The policy they refer to.
+        output_path: The file.
+        note: Sentence about what is left out, if anything.
 
     Raises:
         UserError: The file cannot be written.
     """
-    blocks = [f"# Against {code(base)}", _READING, *map(markdown, tables(difference_frame, base))]
+    blocks = [
+        f"# Against {code(base)}",
+        _READING,
+        *map(markdown, tables(difference_frame, base)),
+        *[md(note)] * bool(note),
+    ]
     write_whole(output_path, ("\n\n".join(blocks) + "\n").encode())
     return output_path
 

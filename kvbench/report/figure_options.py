@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvbench.errors import UserError
+from kvbench.report.figure_flags import FigureFlags
 from kvbench.report.frames import Results
 from kvbench.tables.plot_style import DEFAULT_FORMATS, FORMATS
 
@@ -61,7 +62,7 @@ class FigureOptions:
         """
         for policy in (*self.policies, *self.labels):
             if policy not in ("full", *results.policies):
-                raise _unknown_policy(policy, results)
+                raise _unknown_policy(policy, results.policies)
 
     def select(self, results: Results) -> Results:
         """Return the results of the chosen policies and the full cache, in the chosen order.
@@ -83,17 +84,45 @@ class FigureOptions:
 DEFAULT_FIGURES = FigureOptions()
 
 
-def parse_labels(assignments: Sequence[str], results: Results) -> dict[str, str]:
+def figure_options(
+    flags: FigureFlags, policies: Sequence[str], chosen_policies: Sequence[str] = (), x_axis: str | None = None
+) -> FigureOptions:
+    """Return the options of figures that a user gave.
+
+    Args:
+        flags: Options that all commands share.
+        policies: Policies of the results, besides the full cache.
+        chosen_policies: Policies to draw, in this order; all if empty.
+        x_axis: x axis of Pareto fronts.
+
+    Raises:
+        UserError: A value is wrong, or the results do not have a labelled policy.
+    """
+    return FigureOptions(
+        formats=flags.formats or DEFAULT_FORMATS,
+        labels=parse_labels(flags.labels or (), policies),
+        policies=chosen_policies,
+        width=flags.width,
+        has_title=not flags.no_title,
+        x_axis=x_axis,
+    )
+
+
+def parse_labels(assignments: Sequence[str], policies: Sequence[str]) -> dict[str, str]:
     """Parse assignments such as `snapkv=SnapKV`; the policy itself may contain `=`.
+
+    Args:
+        assignments: The assignments.
+        policies: Policies of the results, besides the full cache.
 
     Raises:
         UserError: An assignment has no label, or the results do not have its policy.
     """
     labels: dict[str, str] = {}
     for assignment in assignments:
-        matches = [policy for policy in ("full", *results.policies) if assignment.startswith(f"{policy}=")]
+        matches = [policy for policy in ("full", *policies) if assignment.startswith(f"{policy}=")]
         if not matches and "=" in assignment:
-            raise _unknown_policy(assignment.rpartition("=")[0], results)
+            raise _unknown_policy(assignment.rpartition("=")[0], policies)
         policy = max(matches, key=len, default="")
         label = assignment[len(policy) + 1 :].strip() if policy else ""
         if not label:
@@ -102,5 +131,5 @@ def parse_labels(assignments: Sequence[str], results: Results) -> dict[str, str]
     return labels
 
 
-def _unknown_policy(policy: str, results: Results) -> UserError:
-    return UserError(f"no policy {policy!r} in the results; they have {', '.join(results.policies)}")
+def _unknown_policy(policy: str, policies: Sequence[str]) -> UserError:
+    return UserError(f"no policy {policy!r} in the results; they have {', '.join(policies)}")

@@ -231,7 +231,8 @@ def judged(cells: pd.DataFrame) -> dict[str, list[str]]:
 
 def answers(versions: str) -> str:
     """Return the decoding of a cell's answers from its `versions`: "greedy", or "temperature 0.6"."""
-    generation = recorded(versions).get("generation", {})
+    generation = recorded(versions).get("generation")
+    generation = generation if isinstance(generation, dict) else {}  # published by anyone
     settings = [
         f"{setting_name} {setting_value}"
         for setting_name, setting_value in generation.items()

@@ -16,11 +16,13 @@ from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
 from kvbench.report.frames import Results, budget_order, extras, of_moment, unaveraged_tasks
 from kvbench.report.overall import CONFIG
 from kvbench.stats import Floats
-from kvbench.tables.plot_style import COLUMN, PAGE, SavedFigure, lay_out_figure, plot_style, save
+from kvbench.tables.plot_style import COLUMN, PAGE, SEQUENTIAL, SavedFigure, lay_out_figure, plot_style, save
 from kvbench.tables.text import counted, short, slug
 
 _QUESTION = ["sample_id", "question_id"]
 _FONT_SIZE = 8
+_DARK = 0.75
+"""Share of the colour scale on which white text is easier to read than black."""
 _LETTER = 0.066  # inches per letter of a name
 _LENGTH_WIDTH = 0.3  # inches of a tick label such as 128K
 _LEFT_MARGIN = 0.48
@@ -210,7 +212,7 @@ def _heatmap(
             for field_grid in (mean_grids[pair], count_grids[pair])
         )
         scaled_scores = np.ma.masked_invalid(score_scale * mean_grid)
-        image = ax.imshow(scaled_scores, cmap="cividis", vmin=lower_limit, vmax=upper_limit, aspect="auto")
+        image = ax.imshow(scaled_scores, cmap=SEQUENTIAL, vmin=lower_limit, vmax=upper_limit, aspect="auto")
         ax.set_title(panel_titles[line_index][column_index], loc="left", y=1.0, pad=2)
         ax.spines[:].set_visible(False)
         length_step = math.ceil(len(lengths) * _LENGTH_WIDTH / layout.panel_width)
@@ -238,7 +240,7 @@ def _heatmap(
             upper_limit,
         )
     bar_label = "score (0 to 100)" if unit_scaled else "score"
-    layout.colour_bar(image, score_scale * field_means, bar_label, font_size=_FONT_SIZE)
+    layout.colour_bar(image, score_scale * field_means, bar_label)
     return SavedFigure(figure_title, save(layout.figure, figure_stem, options.formats))
 
 
@@ -280,7 +282,7 @@ def _annotate(
     for (row_index, column_index), score in np.ndenumerate(np.ma.filled(scaled_scores, np.nan)):
         if np.isnan(score):
             continue
-        is_dark = score < lower_limit + 0.55 * (upper_limit - lower_limit)
+        is_dark = score < lower_limit + _DARK * (upper_limit - lower_limit)
         count_text = f" ({int(field_counts[row_index, column_index])})" if field_counts is not None else ""
         ax.text(
             column_index, row_index, f"{score:.0f}{count_text}", ha="center", va="center",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import pandas as pd
 
 from kvbench.report.sorted_samples import Samples
 from kvbench.runs.schema import CELL_COLUMNS
-from kvbench.stats import DRAWS, Floats, bounded_interval, few_vary, resampled, tail
+from kvbench.stats import DRAWS, Difference, Floats, bounded_interval, few_vary, resampled, tail
 
 SETTING = ["model", "model_revision", "group", "length", "seed"]
 CONFIG = ["policy", "budget", "moment"]
@@ -101,18 +101,7 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
         if not len(score_values):
             score_strata.miss()
             continue
-        # Each task is a stratum with a separate stream: common draws would correlate the errors of tasks. The stream
-        # depends on the task's name, so that a mean does not change with the other tasks of a run; a single task has
-        # the draws of `summary`.
-        random_stream = zlib.crc32(str(task_name).encode()) if len(mean_tasks) > 1 else 0
-        context_count = int(context_codes.max()) + 1
-        resample = functools.partial(
-            resampled,
-            cluster_count=context_count,
-            seed=seed,
-            draw_count=draw_count,
-            stream=random_stream,
-        )
+        resample = _resampler(task_name, len(mean_tasks), context_codes, seed, draw_count)
         is_bounded = bool(np.nanmin(score_values) >= 0 and np.nanmax(score_values) <= 1)
         score_strata.add(score_values, context_codes, resample, is_bounded, signed=False)
         if full_index is not None:
@@ -154,6 +143,42 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
             }
         )
     return mean_rows
+
+
+def mean_difference(
+    task_differences: Mapping[str, tuple[Floats, npt.NDArray[np.intp]]], *, is_bounded: bool, seed: int = 0
+) -> Difference:
+    """Return the mean over tasks of paired differences, with the interval of `group_means`.
+
+    Args:
+        task_differences: For each task, the differences `[keys]` and the context of each, ascending from 0.
+        is_bounded: Whether scores lie in [0, 1].
+        seed: Seed of the bootstrap.
+    """
+    strata = _Strata(1, DRAWS)
+    for task_name, (differences, context_codes) in task_differences.items():
+        resample = _resampler(task_name, len(task_differences), context_codes, seed, DRAWS)
+        strata.add(differences[:, None], context_codes, resample, is_bounded, signed=True)
+    mean, lower, upper = (float(bound[0]) for bound in strata.interval())
+    return Difference(mean, lower, upper, sum(len(differences) for differences, _ in task_differences.values()))
+
+
+def _resampler(
+    task_name: str, task_count: int, context_codes: npt.NDArray[np.intp], seed: int, draw_count: int
+) -> Callable[[Callable[[Floats], Floats]], Floats]:
+    """Return `resampled` for the contexts of one of several tasks.
+
+    Each task is a stratum with a separate stream: common draws would correlate the errors of tasks. The stream depends
+    on the task's name, so that a mean does not change with the other tasks of a run; a single task has the draws of
+    `summary`.
+    """
+    return functools.partial(
+        resampled,
+        cluster_count=int(context_codes.max()) + 1,
+        seed=seed,
+        draw_count=draw_count,
+        stream=zlib.crc32(str(task_name).encode()) if task_count > 1 else 0,
+    )
 
 
 class _Strata:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -18,6 +19,11 @@ COLUMNS = tuple(
 """Columns of `samples.parquet` that a report needs."""
 
 Integers = npt.NDArray[np.int64]
+
+
+def natural_key(name: object) -> list[str | int]:
+    """Return a sort key by which numbers in names ascend: `2` before `10`."""
+    return [int(part) if index % 2 else part for index, part in enumerate(re.split(r"([0-9]+)", str(name)))]
 
 
 class Samples:

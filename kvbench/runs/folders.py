@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from kvbench.errors import UserError
+from kvbench.runs.command import command_line
 from kvbench.runs.integrity import CELLS
 from kvbench.runs.store import GRID, LOCK, RESPONSES
 from kvbench.runs.yaml_loader import Loader, read_text
@@ -42,7 +43,7 @@ def default_folder(digest: str, models: Sequence[str], tasks: Sequence[str], pol
     if (results_folder / digest).is_dir():
         return results_folder / digest
     short_digest = digest[:_HASH]
-    folder_name = "-".join([*(_names(grid_values) for grid_values in (models, tasks, policies)), short_digest])
+    folder_name = "-".join([*(short_names(grid_values) for grid_values in (models, tasks, policies)), short_digest])
     if not (results_folder / folder_name).is_dir():
         earlier_folders = sorted(path for path in results_folder.glob(f"*-{short_digest}") if (path / GRID).is_file())
         if earlier_folders:
@@ -50,7 +51,7 @@ def default_folder(digest: str, models: Sequence[str], tasks: Sequence[str], pol
     return results_folder / folder_name
 
 
-def _names(spellings: Iterable[str]) -> str:
+def short_names(spellings: Iterable[str]) -> str:
     """Return a few names, short enough for a folder: `snapkv+h2o+3`."""
     short_names = list(dict.fromkeys(map(_name, spellings)))
     extra_count = [str(len(short_names) - _SHOWN)] if len(short_names) > _SHOWN else []
@@ -141,6 +142,12 @@ def summarise(folder: Path) -> RunSummary:
         state="broken" if problem else state,
         problem=problem,
     )
+
+
+def stored_command(folder: Path) -> str:
+    """Return the command that repeats a run; "" if its grid cannot be read."""
+    grid, problem = _grid(folder / GRID)
+    return "" if problem else command_line(grid)
 
 
 def _grid(path: Path) -> tuple[dict[str, Any], str]:

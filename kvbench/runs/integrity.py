@@ -1,8 +1,8 @@
 """Integrity of a run's tables: digests, and sums that must agree.
 
 The metadata of `cells.parquet` holds a record: a digest of its cells, the SHA-256 of `samples.parquet` and
-`metrics.parquet`, and the samples and repeats of the grid. Tables of earlier versions have no record; their counts and
-means are compared instead. `metrics.parquet` can be missing: earlier versions did not write it.
+`metrics.parquet`, the samples and repeats of the grid, and the hardware. Tables of earlier versions have no record;
+their counts and means are compared instead. `metrics.parquet` can be missing: earlier versions did not write it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ def with_record(cells: pa.Table, folder: Path, facts: Mapping[str, Any]) -> pa.T
     """Add the record to the metadata of a table of cells.
 
     Args:
-        folder: The run's folder, with the final files of its other tables.
+        folder: The run's folder, with the final files of its other tables; earlier versions wrote no metrics.
         facts: Further JSON values to record.
     """
-    digests = {"cells": _digest(cells), **{field: _sha256(folder / name) for name, field in _DIGESTS.items()}}
+    file_digests = {field: _sha256(folder / name) for name, field in _DIGESTS.items() if (folder / name).is_file()}
+    digests = {"cells": _digest(cells), **file_digests}
     return cells.replace_schema_metadata({_RECORD: json.dumps({**facts, **digests})})
 
 
@@ -63,6 +64,14 @@ def rows_of_cells(folder: Path) -> tuple[dict[str, int], dict[str, Any]]:
         return {}, {}
     row_counts = {str(entry["values"]): int(entry["counts"]) for entry in counts}
     return row_counts, {name: facts[name] for name in ("samples", "repeats") if name in facts}
+
+
+def recorded_hardware(folder: Path) -> list[str]:
+    """Return the hardware that generated a run's responses, as recorded; empty if unknown or if a table is damaged."""
+    try:
+        return list(map(str, _recorded(checked_cells(folder)).get("hardware", [])))
+    except UserError:
+        return []
 
 
 def _recorded(cells: pa.Table) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from kvbench.runs.schema import (
     SAMPLES_SCHEMA,
     SCHEMA_VERSION,
     SCORES,
+    TEXTS,
     ResultColumn,
     missing_columns,
 )
@@ -319,6 +320,10 @@ def _sample_rows(
         table.validate(full=True)
     except Exception as error:  # pyarrow raises many error classes for damaged files
         raise unreadable(path, error) from None
+    if not any(column.name in stored_columns for column in TEXTS):  # a published run
+        for column in TEXTS:
+            if column.name in columns:
+                table = _with_substitute(table, SAMPLES_SCHEMA.field(column.name), column, coded)
     return _upgraded(table, path, SAMPLES_SCHEMA, columns, coded)
 
 

@@ -20,6 +20,7 @@ from kvbench.judge.base import JudgeError
 from kvbench.judge.rubrics import origin
 from kvbench.runs.cell import Cell
 from kvbench.runs.planning import Job
+from kvbench.runs.prompt_excerpts import prompt_excerpt
 from kvbench.runs.schema import (
     AVERAGED,
     MEASURED,
@@ -32,9 +33,6 @@ from kvbench.runs.schema import (
     ScoredCell,
 )
 from kvbench.runs.store import RunStore
-
-_PROMPT_END = 400
-"""Number of prompt characters stored with its response."""
 
 _LARGEST_SCORE = 1e150
 """Limit of scores, above which their squares and thus their intervals would be infinite."""
@@ -121,7 +119,7 @@ class _Asked(NamedTuple):
             request.context_id,
             request.repeats,
             _extra(request),
-            prompt_end(request),
+            prompt_excerpt(request.context + request.question, request.target),
             list(request.target),
         )
 
@@ -355,12 +353,6 @@ class _Scorer:
 
 def _key(response: Response) -> Key:
     return (response.sample_id, response.question_id, response.repeat)
-
-
-def prompt_end(request: Request) -> str:
-    """Return the end of a prompt, as needed to understand its response."""
-    prompt_text = request.context + request.question
-    return prompt_text if len(prompt_text) <= _PROMPT_END else f"…{prompt_text[-_PROMPT_END:]}"
 
 
 def _extra(request: Request) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 import pyarrow.parquet as pq
 
+from kvbench.engine.hardware import describe_hardware
 from kvbench.errors import UserError
 from kvbench.files import cannot
 from kvbench.progress import Reporter, Silent, duration
@@ -21,8 +22,8 @@ from kvbench.runs.executors.base import Executor, Unfinished, run_here
 from kvbench.runs.executors.ray import run_on_ray
 from kvbench.runs.grid import Grid
 from kvbench.runs.groups import group_rows
-from kvbench.runs.integrity import rows_of_cells
-from kvbench.runs.planning import RunPlan, Say, plan
+from kvbench.runs.integrity import recorded_hardware, rows_of_cells
+from kvbench.runs.planning import Job, RunPlan, Say, plan
 from kvbench.runs.results import check_requests, scored
 from kvbench.runs.store import GRID, RESPONSES, RunStore
 from kvbench.terminal import console
@@ -116,12 +117,20 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
             for judge in dict.fromkeys(job.judge for job in jobs if job.judge is not None):
                 judge.check()
             _EXECUTORS[grid.executor](open_stages, grid, store, reporter)
-        facts = {"samples": grid.samples, "repeats": grid.repeats}
+        hardware = recorded_hardware(folder)
+        if open_stages and grid.executor == "local":  # the machines of Ray's workers are unknown here
+            hardware += _hardware(jobs)
+        facts = {"samples": grid.samples, "repeats": grid.repeats, "hardware": list(dict.fromkeys(hardware))}
         tasks = [job.task for job in jobs]
         cells = store.write_scored(scored(jobs, store.responses_of), facts, functools.partial(group_rows, tasks))
         samples = store.samples()
     failures = {str(cell_row.cell): str(cell_row.error) for cell_row in cells.itertuples() if cell_row.status != "ok"}
     return Run(folder, cells, failures, planned.left_out, _samples=samples)
+
+
+def _hardware(jobs: Sequence[Job]) -> list[str]:
+    """Return the hardware of this machine that jobs ran on."""
+    return [describe_hardware(device) for device in dict.fromkeys(cell.device for job in jobs for cell in job.cells)]
 
 
 def _check_same_grid(grid: Grid, folder: Path, *, extend: bool) -> Grid | None:

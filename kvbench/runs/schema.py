@@ -18,7 +18,7 @@ from kvbench.runs.index import Key
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 OLDEST_VERSION = 2
 """The oldest schema whose tables can be read."""
 
@@ -50,13 +50,14 @@ class ResultColumn:
         summarised: Whether the mean over the tasks of a benchmark has it.
         paged: Whether the page of `kvbench view` has it.
         always: Whether every cell that has a score has it, as a number.
+        text: Whether it quotes the data or the model, so that published samples leave it out.
     """
 
     type: Any
     meaning: str = ""
     name: str = ""
     since: int = 1
-    substitute: int | str | bool | None = None
+    substitute: int | str | bool | tuple[()] | None = None
     copy_of: str = ""
     shared: bool = False
     sampled: bool = True
@@ -64,6 +65,7 @@ class ResultColumn:
     summarised: bool = False
     paged: bool = False
     always: bool = False
+    text: bool = False
 
 
 def _field(kind: Any, meaning: str = "", **options: Any) -> Mapping[str, ResultColumn]:
@@ -98,7 +100,7 @@ class Response:
     question_id: int = field(metadata=_field(_SHORT))
     repeat: int = field(metadata=_field(_SHORT))
     context_id: str = field(metadata=_field(_TEXT, "the context, which several questions may share", shared=True))
-    response: str = field(default="", metadata=_field(_TEXT, "the text of the response"))
+    response: str = field(default="", metadata=_field(_TEXT, "the text of the response", substitute="", text=True))
     stop: str = field(
         default="",
         metadata=_field(
@@ -204,6 +206,16 @@ class Response:
         ),
     )
     held_visual: int = field(default=0, metadata=_cost(_LONG, since=3, substitute=0))
+    state_bytes: int = field(
+        default=0,
+        metadata=_cost(
+            _LONG,
+            "bytes of recurrent and convolution states of hybrid models. They have a constant size, nothing evicts "
+            "them, and no other column counts them. 0 for other models and in tables of schema 5 and before",
+            since=6,
+            substitute=0,
+        ),
+    )
     prefill_s: float = field(
         default=0.0,
         metadata=_cost(
@@ -326,11 +338,14 @@ SAMPLE_COLUMNS: tuple[ResultColumn, ...] = (
     *_columns("cell task policy budget moment", "the cell, as in `cells.parquet`", *[_TEXT] * 5, shared=True),
     *_columns("length", "", _SHORT),
     *_columns(
-        "target score",
+        "target",
         "the reference answers, and the score of the response: its value by the task's metric, NaN if that is no "
         "number",
-        *(pa.list_(_TEXT), _REAL),
+        pa.list_(_TEXT),
+        substitute=(),
+        text=True,
     ),
+    *_columns("score", "", _REAL),
     *_columns(
         "metrics",
         'a JSON object with the value of the response by every metric that gives it a number, such as `{"acc": 1.0, '
@@ -351,12 +366,14 @@ SAMPLE_COLUMNS: tuple[ResultColumn, ...] = (
     ),
     *_columns(
         "prompt_end",
-        "the last 400 characters of the prompt, after `…` if there are more. In a live dialogue the history before it "
-        "has the model's own answers. Empty in tables of schema 2",
+        "the last 400 characters of the prompt, after `…` if there are more. Lines before them show up to 6 places "
+        "where a reference answer of up to 399 characters occurs verbatim, with 120 characters on either side. In a "
+        "live dialogue the history before it has the model's own answers. Empty in tables of schema 2",
         _TEXT,
         since=3,
         substitute="",
         shared=True,
+        text=True,
     ),
 )
 """`samples.parquet`: a row per cell, sample, question and repeat."""
@@ -381,6 +398,8 @@ METRIC_COLUMNS: tuple[ResultColumn, ...] = (
 
 MEASURED = tuple(column.name for column in _measured() if column.sampled)
 """Columns of the samples that are fields of their responses."""
+TEXTS = tuple(column for column in SAMPLE_COLUMNS if column.text)
+"""Columns of the samples that a published run leaves out."""
 SCORES = tuple(column.name for column in _SCORE_COLUMNS)
 """Columns of a score and of its difference from the full cache."""
 AVERAGED = tuple(column.name for column in CELL_COLUMNS if column.averaged)

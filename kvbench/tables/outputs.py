@@ -145,6 +145,8 @@ plain_text = _PLAIN.phrase
 """Convert a phrase to text for a terminal."""
 markdown_text = _MARKDOWN.phrase
 """Convert a phrase to Markdown."""
+latex_text = _LATEX.phrase
+"""Convert a phrase to LaTeX."""
 html_text = _HTML.phrase
 """Convert a phrase to HTML."""
 
@@ -547,7 +549,8 @@ def _fits(table: Table, console: Console) -> bool:
     return console.measure(bare_table, options=unlimited).maximum <= console.width
 
 
-_LATEX_NEEDS = "% \\usepackage{booktabs,graphicx}\n"
+LATEX_PACKAGES = "% \\usepackage{booktabs,graphicx}\n"
+"""First line of LaTeX output, which names the required packages."""
 
 _PAGE = """\
 <!doctype html>
@@ -592,7 +595,7 @@ def format_table(table: Table, output_format: Format) -> str:
     """
     match output_format:
         case Format.LATEX:
-            return _LATEX_NEEDS + latex(table, fit=True)
+            return LATEX_PACKAGES + latex(table, fit=True)
         case Format.MARKDOWN:
             return markdown(table) + "\n"
         case Format.CSV:

@@ -14,8 +14,10 @@ from typing import Any, Literal
 import matplotlib
 import numpy as np
 import numpy.typing as npt
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
@@ -53,6 +55,11 @@ _MARKER_SIZE = {"P": 5.5, "X": 5.5, "D": 4.0}  # so that all look about equally 
 GREY = "#777777"
 GREY_BAND = "#e9e9e9"
 PALE = "#b8b8b8"
+SEQUENTIAL = ListedColormap(colormaps["plasma"](np.linspace(0.0, 0.64, 256)), "plasma_dark")
+"""Colours from low (dark blue) to high (coral), with even steps of lightness for any colour vision and in grey.
+
+The rest of plasma, orange to yellow, is left out: its contrast with white paper is below 3:1, the least that WCAG 2.2
+(criterion 1.4.11) asks of graphics."""
 FRONT: dict[str, Any] = {"color": "#222222", "lw": 1.1, "ls": (0, (1, 1))}
 
 _RC: Any = {
@@ -136,6 +143,11 @@ class FigureLayout:
     axes: Any
     panel_width: float
 
+    @property
+    def letters(self) -> int:
+        """Number of letters that fit above a panel."""
+        return max(4, int(self.panel_width / _LETTER))
+
     def used(self, panel_count: int) -> list[Axes]:
         """Return the first `panel_count` panels, line by line, and hide the others."""
         all_axes = list(self.axes.flat)
@@ -150,7 +162,6 @@ class FigureLayout:
         label: str = "",
         *,
         line_index: int = 0,
-        font_size: float = 6.5,
     ) -> None:
         """Draw a colour bar to the right of a line of panels.
 
@@ -160,7 +171,6 @@ class FigureLayout:
                 numbers share the last colour.
             label: Meaning of the colours.
             line_index: The line of panels.
-            font_size: Size of numbers and label in points.
         """
         lower_limit, upper_limit = image.get_clim()
         valid_values = np.ma.masked_invalid(values)
@@ -177,9 +187,9 @@ class FigureLayout:
         )
         colour_bar = self.figure.colorbar(image, cax=bar_axes, extend=extend or "neither")
         colour_bar.outline.set_visible(False)
-        colour_bar.ax.tick_params(labelsize=font_size, length=1.5)
+        colour_bar.ax.tick_params(length=1.5, pad=2)
         if label:
-            colour_bar.set_label(label, fontsize=font_size, labelpad=2)
+            colour_bar.set_label(label, labelpad=2)
 
 
 def lay_out_figure(

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from kvbench.engine.contract import check_keywords
+from kvbench.engine.contract import check_keywords, family_of
 from kvbench.engine.driver import check_supported
 from kvbench.engine.models import (
     attention_modules,
@@ -69,6 +69,7 @@ def training_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Apply the student's attention: `query` `[B, H_q, T, d]` after RoPE, output `[B, T, H_q, d]`."""
     check_keywords(module, kwargs)
+    _check_trainable(module, key, value, kwargs)
     hook_state = module.__dict__.get("_kvbench_training")
     if hook_state is not None:
         forward_pass, layer, hidden_states = hook_state
@@ -92,6 +93,22 @@ def training_attention(
         module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
     )
     return plain_output
+
+
+def _check_trainable(module: nn.Module, key: Tensor, value: Tensor, keywords: Mapping[str, Any]) -> None:
+    """Refuse attention that kvbench implements in its caches but not in training.
+
+    Raises:
+        UserError: The attention has sinks, a soft cap, or values of another size than its keys.
+    """
+    additions = {
+        "sinks": keywords.get("s_aux") is not None,
+        "a soft cap": keywords.get("softcap") is not None,
+        "values of another size than its keys": key.shape != value.shape,
+    }
+    for addition, is_present in additions.items():
+        if is_present:
+            raise UserError(f"gates cannot be trained for {family_of(module)}, whose attention has {addition}")
 
 
 AttentionInterface.register(NAME, training_attention)
@@ -142,6 +159,8 @@ class Student(nn.Module):
                 with_kwargs=True,
             )
             module.register_forward_hook(_leaving, always_call=True)
+        with torch.no_grad():  # refuses attention that cannot be trained
+            self._decode(torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device), None)
         self.checkpointed = (
             bool(settings["checkpointing"])
             and method.objective == "distil"

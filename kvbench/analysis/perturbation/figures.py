@@ -11,9 +11,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from kvbench.analysis.maps import MOST_ACROSS, Colours, figure_suffixes, head_maps, layer_head_map
+from kvbench.analysis.maps import Colours, figure_suffixes, head_maps, layer_head_map, panels_across
 from kvbench.analysis.perturbation.comparison import curve, matrix
 from kvbench.analysis.scopes import distinct_values, ordered_budgets, rows_in_scope, scopes
+from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
 from kvbench.stats import Floats
 from kvbench.tables.plot_style import (
     COLUMN,
@@ -29,6 +30,8 @@ from kvbench.tables.plot_style import (
 from kvbench.tables.text import counted, short, slug
 
 MOST_PAIRS = 10
+_MOST_CURVES = 3  # panels side by side
+_LEAST_CURVE = 1.6  # inches that a panel is wide at least
 
 
 def shown_pairs(pairs: pd.DataFrame) -> list[tuple[str, str]]:
@@ -47,6 +50,7 @@ def draw_perturbation(
     pairs: pd.DataFrame,
     cells: pd.DataFrame,
     folder: Path,
+    options: FigureOptions = DEFAULT_FIGURES,
 ) -> list[Path]:
     """Draw maps of heads for every pair, and curves over layers and over budgets.
 
@@ -54,19 +58,20 @@ def draw_perturbation(
         heads, layers: The tables of an analysis.
         pairs, cells: What `compare` makes of the table of heads.
         folder: Existing output folder.
+        options: Formats, size and labels of the figures.
 
     Returns:
         The files written.
     """
     paths: list[Path] = []
-    curves = _Curves(distinct_values(heads, "policy"))
+    curves = _Curves(distinct_values(heads, "policy"), options)
     with plot_style():
         for scope, scope_rows in scopes(heads):
             suffix, subtitle = figure_suffixes(heads, scope)
             for pair in shown_pairs(pairs):
                 pair_rows = scope_rows[scope_rows["policy"].isin(pair)]
                 file_name = f"heads-{slug(pair[0])}-vs-{slug(pair[1])}-{suffix}"
-                paths += _maps(pair_rows, pair, subtitle, folder / file_name)
+                paths += _maps(pair_rows, pair, subtitle, folder / file_name, options)
             layer_rows = rows_in_scope(layers, scope)
             for column, file_name, condition in (
                 ("l1", "layers", ""),
@@ -83,7 +88,9 @@ def draw_perturbation(
     return paths
 
 
-def _maps(pair_rows: pd.DataFrame, pair: tuple[str, str], subtitle: str, stem: Path) -> list[Path]:
+def _maps(
+    pair_rows: pd.DataFrame, pair: tuple[str, str], subtitle: str, stem: Path, options: FigureOptions
+) -> list[Path]:
     """Draw the fraction of questions where the policy perturbs less (above) and its change of mean l1 (below)."""
     budget_maps: list[tuple[str, Floats, Floats]] = []
     questions = 0
@@ -110,17 +117,20 @@ def _maps(pair_rows: pd.DataFrame, pair: tuple[str, str], subtitle: str, stem: P
     widest = max(float(np.abs(change_map).max()) for _, _, change_map in budget_maps)
     limit = min(100.0, max(1.0, math.ceil(widest)))
     panel_rows: list[list[tuple[str, Floats]]] = []
-    for start in range(0, len(budget_maps), MOST_ACROSS):
-        chunk = budget_maps[start : start + MOST_ACROSS]
+    across = panels_across(options)
+    for start in range(0, len(budget_maps), across):
+        chunk = budget_maps[start : start + across]
         panel_rows.append([(f"budget {budget}", win_share) for budget, win_share, _ in chunk])
         panel_rows.append([("", mean_change) for _, _, mean_change in chunk])
     colours = [
-        Colours("RdBu", 0.0, 100.0, "smaller l1,\n% of questions"),
-        Colours("RdBu_r", -limit, limit, "change of\nmean l1, %"),
+        Colours("RdBu", 0.0, 100.0, "smaller L1,\n% of questions"),
+        Colours("RdBu_r", -limit, limit, "change of\nmean L1, %"),
     ]
-    title = f"{short(pair[0])} against {short(pair[1])}, l1 of a head's output · {subtitle}"
+    title = (
+        f"{short(options.label(pair[0]))} against {short(options.label(pair[1]))}, L1 of a head's output · {subtitle}"
+    )
     title += f", n = {counted(questions, 'question')} per head"
-    return head_maps(panel_rows, colours, title, "query head", sorted(set(pair_rows["layer"])), stem)
+    return head_maps(panel_rows, colours, title, "query head", sorted(set(pair_rows["layer"])), stem, options)
 
 
 class _Curves:
@@ -128,15 +138,16 @@ class _Curves:
 
     Args:
         policies: All policies of the analysis, in order.
+        options: Formats, size and labels of the figures.
     """
 
-    def __init__(self, policies: list[str]) -> None:
-        self.styles = marker_styles(policies)
+    def __init__(self, policies: list[str], options: FigureOptions) -> None:
+        self.styles, self.options = marker_styles(policies), options
 
     def over_layers(self, curve_frame: pd.DataFrame, title: str, stem: Path) -> list[Path]:
         """Draw the mean of every layer, one panel per budget."""
         budget_names = ordered_budgets(curve_frame)
-        across = min(len(budget_names), 3)
+        across = min(len(budget_names), _MOST_CURVES, self._most_across)
         layout = self._page(curve_frame, title, math.ceil(len(budget_names) / across), across, "layer")
         for axes, budget in zip(layout.used(len(budget_names)), budget_names, strict=True):
             budget_rows = curve_frame[curve_frame["budget"] == budget]
@@ -144,7 +155,7 @@ class _Curves:
             self._lines(axes, budget_rows, lambda policy_rows: policy_rows["layer"].to_numpy(np.float64))
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         layout.axes[0, 0].set_ylim(bottom=0)  # after all panels, which share the axis
-        return save(layout.figure, stem)
+        return save(layout.figure, stem, self.options.formats)
 
     def over_budgets(self, cell_rows: pd.DataFrame, title: str, stem: Path) -> list[Path]:
         """Draw the mean over heads and layers by budget, one panel for fractions and one for tokens."""
@@ -152,7 +163,8 @@ class _Curves:
         scale_kinds = [
             digits_only for digits_only in (False, True) if (curve_frame["budget"].str.isdigit() == digits_only).any()
         ]
-        layout = self._page(curve_frame, title, 1, len(scale_kinds), "budget, log scale")
+        across = min(len(scale_kinds), self._most_across)
+        layout = self._page(curve_frame, title, math.ceil(len(scale_kinds) / across), across, "budget, log scale")
         for axes, is_absolute in zip(layout.used(len(scale_kinds)), scale_kinds, strict=True):
             scale_rows = curve_frame[curve_frame["budget"].str.isdigit() == is_absolute]
             scale_rows = scale_rows.assign(at=scale_rows["budget"].astype(float) * (1 if is_absolute else 100))
@@ -164,7 +176,11 @@ class _Curves:
             axes.minorticks_off()
             axes.set_title("tokens kept" if is_absolute else "share kept", loc="left", y=1.0, pad=3)
         layout.axes[0, 0].set_ylim(bottom=0)
-        return save(layout.figure, stem)
+        return save(layout.figure, stem, self.options.formats)
+
+    @property
+    def _most_across(self) -> int:
+        return max(1, int(((self.options.width or PAGE) - 0.72) / _LEAST_CURVE))
 
     def _page(self, curve_frame: pd.DataFrame, title: str, row_count: int, across: int, x_label: str) -> FigureLayout:
         has_intervals = np.isfinite(curve_frame[["lo", "hi"]].to_numpy(dtype=np.float64)).all()
@@ -172,12 +188,12 @@ class _Curves:
         return lay_out_figure(
             row_count,
             across,
-            title=title + ("; bands: 95% intervals" if has_intervals else ""),
-            width=COLUMN if across == 1 else PAGE,
-            panel_height=2.0 if across == 1 else 1.6,
+            title=(title + "; bands: 95% intervals" * bool(has_intervals)) * self.options.has_title,
+            width=self.options.width or (COLUMN if across == 1 else PAGE),
+            panel_height=2.0 if across == row_count == 1 else 1.6,
             x_label=x_label,
-            y_label="L1 change",
-            labels=policies,
+            y_label="L1 change of the output",
+            labels=[self.options.label(policy) for policy in policies],
             handles=[legend_handle(self.styles[policy]) for policy in policies],
             left_margin=0.62,
             top_margin=0.22,

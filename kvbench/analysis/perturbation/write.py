@@ -13,6 +13,8 @@ from kvbench.analysis.perturbation.options import PerturbationOptions
 from kvbench.analysis.perturbation.tables import READING, perturbation_tables
 from kvbench.analysis.summary import notes
 from kvbench.progress import Reporter
+from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
+from kvbench.report.figure_options import figure_options
 
 
 def write_perturbation(
@@ -21,6 +23,7 @@ def write_perturbation(
     *,
     query: str = "answer",
     first_stage: float = 0.5,
+    figures: FigureFlags = DEFAULT_FLAGS,
     command: str = "kvbench analyze perturbation",
 ) -> AnalysisOutput:
     """Measure output perturbation and write `heads`, `layers`, `pairs` and `cells.parquet`.
@@ -30,12 +33,14 @@ def write_perturbation(
         reporter: Progress reporter.
         query: Query to measure.
         first_stage: Fraction for stage 1, for policies without a parameter of that name.
+        figures: Options of the figures.
         command: Command shown in the summary.
 
     Raises:
         UserError: A value in the grid is unknown or out of range, or the output is not writable.
     """
     grid = make_grid(grid_options)
+    figure_settings = figure_options(figures, [str(policy) for policy in grid.built_policies])
     PerturbationOptions(query, first_stage)
     folder = make_output_folder(grid, "perturbation", query, first_stage)
     perturbation = probe.analyze(grid, reporter, query=query, first_stage=first_stage)
@@ -51,7 +56,7 @@ def write_perturbation(
         frames,
         list(perturbation_tables(cells, pairs, shown_pairs(pairs))),
         notes(cells, perturbation.failed, READING),
-        draw_perturbation(perturbation.heads, perturbation.layers, pairs, cells, folder / "figures"),
+        draw_perturbation(perturbation.heads, perturbation.layers, pairs, cells, folder / "figures", figure_settings),
         perturbation.failed,
     )
     return write_all(

@@ -17,6 +17,8 @@ from kvbench.analysis.summary import notes
 from kvbench.errors import UserError
 from kvbench.files import replacing
 from kvbench.progress import Reporter
+from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
+from kvbench.report.figure_options import figure_options
 from kvbench.tables.text import listed
 
 SAMPLES = 4
@@ -30,6 +32,7 @@ def write_retention(
     reporter: Reporter,
     *,
     options: RetentionOptions,
+    figures: FigureFlags = DEFAULT_FLAGS,
     command: str = "kvbench analyze retention",
 ) -> AnalysisOutput:
     """Run the retention analysis and write all tables, figures, `summary.md` and a page.
@@ -38,6 +41,7 @@ def write_retention(
         grid_options: Grid options without moments, in the format of `Grid.from_dict`.
         reporter: Progress reporter.
         options: Options of the analysis.
+        figures: Options of the figures.
         command: Command shown in the summary.
 
     Raises:
@@ -47,6 +51,7 @@ def write_retention(
         raise UserError("give either --task or --text")
     text_task = {} if options.text is None else {"tasks": "text"}
     grid = make_grid({"samples": SAMPLES, **grid_options, **text_task, "moments": "context"})
+    figure_settings = figure_options(figures, [str(policy) for policy in grid.built_policies])
     folder = make_output_folder(grid, "retention", options.to_dict())
     result = analyze(grid, options, reporter)
     has_traces = any(sample.traces for task in result.tasks for sample in task.samples)
@@ -54,7 +59,7 @@ def write_retention(
         reason = " ".join(next(iter(result.failed.values())).split())
         raise UserError(f"nothing to show: all policies failed: {reason}")
     data_frames = frames(result)
-    saved_figures = draw(result, folder / "figures")
+    saved_figures = draw(result, folder / "figures", figure_settings)
     tables = list(retention_tables(result))
     note_lines = [note_line for table_name, note_line in READING.items() if table_name in data_frames]
     if result.ungated:

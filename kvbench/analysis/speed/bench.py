@@ -13,6 +13,8 @@ from kvbench.analysis.speed.timing import run_bench
 from kvbench.errors import UserError
 from kvbench.files import digest_of
 from kvbench.progress import Reporter
+from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
+from kvbench.report.figure_options import figure_options
 from kvbench.tables.text import counted
 
 
@@ -21,6 +23,7 @@ def write_bench(
     output_folder: Path | None,
     reporter: Reporter,
     *,
+    figures: FigureFlags = DEFAULT_FLAGS,
     command: str = "kvbench bench",
 ) -> AnalysisOutput:
     """Run the benchmark and write `bench.parquet` (every repeat), `summary.parquet` and figures.
@@ -29,12 +32,13 @@ def write_bench(
         bench: Benchmark settings.
         output_folder: Output folder; None: `results/bench-HASH`.
         reporter: Progress reporter.
+        figures: Options of the figures.
         command: Command shown in the summary.
 
     Raises:
         UserError: A value is unknown or out of range, or nothing could be measured.
     """
-    bench.settings()
+    options = figure_options(figures, list(dict.fromkeys(str(setting.policy) for setting in bench.settings())))
     folder = prepare_folder(output_folder or Path("results") / f"bench-{digest_of(asdict(bench))}")
     frame = run_bench(bench, reporter)
     failures = {
@@ -58,7 +62,7 @@ def write_bench(
         {"bench": frame, "summary": summary},
         tables,
         notes,
-        draw_bench(summary, bench.model, folder / "figures"),
+        draw_bench(summary, bench.model, folder / "figures", options),
         failures,
     )
     return write_files(

@@ -16,6 +16,7 @@ from PIL import Image
 from kvbench.analysis.choosing import evenly_spaced
 from kvbench.analysis.vision.grids import ImageView, Picture
 from kvbench.analysis.vision.image_shares import CellRecord, ImagePrompt, TaskVision
+from kvbench.report.figure_options import FigureOptions
 from kvbench.stats import Floats
 from kvbench.tables.plot_style import PAGE, lay_out_figure, save
 from kvbench.tables.text import short, slug
@@ -25,6 +26,7 @@ _CANVAS = 480
 _GAP = 0.06
 """Space between images, as a fraction of the largest image."""
 _MOST_ACROSS = 4
+_LEAST_PANEL = 1.5  # inches, with room for its title
 _DIM = 0.8
 """Fading of evicted cells."""
 _FADED = 225.0
@@ -51,6 +53,7 @@ def draw_kept(
     suffix: str,
     subtitle: str,
     folder: Path,
+    options: FigureOptions,
 ) -> Iterator[Path]:
     """Draw the images of a prompt with the visual tokens that one cell holds.
 
@@ -62,31 +65,32 @@ def draw_kept(
     drawn_heads = [(layer, head) for layer in task.draw_layers for head in task.draw_heads]
     images, canvas = arrange_images(sample.views)
     panel_count = len(named_steps) * (1 + len(drawn_heads))
-    max_columns = _MOST_ACROSS if len(drawn_heads) > 1 else 2
+    width = options.width or PAGE
+    max_columns = min(_MOST_ACROSS if len(drawn_heads) > 1 else 2, max(1, int(width / _LEAST_PANEL)))
     across = len(named_steps) * min(max(1, max_columns // len(named_steps)), 1 + len(drawn_heads))
     row_count = -(-panel_count // across)
-    panel_width = (PAGE - 0.2 - 0.08 * (across - 1)) / across
+    panel_width = (width - 0.2 - 0.08 * (across - 1)) / across
     layout = lay_out_figure(
         row_count,
         across,
-        title=_title(sample, record, subtitle),
-        width=PAGE,
+        title=_title(sample, record, subtitle, options) if options.has_title else "",
+        width=width,
         panel_height=panel_width * canvas[0] / canvas[1],
         x_label="",
         y_label="",
         left_margin=0.1,
-        top_margin=0.2,
-        panel_gap=(0.08, 0.2),
+        top_margin=0.34,
+        panel_gap=(0.08, 0.34),
         right_margin=0.1,
     )
     panel_axes = iter(layout.used(panel_count))
     held_mask = record.held([step for step, _ in named_steps]).numpy()
     held_share: Floats = held_mask.mean((0, 1))
     for step_index, (_, step_name) in enumerate(named_steps):
-        _panel(next(panel_axes), images, canvas, held_share[step_index], f"all KV heads, {step_name}")
+        _panel(next(panel_axes), images, canvas, held_share[step_index], f"all KV heads\n{step_name}")
     for layer, head in drawn_heads:
         for step_index, (_, step_name) in enumerate(named_steps):
-            panel_title = f"layer {task.layers[layer]}, KV head {head}, {step_name}"
+            panel_title = f"layer {task.layers[layer]}, KV head {head}\n{step_name}"
             _panel(
                 next(panel_axes),
                 images,
@@ -95,16 +99,16 @@ def draw_kept(
                 panel_title,
             )
     file_name = f"kept-{slug(labels['policy'])}-{slug(labels['budget'])}-{labels['moment']}-{suffix}"
-    yield from save(layout.figure, folder / file_name)
+    yield from save(layout.figure, folder / file_name, options.formats)
 
 
-def _title(sample: ImagePrompt, record: CellRecord, subtitle: str) -> str:
+def _title(sample: ImagePrompt, record: CellRecord, subtitle: str, options: FigureOptions) -> str:
     cell_labels = record.cell.labels
     quotation = f'question "{short(sample.question, 60)}", answer "{short(record.answer.strip(), 60)}"'
     if reference := ", ".join(sample.prompt.request.target):
         quotation += f', reference "{short(reference, 60)}"'
     return (
-        f"Visual tokens held, {short(cell_labels['policy'])} at {cell_labels['budget']}, "
+        f"Visual tokens held, {short(options.label(str(cell_labels['policy'])))} at {cell_labels['budget']}, "
         f"moment {cell_labels['moment']} · {subtitle} · {quotation}"
     )
 
@@ -242,13 +246,12 @@ def _panel(
                 placed.left_offset,
                 placed.top_offset,
                 str(image_number),
-                fontsize=5,
                 va="top",
                 ha="left",
                 clip_on=False,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.2},
             )
     axes.imshow(canvas_pixels, interpolation="nearest")
     axes.add_collection(LineCollection(edges, colors=_EDGE, linewidths=0.6))
-    axes.set_title(panel_title, loc="left", fontsize=6.5, y=1.0, pad=2)
+    axes.set_title(panel_title, loc="left", y=1.0, pad=2)
     axes.set_axis_off()

@@ -13,6 +13,8 @@ from kvbench.analysis.vision.image_shares import analyze
 from kvbench.analysis.vision.options import MOMENTS, VisionOptions
 from kvbench.analysis.vision.tables import READING, frames, vision_tables
 from kvbench.progress import Reporter
+from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
+from kvbench.report.figure_options import figure_options
 from kvbench.tables.text import listed
 
 SAMPLES = 1
@@ -26,6 +28,7 @@ def write_vision(
     reporter: Reporter,
     *,
     options: VisionOptions,
+    figures: FigureFlags = DEFAULT_FLAGS,
     command: str = "kvbench analyze vision",
 ) -> AnalysisOutput:
     """Run the vision analysis and write all tables, figures and `summary.md`.
@@ -34,12 +37,14 @@ def write_vision(
         grid_options: Grid options, in the format of `Grid.from_dict`.
         reporter: Progress reporter.
         options: Options of the analysis.
+        figures: Options of the figures.
         command: Command shown in the summary.
 
     Raises:
         UserError: A value is unknown or out of range, or the output is not writable.
     """
     grid = make_grid({"samples": SAMPLES, **grid_options}, MOMENTS, pruning=True)
+    figure_settings = figure_options(figures, [str(policy) for policy in grid.built_policies])
     folder = make_output_folder(grid, "vision", options.to_dict())
     result = analyze(grid, options, reporter)
     data_frames = frames(result)
@@ -50,7 +55,7 @@ def write_vision(
         reason = "it is not known where the tokens of its images lie"
         note_lines.append(f"{listed(result.undrawn)}: no pictures, because {reason}")
     note_lines = notes(data_frames["answers"], result.failed, note_lines)
-    figure_paths = draw(result, folder / "figures")
+    figure_paths = draw(result, folder / "figures", figure_settings)
     settings = {"analysis": "vision", **options.to_dict()}
     findings = Findings(
         data_frames,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -30,6 +31,7 @@ def lay_out(
     substitutes: Substitutes,
     *,
     reduced: bool = False,
+    labels: Mapping[str, str] | None = None,
 ) -> Layout:
     """Return the layout of a published table for the models of runs, with a block of rows per model.
 
@@ -38,13 +40,14 @@ def lay_out(
         measures: The runs.
         substitutes: Replacements for the paper's policies, tasks, budgets and lengths.
         reduced: Whether to leave out rows and columns without results. Averages are then over the remaining columns.
+        labels: Names to show for policies, instead of the paper's.
 
     Raises:
         UserError: kvbench or the runs have nothing to fill in, or the runs have several lengths, moments or seeds.
     """
     substitutes.check(published_layout.figures, measures)
     figures = [substitutes.apply(figure) for figure in published_layout.figures]
-    builder = _Builder(published_layout, measures, figures, substitutes)
+    builder = _Builder(published_layout, measures, figures, substitutes, labels or {})
     if not builder.direct:
         hint = "; use --use 'NAME=TASK' to fill it in from another task" * bool(datasets(figures))
         raise UserError(f"{published_layout.name} cannot be filled: {published_layout.lacking}{hint}")
@@ -52,7 +55,7 @@ def lay_out(
         raise UserError(_nothing_fits(published_layout, builder.direct, measures))
     if reduced:
         figures = builder.reduced()
-        builder = _Builder(published_layout, measures, figures, substitutes)
+        builder = _Builder(published_layout, measures, figures, substitutes, labels or {})
     return builder.layout(reduced=len(figures) < len(published_layout.figures))
 
 
@@ -65,13 +68,10 @@ class _Builder:
         measures: Measures,
         figures: list[Figure],
         substitutes: Substitutes,
+        labels: Mapping[str, str],
     ) -> None:
-        self.printed, self.measures, self.figures, self.substitutes = (
-            published_layout,
-            measures,
-            figures,
-            substitutes,
-        )
+        self.printed, self.measures, self.figures = published_layout, measures, figures
+        self.substitutes, self.labels = substitutes, labels
         run_tasks = set(measures.cells["task"].astype(str))
         self.weights = {figure: task_weights(figure, run_tasks) for figure in figures}
         claim_by_figure = {
@@ -115,7 +115,10 @@ class _Builder:
 
     def layout(self, *, reduced: bool) -> Layout:
         """Return the layout."""
-        column_keys = list(dict.fromkeys(map(_column, self.figures)))
+        figures_by_column: dict[tuple[str, str], list[Figure]] = {}
+        for figure in self.figures:
+            figures_by_column.setdefault(_column(figure), []).append(figure)
+        column_keys = list(figures_by_column)
         figures_by_row: dict[tuple[str, str], dict[tuple[str, str], Figure]] = {}
         for figure in self.figures:
             figures_by_row.setdefault(_row(figure), {})[_column(figure)] = figure
@@ -139,28 +142,45 @@ class _Builder:
                 group_name = f"{model_name}\0{row_part}"
                 if not has_parts and all(figure.policy == "full" for figure in row_figures.values()):
                     group_name = f"{model_name}\0full"
-                layout_rows.append(LayoutRow((*lead_cells, row_label), tuple(row_slots), group_name))
+                lead_cells.append(self._label(row_label, row_figures.values()))
+                layout_rows.append(LayoutRow(tuple(lead_cells), tuple(row_slots), group_name))
         lead_columns = [Column("model", merged=True)] * (len(self.models) > 1)
         lead_columns += [Column("budget", merged=True)] * has_parts
         return Layout(
             self._title(has_parts),
             (*lead_columns, Column("")),
-            tuple((column_title, _HEADINGS.get(group_name, group_name)) for group_name, column_title in column_keys),
+            tuple(
+                (self._label(column_title, column_figures), _HEADINGS.get(group_name, group_name))
+                for (group_name, column_title), column_figures in figures_by_column.items()
+            ),
             tuple(layout_rows),
             tuple(self._notes(reduced=reduced)),
+            self.labels,
         )
+
+    def _label(self, printed_label: str, line_figures: Iterable[Figure]) -> str:
+        """Return the label of a row or column: that of its policy, or the paper's, with "ours" spelled out."""
+        line_policies = {figure.policy for figure in line_figures}
+        if len(line_policies) == 1 < len({figure.policy for figure in self.figures}):
+            (policy,) = line_policies
+            if policy in self.labels:
+                return self.labels[policy]
+        return re.sub(r"\bours\b", self._paper_title, printed_label)
+
+    @property
+    def _paper_title(self) -> str:
+        return papers()[self.printed.paper].title.partition(":")[0]
 
     def _title(self, has_parts: bool) -> tuple[Phrase, ...]:
         budgets = list(dict.fromkeys(figure.kept for figure in self.figures if figure.kept not in ("", "full")))
         paper = papers()[self.printed.paper]
-        title = paper.title.partition(":")[0]
         budget_phrase: tuple[Phrase, ...] = ()
         if len(budgets) == 1 and not has_parts:
             budget_phrase = (", budget ", Name(budgets[0]))
         model_phrase: tuple[Phrase, ...] = (" of ", Name(self.models[0])) if len(self.models) == 1 else ()
         return (
             "Scores", *model_phrase, *budget_phrase,
-            f", laid out like Table {self.printed.table.number} of {title} (arXiv {paper.arxiv}).",
+            f", laid out like Table {self.printed.table.number} of {self._paper_title} (arXiv {paper.arxiv}).",
         )  # fmt: skip
 
     def _notes(self, *, reduced: bool) -> Iterator[Phrase]:

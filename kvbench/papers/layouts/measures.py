@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from kvbench.errors import UserError
-from kvbench.harness import catalogue
 from kvbench.regression import significance
+from kvbench.report.filters import filter_cells
 from kvbench.report.frames import recorded, records, unaveraged_tasks, unit_scale
 from kvbench.report.sorted_samples import Samples
 from kvbench.runs.load import load_frames
-from kvbench.tables.text import counted, listed, tokens
+from kvbench.tables.text import counted, tokens
 
 Row: TypeAlias = dict[str, Any]
 """A row of `cells.parquet`."""
@@ -251,8 +251,7 @@ def load(folders: Sequence[Path], filters: Mapping[str, Sequence[str]], metric: 
 
     Args:
         folders: Folders of runs.
-        filters: Values to keep, as text, by column of `cells.parquet`. Filters of policy, budget and moment do not
-            apply to the full cache, and length filters do not apply to tasks of natural length.
+        filters: Values to keep by column; see `filter_cells`.
         metric: Metric of the scores; None: every task's own.
 
     Raises:
@@ -260,20 +259,7 @@ def load(folders: Sequence[Path], filters: Mapping[str, Sequence[str]], metric: 
             cell.
     """
     cells, samples = load_frames(folders, ["cell", *_ANSWER], coded=True, metric=metric)
-    for column_name, selected_names in filters.items():
-        column_values = cells[column_name].astype(str)
-        task_sets = catalogue.task_sets() if column_name == "task" and selected_names else {}
-        selected_values: set[str] = set()
-        for selected_name in selected_names:
-            matching_values = {selected_name, *task_sets.get(selected_name, ())} & {*column_values}
-            selected_values |= matching_values
-            if not matching_values:
-                value_list = listed(list(dict.fromkeys(filter(None, column_values))))
-                raise UserError(f"--{column_name} {selected_name}: not in the run; it has {value_list}")
-        is_exempt = (cells["policy"] == "full") & (column_name in ("policy", "budget", "moment"))
-        is_exempt |= (cells["length"] == 0) & (column_name == "length")
-        if selected_values:
-            cells = cells[column_values.isin(selected_values) | is_exempt]
+    cells = filter_cells(cells, filters)
     cells = merged(cells, folders)
     return Measures(cells, samples[samples["cell"].isin(cells["cell"])])
 

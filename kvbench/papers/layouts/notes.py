@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ def notes(layout: Layout, measures: Measures, *, ranked: bool, tested: Tests) ->
     if ranked:
         yield ("Bold: best; underlined: second best of the policies at one budget, without the full cache.")
     if tested.count:
-        yield from _marks(tested)
+        yield from _marks(tested, layout.labels)
     requests = list(dict.fromkeys(request for slot in layout.slots for request in _slot_requests(slot)))
     row_by_request = {request: measures.row(*request) for request in requests}
     ok_rows = {
@@ -78,9 +78,10 @@ def notes(layout: Layout, measures: Measures, *, ranked: bool, tested: Tests) ->
         yield REFERENCE_NOTE
 
 
-def _marks(tested: Tests) -> Iterator[Phrase]:
+def _marks(tested: Tests, labels: Mapping[str, str]) -> Iterator[Phrase]:
     is_full = tested.against == "full"
-    reference_phrase: Phrase = "the full cache" if is_full else (Name(tested.against), " at the same budget")
+    reference: Phrase = labels.get(tested.against) or Name(tested.against)
+    reference_phrase: Phrase = "the full cache" if is_full else (reference, " at the same budget")
     yield (
         f"{BETTER} or {WORSE}: significantly better or worse than ", reference_phrase,
         f" (paired permutation test over contexts, p < {tested.alpha:g} after Holm's correction "

@@ -87,16 +87,21 @@ def default_rows(measures: Measures, columns: Sequence[str]) -> tuple[str, ...]:
     return tuple(dimension for dimension in (*sections, "policy", "budget") if dimension not in columns)
 
 
-def pivot(measures: Measures, axes: Axes) -> Layout:
+def pivot(measures: Measures, axes: Axes, labels: Mapping[str, str] | None = None) -> Layout:
     """Return the layout of a table with these axes.
 
     If tasks are on no axis, they are averaged with equal weights. Any other dimension that is on no axis must have a
     single value.
 
+    Args:
+        measures: The runs.
+        axes: Axes and values of the table.
+        labels: Names to show for policies.
+
     Raises:
         UserError: A dimension that is on no axis has several values, or there is nothing to average.
     """
-    cells = measures.cells
+    cells, labels = measures.cells, labels or {}
     axis_dimensions = (*axes.rows, *axes.columns)
     compressed_cells = cells[cells["policy"] != "full"]
     compressed_cells = compressed_cells if len(compressed_cells) else cells
@@ -107,7 +112,7 @@ def pivot(measures: Measures, axes: Axes) -> Layout:
     }
     row_places, column_places = _places(cells, axes.rows), _places(cells, axes.columns)
     all_tasks = _tasks(cells, {})
-    column_heads = [_head(cell_place, measures) for cell_place in column_places]
+    column_heads = [_head(cell_place, measures, labels) for cell_place in column_places]
     if axes.mean:
         if not all_tasks:
             raise UserError("--mean needs a task whose score is a mean over samples; choose a metric with --metric")
@@ -136,15 +141,15 @@ def pivot(measures: Measures, axes: Axes) -> Layout:
                 MeasuredSlot(config, all_tasks, Value.LOSS),
             ]
         if any(row_slots):
-            lead_cells = tuple(_shown(dimension, row_place[dimension]) for dimension in axes.rows)
+            lead_cells = tuple(_shown(dimension, row_place[dimension], labels) for dimension in axes.rows)
             layout_rows.append(LayoutRow(lead_cells, tuple(row_slots), _group(row_place, axes.rows)))
     lead_columns = tuple(Column(dimension, merged=dimension != axes.rows[-1]) for dimension in axes.rows)
     mean_text = "" if {"task", "group"} & {*axis_dimensions} or len(all_tasks) == 1 else _mean(all_tasks)
-    table_title = (_TITLES[axes.value], mean_text, *_shared_values(fixed_values), ".")
+    table_title = (_TITLES[axes.value], mean_text, *_shared_values(fixed_values, labels), ".")
     has_means = cells["task"].nunique() > 1 and (axes.mean or "task" not in axis_dimensions)
     unaveraged = unaveraged_tasks(cells) if has_means else []
     layout_notes = [f"Means leave out {listed(unaveraged)}, whose score is not a mean over samples."] * bool(unaveraged)
-    return Layout(table_title, lead_columns, tuple(column_heads), tuple(layout_rows), tuple(layout_notes))
+    return Layout(table_title, lead_columns, tuple(column_heads), tuple(layout_rows), tuple(layout_notes), labels)
 
 
 def _only(cells: pd.DataFrame, axis: str) -> Any:
@@ -235,19 +240,22 @@ def _tasks(cells: pd.DataFrame, place: Place) -> Weights:
     return tuple((ScoreSource(task_name), 1 / len(task_names)) for task_name in task_names)
 
 
-def _head(place: Place, measures: Measures) -> tuple[Phrase, str]:
+def _head(place: Place, measures: Measures, labels: Mapping[str, str]) -> tuple[Phrase, str]:
     """Return title and group of a column."""
     *outer_items, last_item = place.items()
-    group_text = ", ".join(_plain(dimension, value) for dimension, value in outer_items)
+    group_text = ", ".join(_plain(dimension, value, labels) for dimension, value in outer_items)
     direction_mark = DOWN * (last_item[0] == "task" and str(last_item[1]) in lower_is_better_tasks(measures.cells))
-    return (_shown(*last_item), direction_mark), group_text
+    return (_shown(*last_item, labels), direction_mark), group_text
 
 
-def _shown(dimension: str, value: Any) -> Phrase:
-    return tokens(int(value)) if dimension == "length" else Name(str(value))
+def _shown(dimension: str, value: Any, labels: Mapping[str, str]) -> Phrase:
+    is_verbatim = dimension != "length" and not (dimension == "policy" and value in labels)
+    return Name(str(value)) if is_verbatim else _plain(dimension, value, labels)
 
 
-def _plain(dimension: str, value: Any) -> str:
+def _plain(dimension: str, value: Any, labels: Mapping[str, str]) -> str:
+    if dimension == "policy":
+        return labels.get(str(value), str(value))
     return tokens(int(value)) if dimension == "length" else str(value)
 
 
@@ -262,11 +270,11 @@ def _mean(weights: Weights) -> str:
     return f", mean of {len(weights)} tasks"
 
 
-def _shared_values(fixed_values: Mapping[str, Any]) -> Iterable[Phrase]:
+def _shared_values(fixed_values: Mapping[str, Any], labels: Mapping[str, str]) -> Iterable[Phrase]:
     """Yield the common values of all cells of a table."""
     if "model" in fixed_values:
         yield from (", model ", Name(str(fixed_values["model"])))
     if fixed_values.get("policy", "full") != "full":
-        yield from (", policy ", Name(str(fixed_values["policy"])))
+        yield from (", policy ", _shown("policy", fixed_values["policy"], labels))
     if fixed_values.get("budget", "full") != "full":
         yield from (", budget ", Name(str(fixed_values["budget"])))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvbench.papers.layouts.measures import Config, Weights
@@ -95,6 +95,7 @@ class Layout:
         heads: Title and group of the other columns.
         rows: Rows.
         notes: Notes that do not depend on the results.
+        labels: Names to show for policies.
     """
 
     title: tuple[Phrase, ...]
@@ -102,6 +103,7 @@ class Layout:
     heads: tuple[tuple[Phrase, str], ...]
     rows: tuple[LayoutRow, ...]
     notes: tuple[Phrase, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def slots(self) -> list[Slot]:

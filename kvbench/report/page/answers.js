@@ -138,6 +138,15 @@ function card(question, group, name, base) {
 
 const titleOf = (question) => `${question.task} #${question.doc_id}${question.question_id ? `, question ${question.question_id}` : ""}${question.repeat ? `, repeat ${question.repeat}` : ""}`;
 
+// The stored part of the prompt: what surrounds the reference answers, and the end. Every second part is a reference.
+function promptOf({ prompt }) {
+  if (!prompt.join("")) return [];
+  const title = prompt.length > 1 ? ["Prompt, where it has the ", element("mark", {}, "reference"), " and at its end"]
+    : ["End of the prompt. The stored part of it does not have the reference word for word"];
+  return [element("p", { class: "soft" }, ...title), element("pre", { class: "prompt", dir: "auto", tabindex: "0" },
+    ...prompt.map((text, index) => (index % 2 ? element("mark", {}, text) : text)))];
+}
+
 function drawAnswer(found) {
   const question = found[browsing.at];
   if (!question) return fill("answer", element("p", { class: "soft" }, "No question to show."));
@@ -155,14 +164,16 @@ function drawAnswer(found) {
     ...(varies.length ? [["length", tokens(question.length)]] : []),
     ...Object.entries(question.extra),
   ];
-  return fill("answer",
+  fill("answer",
     element("div", { class: "step" }, step("←", browsing.at - 1, "Previous question"), step("→", browsing.at + 1, "Next question"),
       element("strong", {}, titleOf(question)), element("span", { class: "soft" }, `${browsing.at + 1} of ${found.length}`)),
     element("dl", {}, ...facts.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", { dir: "auto" }, text)))),
-    ...(question.prompt ? [element("p", { class: "soft" }, "End of the prompt"), element("pre", { class: "prompt", dir: "auto", tabindex: "0" }, question.prompt)] : []),
+    ...promptOf(question),
     element("p", { class: "note" }, "Compared with the full cache: ", element("ins", {}, "only here"), " ", element("del", {}, "only in full"),
       ". Responses that share little are not compared."),
     element("div", { class: "stack" }, ...cards(question)));
+  const needle = document.querySelector("#answer .prompt mark");
+  if (needle) needle.parentElement.scrollTop = needle.offsetTop - needle.offsetHeight;
 }
 
 function drawSamples() {
@@ -190,4 +201,5 @@ function drawSamples() {
   byId("sample-note").textContent = QUESTIONS.length < total
     ? `${QUESTIONS.length} of ${total} questions are in this page, the first of every task; all are in samples.parquet.` : "";
   drawAnswer(found);
+  writeAddress();
 }

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, zip_longest
+from itertools import chain, groupby, pairwise, zip_longest
 from operator import itemgetter
 from typing import Any, TypeAlias, TypeVar
 
 import pandas as pd
 
 from kvbench.report.frames import Results, extras, records
-from kvbench.report.sorted_samples import Samples
+from kvbench.report.sorted_samples import Samples, natural_key
+from kvbench.runs.prompt_excerpts import reference_spans
 
 MOST = 5_000_000
 """Maximum number of response characters in a page, which keeps it under 8 MB in total."""
@@ -24,7 +25,8 @@ Responses: TypeAlias = Callable[[Sequence[str]], pd.DataFrame]
 """Loads all columns of `samples.parquet` for some sample ids."""
 
 _PLACE = ["model", "task", "length", "seed"]
-_QUESTION = [*_PLACE, "sample_id", "question_id", "repeat"]
+_OF_SAMPLE = ["question_id", "repeat"]
+_QUESTION = [*_PLACE, "sample_id", *_OF_SAMPLE]
 _Rows: TypeAlias = list[dict[str, Any]]
 _Q = TypeVar("_Q")
 _OF_CELL = ["cell", "model", "seed", "policy", "budget", "moment"]
@@ -49,8 +51,12 @@ def answers(results: Results, responses: Responses) -> dict[str, Any]:
     sample_frame = Samples(responses(sample_ids)).of(cell_frame["cell"])
     sample_frame = sample_frame.drop(columns=["policy", "budget", "moment"]).merge(cell_frame, on="cell")
     cell_order = {str(cell_id): cell_index for cell_index, cell_id in enumerate(cell_frame["cell"])}
-    sample_frame = sample_frame.assign(_order=sample_frame["cell"].map(cell_order))
-    sample_frame = sample_frame.sort_values([*_QUESTION, "_order"], kind="stable")
+    sample_names = sorted(sample_frame["sample_id"].unique(), key=natural_key)
+    sample_order = {sample_name: sample_index for sample_index, sample_name in enumerate(sample_names)}
+    sample_frame = sample_frame.assign(
+        _order=sample_frame["cell"].map(cell_order), _sample=sample_frame["sample_id"].map(sample_order).astype(int)
+    )
+    sample_frame = sample_frame.sort_values([*_PLACE, "_sample", *_OF_SAMPLE, "_order"], kind="stable")
     parsed_extras = extras(sample_frame)
     text_indices: dict[str, int] = {}
     question_records: list[dict[str, Any]] = []
@@ -93,12 +99,9 @@ def _first_samples(results: Results, samples: Samples) -> tuple[list[str], int]:
     sample_questions: list[tuple[Any, str, int]] = []
     for task_key, task_cells in results.cells.groupby(_PLACE, sort=False):
         task_questions = samples.of(task_cells["cell"])[_QUESTION[len(_PLACE) :]].astype({"sample_id": str})
-        sample_counts = task_questions.value_counts(sort=False).sort_index()
-        sample_names = sample_counts.index.get_level_values("sample_id")
-        sample_questions += [
-            (task_key, str(sample_id), int(question_count))
-            for sample_id, question_count in zip(sample_names, sample_counts, strict=True)
-        ]
+        response_counts: dict[Any, int] = task_questions.value_counts(sort=False).to_dict()
+        question_keys = sorted(response_counts, key=lambda key: [natural_key(key[0]), *key[1:]])
+        sample_questions += [(task_key, str(key[0]), response_counts[key]) for key in question_keys]
     first_samples: dict[str, None] = {}
     remaining_responses = MOST // _ENTRY
     for sample_entry in _by_turns(sample_questions, itemgetter(0)):
@@ -130,7 +133,7 @@ def _question(
         **{field_name: first_row[field_name] for field_name in (*_QUESTION, "context_id", "doc_id")},
         "context_tokens": int(first_row["context_tokens"]),
         "question_tokens": int(first_row["question_tokens"]),
-        "prompt": str(first_row["prompt_end"]),
+        "prompt": _marked(str(first_row["prompt_end"]), first_row["target"]),
         "target": [_short(str(target_text)) for target_text in first_row["target"]],
         "extra": {
             extra_name: str(extra_value) for extra_name, extra_value in parsed_extras[first_row["extra"]].items()
@@ -146,6 +149,12 @@ def _question(
             for response_row in response_rows
         ],
     }
+
+
+def _marked(prompt_text: str, references: Iterable[str]) -> list[str]:
+    """Split a prompt into parts, of which every second one is a reference answer."""
+    boundaries = [0, *chain.from_iterable(reference_spans(prompt_text, references)), len(prompt_text)]
+    return [prompt_text[begin:end] for begin, end in pairwise(boundaries)]
 
 
 def _short(text: str) -> str:

@@ -5,7 +5,22 @@ const SYMBOLS = ["circle", "square", "triangle", "diamond", "star", "cross", "wy
 const TICKS = [1, 2, 5, 10, 20, 30, 50, 70, 100];
 const LOG_FROM = 4.08; // budgets that span more get a logarithmic axis
 
-const colour = (policy) => `var(--c${lookOf.get(policy) % COLOURS})`;
+const GREY = "var(--grey)";
+const usualColour = (policy) => `var(--c${lookOf.get(policy) % COLOURS})`; // as in the PNG figures
+
+// The colours of the policies that have one: each its own as long as there are enough. The others are grey.
+const palette = new Map();
+function setPalette(policies) {
+  palette.clear();
+  const free = new Set(d3.range(COLOURS).map((index) => `var(--c${index})`));
+  for (const policy of policies) {
+    const usual = usualColour(policy);
+    const mine = free.has(usual) || !free.size ? usual : free.values().next().value;
+    free.delete(mine);
+    palette.set(policy, mine);
+  }
+}
+const colour = (policy) => palette.get(policy) || GREY;
 const symbol = (policy) => SYMBOLS[lookOf.get(policy) % SYMBOLS.length];
 
 function swatch(policy) {
@@ -30,6 +45,15 @@ function front(points, memory) {
   return best;
 }
 
+// The policies that have a colour in a chart: the chosen ones and those on the front, or all if they are few.
+function coloured(rows) {
+  const points = rows.filter((row) => row.policy !== "full" && row.score !== null && inBudget(row));
+  const best = front(points, MEMORY[state.memory]);
+  const every = allPolicies() && distinct(points.map((row) => row.policy)).length <= COLOURS;
+  const named = new Set(best.map((row) => row.policy));
+  return new Set(points.map((row) => row.policy).filter((policy) => every || named.has(policy) || (!allPolicies() && state.policies.has(policy))));
+}
+
 function told(row) {
   const lines = [
     `${row.policy} at ${row.budget}`,
@@ -47,44 +71,50 @@ function told(row) {
 
 function paretoChart(rows, width) {
   const full = rows.find((row) => row.policy === "full" && row.score !== null);
-  const points = rows.filter((row) => row.policy !== "full" && row.score !== null && shown(row));
-  if (!points.length) return element("p", { class: "note" }, "Nothing to draw: no setting that is shown has a score.");
+  const points = rows.filter((row) => row.policy !== "full" && row.score !== null && inBudget(row));
+  if (!points.some(shown)) return element("p", { class: "note" }, "Nothing to draw: no setting that is shown has a score.");
   const scale = rows[0].unit ? 100 : 1;
   const memory = MEMORY[state.memory];
   const share = (row) => 100 * row[memory.share];
   const at = (name) => (row) => scale * row[name];
-  const ends = (full ? [full, ...points] : points).flatMap((row) => [row.score, row.score_lo, row.score_hi])
+  const bright = coloured(rows);
+  const best = front(points, memory);
+  // Grey policies that are not chosen are the background of the others, which set the limits of the axes.
+  const inView = points.filter((row) => shown(row) || bright.has(row.policy));
+  const ends = [...(full ? [full] : []), ...inView].flatMap((row) => (shown(row) ? [row.score, row.score_lo, row.score_hi] : [row.score]))
     .filter((value) => value !== null).map((value) => scale * value);
-  const [least, most] = d3.extent(points, share);
+  const [least, most] = d3.extent(inView, share);
   const log = least > 0 && most / least > LOG_FROM;
   const pad = log ? Math.max(1.06, (most / least) ** 0.06) : Math.max(0.06 * (most - least), 0.06 * most);
   const domain = log ? [least / pad, most * pad] : [least - pad, most + pad];
   const ticks = TICKS.filter((tick) => tick >= domain[0] && tick <= domain[1]);
-  const policies = distinct(points.map((row) => row.policy));
+  const ofPolicy = d3.group(points, (row) => row.policy);
+  const policies = [...ofPolicy.keys()].sort((a, b) => bright.has(a) - bright.has(b)); // grey below colours
+  const paired = policies.filter((policy) => bright.has(policy) && state.policies.has(policy));
   const [low, high] = d3.extent(ends);
   const room = 0.04 * (high - low || 1);
-  const best = front(points, memory);
   const marks = [Plot.ruleY([low - room], { stroke: "var(--soft)" })];
   if (full) {
     marks.push(Plot.rect([full], { y1: at("score_lo"), y2: at("score_hi"), fill: "var(--soft)", fillOpacity: 0.13 }));
     marks.push(Plot.ruleY([full], { y: at("score"), stroke: "var(--soft)", strokeDasharray: "5,3" }));
   }
   marks.push(Plot.line([...best, { ...best[best.length - 1], [memory.share]: domain[1] / 100 }],
-    { x: share, y: at("score"), curve: "step-after", stroke: "currentColor", strokeDasharray: "1.5,3" }));
-  policies.forEach((policy, index) => {
-    const mine = points.filter((row) => row.policy === policy).sort((a, b) => share(a) - share(b));
-    const aside = (index - (policies.length - 1) / 2) * Math.min(4, 24 / policies.length); // bars side by side
-    const stroke = colour(policy);
-    marks.push(Plot.line(mine, { x: share, y: at("score"), stroke, strokeOpacity: 0.5 }));
-    marks.push(Plot.ruleX(mine, { x: share, y1: at("score_lo"), y2: at("score_hi"), stroke, strokeOpacity: 0.55, dx: aside }));
-  });
+    { x: share, y: at("score"), curve: "step-after", stroke: "currentColor", strokeDasharray: "1.5,3", clip: true }));
   for (const policy of policies) {
-    const mine = points.filter((row) => row.policy === policy);
-    marks.push(Plot.dot(mine, { x: share, y: at("score"), symbol: symbol(policy), r: 4.5, fill: colour(policy), stroke: "var(--panel)", strokeWidth: 0.8 }));
+    const mine = [...ofPolicy.get(policy)].sort((a, b) => share(a) - share(b));
+    const look = { stroke: bright.has(policy) ? colour(policy) : GREY, ariaDescription: policy, clip: true };
+    marks.push(Plot.line(mine, { ...look, x: share, y: at("score"), strokeOpacity: 0.5 }));
+    const aside = (paired.indexOf(policy) - (paired.length - 1) / 2) * Math.min(4, 24 / paired.length); // bars side by side
+    if (paired.includes(policy))
+      marks.push(Plot.ruleX(mine, { ...look, x: share, y1: at("score_lo"), y2: at("score_hi"), strokeOpacity: 0.55, dx: aside }));
   }
-  marks.push(Plot.tip(points, Plot.pointer({
+  for (const policy of policies) {
+    const look = bright.has(policy) ? { r: 4.5, fill: colour(policy) } : { r: 3, fill: GREY };
+    marks.push(Plot.dot(ofPolicy.get(policy), { ...look, x: share, y: at("score"), symbol: symbol(policy), stroke: "var(--panel)", strokeWidth: 0.8, ariaDescription: policy, clip: true }));
+  }
+  marks.push(Plot.tip(inView, Plot.pointer({
     x: share, y: at("score"), fill: "var(--panel)", stroke: "var(--soft)", fontSize: 12, lineHeight: 1.25,
-    title: (row) => points.filter((other) => share(other) === share(row) && other.score === row.score).slice(0, 4).map(told).join("\n\n"),
+    title: (row) => inView.filter((other) => share(other) === share(row) && other.score === row.score).slice(0, 4).map(told).join("\n\n"),
   })));
   return Plot.plot({
     width, height: Math.min(460, Math.max(260, 0.55 * width)), marginLeft: 46, marginRight: 16, marginBottom: 40,
@@ -93,6 +123,15 @@ function paretoChart(rows, width) {
     y: { domain: [low - room, high + room], grid: true, ticks: 5, label: rows[0].higher ? "score" : "score, lower is better", labelArrow: "none" },
     marks,
   });
+}
+
+// Brings a policy to the front of every chart, in its colour, while the others fade; null: all as they were.
+function lift(policy) {
+  for (const chart of byId("charts").querySelectorAll("svg")) {
+    chart.classList.toggle("lifting", policy !== null);
+    for (const mark of chart.querySelectorAll("[aria-description]")) mark.classList.toggle("lifted", mark.getAttribute("aria-description") === policy);
+  }
+  if (policy !== null) byId("charts").style.setProperty("--lifted", palette.get(policy) || usualColour(policy));
 }
 
 // --- needles --------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -32,32 +32,34 @@ _NUMBERS = (
 _HEAT = ["model", "task", "length", *CONFIG, "depth"]
 
 
-def payload(results: Results, responses: Responses, aim: Aim) -> dict[str, Any]:
+def payload(results: Results, responses: Responses, aim: Aim, commands: Sequence[str] = ()) -> dict[str, Any]:
     """Return the data of the page, with control and bidirectional characters escaped in every text.
 
     Args:
         results: The results.
         responses: Loads the responses of some samples.
         aim: Initial requirements for the choice of a setting.
+        commands: Commands that made the runs.
     """
     all_panels = list(panels(results))
     page_data = {
         "facts": _facts(results),
+        "commands": [command for command in commands if command],
         "remarks": [plain_text(remark) for remark in remarks(results)],
         "policies": [
             {"name": policy, "colour": index, "shown": True}
             for index, policy in enumerate(marker_styles(results.policies))
         ],
-        "rows": [setting_row for panel in all_panels for setting_row in _rows(panel)],
+        "rows": [setting_row for panel in all_panels for setting_row in setting_rows(panel)],
         "choices": _choices(results, all_panels, aim),
         "depths": _depths(results),
         "answers": answers(results, responses),
         "provenance": _provenance(results.cells),
     }
-    return dict(_clean(page_data))
+    return dict(escape_texts(page_data))
 
 
-def _rows(panel: Panel) -> Iterator[dict[str, Any]]:
+def setting_rows(panel: Panel) -> Iterator[dict[str, Any]]:
     """Yield the settings of a panel: means over tasks, if there are several, and every task."""
     has_mean = len(panel.tasks) > 1 and len(panel.overall)
     task_frames = [("", panel.overall)] * bool(has_mean)
@@ -160,6 +162,7 @@ def _facts(results: Results) -> list[list[str]]:
         "Moments": _listed(compressed_cells["moment"]),
         "Prompts": ", ".join(tokens(length) for length in sorted(set(cells["length"]))),
         "Samples per cell": " to ".join(map(str, dict.fromkeys([*sample_counts[:1], *sample_counts[-1:]]))),
+        "Device": ", ".join(dict.fromkeys(f"{cell[0]} ({cell[1]})" for cell in cells[["device", "dtype"]].to_numpy())),
         "Cells": f"{len(cells)}" + (f", {failed_count} failed" if failed_count else ""),
     }
     return [[fact_name, fact_text] for fact_name, fact_text in facts.items() if fact_text]
@@ -227,13 +230,14 @@ def _number(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def _clean(value: Any) -> Any:
+def escape_texts(value: Any) -> Any:
+    """Return a JSON value with control and bidirectional characters escaped in every text."""
     match value:
         case str():
             return printable(value)
         case dict():
-            return {_clean(key): _clean(item) for key, item in value.items()}
+            return {escape_texts(key): escape_texts(item) for key, item in value.items()}
         case list():
-            return [_clean(item) for item in value]
+            return [escape_texts(item) for item in value]
         case _:
             return value

@@ -16,6 +16,24 @@ const fill = (id, ...children) => byId(id).replaceChildren(...children);
 
 const distinct = (values) => [...new Set(values)];
 
+// --- the window -----------------------------------------------------------------------------------
+
+function theme() {
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  byId("theme").addEventListener("click", () => {
+    const root = document.documentElement;
+    const now = root.dataset.theme || (dark.matches ? "dark" : "light");
+    root.dataset.theme = now === "dark" ? "light" : "dark";
+  });
+}
+
+// Jumps to a section end below the filters, which stay in sight on a wide window.
+function clearFilters() {
+  const bar = byId("filters");
+  const height = getComputedStyle(bar).position === "sticky" ? bar.offsetHeight + 12 : 12;
+  document.documentElement.style.scrollPaddingTop = `${height}px`;
+}
+
 // --- numbers, as `kvbench.tables.numbers` writes them ---------------------------------------------
 
 const DASH = "–";
@@ -53,6 +71,24 @@ function bytes(value) {
 const seconds = (value) => (value === null || value === undefined ? DASH : String(+value.toPrecision(3)));
 
 const tokens = (length) => (length ? `${length} tokens` : "natural length");
+
+// --- files ----------------------------------------------------------------------------------------
+
+// As `kvbench.tables.outputs.csv`: text that a spreadsheet would evaluate gets a leading apostrophe.
+function csvCell(value) {
+  if (value === null || value === undefined) return "";
+  const text = typeof value === "string" ? value.replace(/^[=+\-@]/, "'$&") : String(value);
+  return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+}
+
+const csvText = (names, rows) => [names, ...rows.map((row) => names.map((name) => row[name]))]
+  .map((cells) => `${cells.map(csvCell).join(",")}\n`).join("");
+
+function download(name, text) {
+  const address = URL.createObjectURL(new Blob([text], { type: "text/csv;charset=utf-8" }));
+  element("a", { href: address, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 10000);
+}
 
 // --- figures --------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,21 @@ from kvbench.report.page.data import payload
 NAME = "report.html"
 
 _LIBRARIES = ("vendor/d3.min.js", "vendor/plot.min.js")
-_SCRIPTS = ("dom.js", "state.js", "charts.js", "scores.js", "answers.js", "report.js")
+_SCRIPTS = ("dom.js", "state.js", "charts.js", "scores.js", "answers.js", "address.js", "report.js")
 """Scripts in order of their dependencies."""
 
 _UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 """Escapes of characters that could end the data element or begin a comment in it."""
 
 
-def write_page(results: Results, responses: Responses, folder: Path, aim: Aim = WITHIN_A_POINT) -> Path:
+def write_page(
+    results: Results,
+    responses: Responses,
+    folder: Path,
+    aim: Aim = WITHIN_A_POINT,
+    *,
+    commands: Sequence[str] = (),
+) -> Path:
     """Write the report of one or several runs as an HTML page, and return its path.
 
     The same results give the same bytes.
@@ -38,6 +45,7 @@ def write_page(results: Results, responses: Responses, folder: Path, aim: Aim = 
         responses: Loads the responses of some samples; for a large run, only the first ones.
         folder: Folder for `report.html`, created if needed.
         aim: Initial requirements for the choice of a setting.
+        commands: Commands that made the runs.
 
     Raises:
         UserError: The page cannot be written.
@@ -49,28 +57,39 @@ def write_page(results: Results, responses: Responses, folder: Path, aim: Aim = 
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot("write", error.filename or folder, error) from None
-    page_text = page(payload(results, responses, aim))
+    page_text = page(payload(results, responses, aim, commands))
     with replacing(page_path) as partial_path:
         partial_path.write_text(page_text, encoding="utf-8", newline="\n")
     return page_path
 
 
 def page(page_data: Mapping[str, Any]) -> str:
-    """Return the page as text, from JSON-serialisable data.
+    """Return the report as text, from JSON-serialisable data."""
+    return assemble(page_data, asset("report.html"), asset("report.css"), [asset(name) for name in _SCRIPTS])
+
+
+def assemble(page_data: Mapping[str, Any], template: str, style: str, own_scripts: Sequence[str]) -> str:
+    """Return a page as text: a template with data, styles, libraries and scripts.
 
     Its content security policy forbids loading anything, and running any script except the page's own, listed by
     digest. Even injected markup could not run code.
+
+    Args:
+        page_data: JSON-serialisable data.
+        template: HTML with the fields `{{policy}}`, `{{style}}`, `{{data}}` and `{{scripts}}`.
+        style: Style sheet.
+        own_scripts: Scripts in order of their dependencies, which share their names.
     """
-    scripts = [_file(script_name) for script_name in _LIBRARIES]
-    scripts.append('"use strict";\n' + "\n".join(map(_file, _SCRIPTS)))
+    scripts = [asset(library_name) for library_name in _LIBRARIES]
+    scripts.append('"use strict";\n' + "\n".join(own_scripts))
     template_parts = {
         "policy": _policy(scripts),
-        "style": _file("report.css"),
+        "style": style,
         "data": embedded(page_data),
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
     # A single pass over the template, so that placeholders within a part are not replaced.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: template_parts[match[1]], _file("report.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: template_parts[match[1]], template)
 
 
 def embedded(data: object) -> str:
@@ -93,5 +112,6 @@ def _policy(scripts: list[str]) -> str:
     )
 
 
-def _file(file_name: str) -> str:
+def asset(file_name: str) -> str:
+    """Return a file of the page: a template, styles or a script."""
     return (resources.files(__package__) / file_name).read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 function drawHead() {
   byId("model").textContent = distinct(data.rows.map((row) => row.model)).join(", ");
   fill("facts", ...data.facts.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text))));
+  if (data.commands.length) fill("commands", element("p", { class: "soft" }, "Command"), ...data.commands.map((text) => element("pre", { tabindex: "0" }, text)));
   fill("remarks", ...data.remarks.map((text) => element("p", { class: "remark" }, text)));
 }
 
@@ -12,7 +13,7 @@ function drawProvenance() {
     const columns = names.map((name) => ({ title: name, text: true, cell: (row) => element("code", {}, row[name] || DASH) }));
     return [element("h3", {}, title), element("div", { class: "scroll" }, table(columns, rows))];
   }));
-  byId("made").append(element("p", { class: "note" }, "Of the hardware, a run records the kind of device. The table of settings names the hash of every cell, which covers all that can change a response."));
+  byId("made").append(element("p", { class: "note" }, "Of the hardware, this page names the kind of device. The table of settings names the hash of every cell, which covers all that can change a response."));
 }
 
 function choosing() {
@@ -21,30 +22,31 @@ function choosing() {
   byId("within").value = String(answers.map((answer) => answer.within).find((points) => Math.abs(points - within) < 1e-6));
   byId("batch").value = batch;
   byId("context").value = context || 1;
-  for (const id of ["within", "batch", "context"]) byId(id).addEventListener("input", drawChoices);
+  for (const id of ["within", "batch", "context"]) byId(id).addEventListener("input", () => { drawChoices(); writeAddress(); });
 }
 
+let showControls = () => {};
+
 function draw() {
+  const bright = new Set(views().flatMap((rows) => [...coloured(rows)]));
+  setPalette(data.policies.map((policy) => policy.name).filter((name) => bright.has(name)));
+  showControls();
   drawCharts();
   drawMaps();
   drawTable();
   drawSamples();
+  byId("shown").textContent = filterText();
 }
 
-function theme() {
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  byId("theme").addEventListener("click", () => {
-    const root = document.documentElement;
-    const now = root.dataset.theme || (dark.matches ? "dark" : "light");
-    root.dataset.theme = now === "dark" ? "light" : "dark";
+function buttons() {
+  byId("print").addEventListener("click", () => print());
+  byId("download").addEventListener("click", () => download("settings.csv", csvText(CSV_COLUMNS, tableRows.map((row) => ({ ...row, task: row.task || meanTitle(row) })))));
+  // A link to a section must not replace the filters in the address.
+  for (const link of document.querySelectorAll("nav a")) link.addEventListener("click", (event) => {
+    event.preventDefault();
+    document.querySelector(link.getAttribute("href")).scrollIntoView();
   });
-}
-
-// Jumps to a section end below the filters, which stay in sight on a wide window.
-function clearFilters() {
-  const bar = byId("filters");
-  const height = getComputedStyle(bar).position === "sticky" ? bar.offsetHeight + 12 : 12;
-  document.documentElement.style.scrollPaddingTop = `${height}px`;
+  addEventListener("hashchange", () => { if (location.hash.includes("=")) location.reload(); });
 }
 
 function follow() {
@@ -64,10 +66,12 @@ function follow() {
 drawHead();
 drawProvenance();
 choosing();
+readAddress();
 drawChoices();
-controls(draw);
+showControls = controls(draw, lift);
 draw();
 theme();
+buttons();
 follow();
 clearFilters();
 document.documentElement.dataset.ready = "true";

@@ -108,6 +108,9 @@ function drawMaps() {
 // --- table ----------------------------------------------------------------------------------------
 
 const MOST_ROWS = 1500;
+const CSV_COLUMNS = ["model", "group", "task", "length", "moment", "seed", "policy", "budget", "metric", "samples", "score", "score_lo", "score_hi",
+  "diff", "diff_lo", "diff_hi", "share", "kv_bytes_live", "kv_bytes_read", "kv_bytes_full", "prefill_s", "compress_s", "decode_s", "error", "cell"];
+let tableRows = []; // as the table shows them, however many
 
 function drawTable() {
   // Full is in the chart of every moment, and once in the table.
@@ -141,17 +144,20 @@ function drawTable() {
     number("decode, s", "decode_s", seconds),
     { title: "cell", text: true, value: by("cell"), cell: (row) => element("code", { class: "soft" }, row.cell || DASH) },
   ].slice(mixed ? 0 : 1);
-  if (state.sort.mixed !== mixed) state.sort = { column: 0, mixed }; // the columns are others
+  const { mixed: before = mixed, column: sorted } = state.sort;
+  if (before !== mixed || sorted >= columns.length) state.sort = { column: 0 }; // the columns are others
   const sort = state.sort;
+  sort.mixed = mixed;
   const value = columns[sort.column].value;
   const missing = (v) => v === null || v === undefined;
-  const ordered = sort.touched
+  tableRows = sort.touched
     ? [...rows].sort((a, b) => missing(value(a)) - missing(value(b)) || (sort.down ? d3.descending : d3.ascending)(value(a), value(b)))
     : rows;
   const onsort = (column) => {
     state.sort = { column, mixed, down: sort.touched && sort.column === column ? !sort.down : false, touched: true };
     drawTable();
+    writeAddress();
   };
-  fill("cells", table(columns, ordered.slice(0, MOST_ROWS), { sorted: sort.touched ? sort : null, onsort, rowClass: (row) => (row.policy === "full" ? "full" : null) }));
-  if (ordered.length > MOST_ROWS) byId("cells").append(element("p", { class: "note" }, `${ordered.length - MOST_ROWS} more rows: narrow the filters.`));
+  fill("cells", table(columns, tableRows.slice(0, MOST_ROWS), { sorted: sort.touched ? sort : null, onsort, rowClass: (row) => (row.policy === "full" ? "full" : null) }));
+  if (tableRows.length > MOST_ROWS) byId("cells").append(element("p", { class: "note" }, `${tableRows.length - MOST_ROWS} more rows: narrow the filters, or download the CSV.`));
 }

@@ -2,26 +2,29 @@
 
 const data = JSON.parse(byId("data").textContent);
 
-const PLACE = ["model", "group", "length", "moment", "seed"];
+// What tells panels apart; another page than the report can add to it.
+const PLACE = ["model", "group", "length", "moment", "seed", ...(data.place || [])];
 const ALL = "\u0000all";
 const MEAN = "";
 
 const place = (row) => JSON.stringify(PLACE.map((name) => row[name]));
 const varies = Object.fromEntries(
   [...PLACE, "task"].map((name) => [name, distinct(data.rows.map((row) => row[name])).length > 1]));
-const varying = ["model", "length", "moment", "seed"].filter((name) => varies[name]);
+const varying = PLACE.filter((name) => name !== "group" && varies[name]);
 const budgets = distinct(data.rows.filter((row) => row.policy !== "full").map((row) => row.budget))
   .sort((a, b) => /^\d+$/.test(a) - /^\d+$/.test(b) || a - b);
 const lookOf = new Map(data.policies.map((policy, index) => [policy.name, index]));
 
 const state = {
-  task: null,
-  model: ALL, length: ALL, moment: ALL, seed: ALL,
+  task: null, // the first of the options
+  ...Object.fromEntries(PLACE.map((name) => [name, ALL])),
   policies: new Set(data.policies.map((policy) => policy.name)),
   budgets: new Set(budgets),
   sort: { column: 0, down: false },
   memory: "held",
+  several: false, // whether a click adds to the choice
 };
+const allPolicies = () => state.policies.size === data.policies.length;
 
 // What scores are drawn against; bytes read only where a policy reads less than it holds.
 const MEMORY = {
@@ -32,6 +35,7 @@ const readsFew = data.rows.some((row) => row.policy !== "full" && row.score !== 
 const holdsCodes = data.rows.some((row) => /:(bits|key_channels)=/.test(row.policy));
 
 const shown = (row) => row.policy === "full" || (state.policies.has(row.policy) && state.budgets.has(row.budget));
+const inBudget = (row) => row.policy === "full" || state.budgets.has(row.budget);
 
 const named = { length: tokens, seed: (seed) => `seed ${seed}`, moment: (m) => m || "no compression" };
 const nameOf = (name, value) => (named[name] || String)(value);
@@ -68,6 +72,7 @@ function views() {
 function select(label, name, options, redraw) {
   const box = element("select", { id: `select-${name}` },
     ...options.map(([value, text]) => element("option", { value }, text)));
+  if (!options.some(([value]) => value === state[name])) state[name] = options[0][0];
   box.value = state[name];
   box.addEventListener("change", () => {
     state[name] = box.value;
@@ -84,40 +89,72 @@ function taskOptions() {
   }
   const options = [...found];
   if (options.length > 1) options.push([ALL, "every task and mean"]);
-  return options;
+  return options.length ? options : [[ALL, "none"]];
 }
 
-function chips(id, label, names, chosen, draw, redraw) {
-  const toggles = names.map((name) => {
-    const chip = element("button", { type: "button", class: "chip", "aria-pressed": chosen.has(name), onclick: () => {
-      if (!chosen.delete(name)) chosen.add(name);
-      refresh();
+// A click chooses one name alone, and a second click all; with `several`, Ctrl or Shift it adds or removes the name.
+function choose(names, chosen, name, adds) {
+  const alone = chosen.size === 1 && chosen.has(name);
+  if (adds) {
+    if (!chosen.delete(name)) chosen.add(name);
+  } else {
+    chosen.clear();
+    for (const each of alone ? names : [name]) chosen.add(each);
+  }
+}
+
+function chips(id, label, names, chosen, draw, redraw, onhover = null) {
+  const chip = (name) => {
+    const made = element("button", { type: "button", class: "chip", "aria-pressed": chosen.has(name), onclick: (event) => {
+      choose(names, chosen, name, state.several || event.ctrlKey || event.metaKey || event.shiftKey);
+      redraw();
     } }, ...draw(name), name);
-    return chip;
-  });
+    if (onhover) for (const [event, value] of [["pointerenter", name], ["focus", name], ["pointerleave", null], ["blur", null]])
+      made.addEventListener(event, () => onhover(value));
+    return made;
+  };
   const all = element("button", { type: "button", class: "chip all", onclick: () => {
     const every = chosen.size === names.length;
     chosen.clear();
     if (!every) names.forEach((name) => chosen.add(name));
-    refresh();
-  } }, label);
-  const refresh = () => {
-    toggles.forEach((chip, index) => chip.setAttribute("aria-pressed", chosen.has(names[index])));
     redraw();
-  };
+  } }, label);
+  const toggles = names.map(chip);
   fill(id, all, ...toggles);
+  return () => toggles.forEach((made, index) => {
+    made.setAttribute("aria-pressed", chosen.has(names[index]));
+    made.replaceChildren(...draw(names[index]), names[index]);
+  });
 }
 
-function controls(redraw) {
-  const options = taskOptions();
-  state.task = options.length ? options[0][0] : ALL;
-  const boxes = [select("task", "task", options, redraw)];
+function severalChip() {
+  const made = element("button", { type: "button", class: "chip all", "aria-pressed": state.several, title: "A click adds a policy or a budget, or removes it; so does Ctrl-click", onclick: () => {
+    state.several = !state.several;
+    made.setAttribute("aria-pressed", state.several);
+  } }, "choose several");
+  return made;
+}
+
+// Builds the controls, and returns a function that shows the choice in them.
+function controls(redraw, onhover) {
+  const boxes = [select("task", "task", taskOptions(), redraw)];
   for (const name of varying) {
     const values = distinct(data.rows.map((row) => row[name]));
     boxes.push(select(name, name, [[ALL, "all"], ...values.map((v) => [String(v), nameOf(name, v)])], redraw));
   }
   if (readsFew) boxes.push(select("front over", "memory", Object.entries(MEMORY).map(([name, { label }]) => [name, label]), redraw));
   fill("selects", ...boxes);
-  chips("policies", "all policies", data.policies.map((p) => p.name), state.policies, (name) => [swatch(name)], redraw);
-  chips("budgets", "all budgets", budgets, state.budgets, () => [], redraw);
+  const refreshers = [
+    chips("policies", "all policies", data.policies.map((p) => p.name), state.policies, (name) => [swatch(name)], redraw, onhover),
+    chips("budgets", "all budgets", budgets, state.budgets, () => [], redraw),
+  ];
+  byId("policies").prepend(severalChip());
+  return () => refreshers.forEach((refresh) => refresh());
+}
+
+// What the filters show, in words: for print, where the controls are hidden.
+function filterText() {
+  const boxes = [...byId("selects").querySelectorAll("label")].map((label) => `${label.firstChild.textContent}: ${label.lastChild.selectedOptions[0].textContent}`);
+  const chosen = (label, names, every) => (names.size === every ? [] : [`${label}: ${[...names].join(", ") || "none"}`]);
+  return [...boxes, ...chosen("policies", state.policies, data.policies.length), ...chosen("budgets", state.budgets, budgets.length)].join(" · ");
 }

@@ -16,7 +16,7 @@ from kvbench.analysis.allocation import draw_allocation
 def drawn(monkeypatch: pytest.MonkeyPatch, moment: str, compressions: int) -> Any:
     """The figure of a policy at two budgets on 3 layers of 2 KV heads."""
     figures: list[Any] = []
-    monkeypatch.setattr(maps, "save", lambda figure, stem: figures.append(figure) or [])
+    monkeypatch.setattr(maps, "save", lambda figure, stem, formats: figures.append(figure) or [])
     share = np.array([0.3, 1.7, 1.0, 1.0, 0.6, 1.4])  # 1 - (1 - 0.3) is a little above 0.3
     rows = [
         {

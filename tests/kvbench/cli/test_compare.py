@@ -176,3 +176,42 @@ def test_another_metric_is_compared(tmp_path: Path, capsys: pytest.CaptureFixtur
     cells = json.loads(capsys.readouterr().out)["cells"]
     (failed,) = (cell for cell in cells if cell["outcome"] == "failed")
     assert failed["metric"] == "missed" and failed["run"] == 1 and failed["change"] > 0
+
+
+def test_two_policies_are_compared_in_text_latex_markdown_and_json(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compare-policies", "base", "snapkv", "keydiff", "--label", "keydiff=Ours,snapkv=SnapKV"]
+    outputs = {}
+    for option in ([], ["--format", "latex"], ["--format", "markdown"], ["--json"]):
+        assert cli.call([*command, *option]) == 0
+        outputs[" ".join(option)] = capsys.readouterr().out
+    (record,) = json.loads(outputs["--json"])
+    assert outputs[""].rstrip().endswith(record["sentence"])
+    assert record["latex"] in outputs["--format latex"]
+    assert "| SnapKV | Ours |" in outputs["--format markdown"]
+
+
+def test_filters_choose_what_two_policies_are_compared_on(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call(["compare-policies", "base", "snapkv", "keydiff", "--task", "vt", "--budget", "0.2", "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert (record["overall"]["tasks"], record["overall"]["budgets"], record["parts"]) == (["vt"], ["0.2"], [])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["snapkv", "keydif"], "did you mean keydiff"),
+        (["snapkv", "keydiff", "--task", "fwe"], "--task fwe: not in the run"),
+        (["snapkv", "keydiff", "--format", "csv"], "use latex or markdown, or --json"),
+        (["snapkv", "keydiff", "--format", "latex", "--json"], "exclude each other"),
+        (["snapkv", "keydiff", "--label", "h2o=H"], "no policy 'h2o'"),
+        (["snapkv", "keydiff", "--alpha", "2"], "--alpha 2 is out of range"),
+    ],
+)
+def test_a_wrong_comparison_of_policies_is_one_line(
+    runs: Path, options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.call(["compare-policies", "base", *options]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1

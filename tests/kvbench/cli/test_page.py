@@ -7,12 +7,14 @@ import webbrowser
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvbench.cli import call
 from kvbench.runs.integrity import SAMPLES
 from kvbench.runs.store import RunStore
 
 from ..report.conftest import make_run, save_two_metrics
+from ..report.page.conftest import data_of
 
 
 @pytest.fixture
@@ -40,6 +42,21 @@ def test_view_writes_a_page_once_and_opens_it(run: Path, opened: list[str], caps
     assert call(["view", str(run), "--no-open"]) == 0
     assert page.read_text() == "mine"
     assert len(opened) == 1
+
+
+@pytest.mark.parametrize("command", ["view", "report"])
+def test_the_page_names_the_command_that_repeats_the_run(run: Path, opened: list[str], command: str) -> None:
+    stored = {
+        "policies": ["./x y.py:Mine", "snapkv"],
+        "tasks": ["vt"],
+        "samples": 5,
+        "device": "auto",
+        "out": "/tmp/mine",
+    }
+    (run / "grid.yaml").write_text(yaml.safe_dump(stored))
+    assert call([command, str(run), "--no-open" if command == "view" else "--html"]) == 0
+    (shown,) = data_of(run / "report" / "report.html")["commands"]
+    assert shown == "kvbench run --policy './x y.py:Mine,snapkv' --task vt --samples 5"
 
 
 def test_view_writes_the_page_again_if_results_are_newer(run: Path, opened: list[str]) -> None:

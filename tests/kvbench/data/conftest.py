@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -122,6 +123,30 @@ class _Handler(BaseHTTPRequestHandler):
             self.give("/".join(parts[1:3]), parts[4], "/".join(parts[5:]))
         else:
             self.answer(b"", 404)
+
+    def do_POST(self) -> None:
+        """Create a dataset, or take the files of a commit; only of a client with a token."""
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        if not self.headers.get("Authorization", "").startswith("Bearer "):
+            self.answer(b"{}", 401)
+        elif parts == ["api", "repos", "create"]:
+            wanted = json.loads(body)
+            dataset = f"{wanted['organization']}/{wanted['name']}"
+            (self.hub.root / dataset).mkdir(parents=True, exist_ok=True)
+            self.answer(json.dumps({"url": f"{self.hub.url}/datasets/{dataset}"}).encode())
+        elif (dataset := "/".join(parts[2:4])) in self.hub.gated:
+            self.answer(b"{}", 403, X_Error_Message="You may not write here")
+        elif parts[4] == "preupload":
+            files = [{**file, "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]]
+            self.answer(json.dumps({"files": files}).encode())
+        else:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.hub.add(dataset, line["value"]["path"], base64.b64decode(line["value"]["content"]))
+            url = f"{self.hub.url}/datasets/{dataset}/commit/{self.hub.commit}"
+            commit = {"commitOid": self.hub.commit, "commitUrl": url, "success": True}
+            self.answer(json.dumps(commit).encode())
 
     def describe(self, dataset: str, rest: list[str]) -> None:
         folder = self.hub.root / dataset

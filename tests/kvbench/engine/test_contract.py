@@ -17,7 +17,7 @@ import kvbench
 from kvbench.engine.contract import check_attention, check_keywords, check_mask
 from kvbench.engine.driver import check_supported
 from kvbench.engine.loading import load_model
-from kvbench.engine.models import attention_modules, model_info
+from kvbench.engine.models import attention_modules, decoder_of, head_of, model_info
 from kvbench.errors import UserError
 
 from .conftest import FAMILIES, SIZE, build
@@ -27,6 +27,7 @@ SLIDING: dict[str, Any] = {
     "sliding_window": 16,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
 }
+HYBRID = ["linear_attention", "full_attention", "linear_attention"]
 BY_EAGER: dict[str, dict[str, Any]] = {
     "gpt_oss": {**MOE, **SLIDING, "head_dim": 16},
     "granite_swa": SLIDING,
@@ -38,6 +39,7 @@ NOT_YET = {
     "doge": ({}, "doge attention makes an attention mask or bias of its own, which kvbench does"),
     "diffllama": ({}, "diffllama attention changes keys or values between cache and attention, w"),
     "jetmoe": ({}, "jetmoe attention changes keys or values between cache and attention, which kv"),
+    "minimax": ({**MOE, "layer_types": HYBRID}, "minimax needs a cache class of its own, which kvbench"),
     "recurrent_gemma": ({}, "RecurrentGemmaForCausalLM has only sliding-window layers: there is no"),
 }
 """By family: what its configuration needs, and how the refusal begins."""
@@ -84,6 +86,23 @@ def test_a_policy_that_reads_projections_of_other_names_is_refused() -> None:
         kvbench.kept(falcon, IDS, "snapkv:window=4", 0.5)
 
 
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("cohere", {"logit_scale": 3.0}),
+        ("granite", {"logits_scaling": 3.0}),
+        ("hyperclovax", {"logits_scaling": 3.0}),
+        ("gemma3_text", {"final_logit_softcapping": 2.0, "head_dim": 16}),
+        ("modernbert-decoder", {"bos_token_id": 1, "eos_token_id": 2}),
+    ],
+)
+@torch.no_grad()
+def test_the_head_gives_the_models_own_logits(family: str, more: dict[str, Any]) -> None:
+    model = random_model(family, **more)
+    hidden = decoder_of(model)(IDS).last_hidden_state
+    torch.testing.assert_close(head_of(model)(hidden), model(IDS).logits)
+
+
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mistral_sliding"])
 def test_supported_families_keep_the_contract(family: str) -> None:
     check_supported(build(family))
@@ -128,9 +147,11 @@ def test_attention_past_the_interface_is_refused(monkeypatch: pytest.MonkeyPatch
         more["past_key_values"].update(key, value, self.layer_idx)
         return hidden_states, None
 
-    monkeypatch.setattr(LlamaAttention, "forward", forward)
-    with pytest.raises(UserError, match=r"^layer 0 of LlamaForCausalLM has 0 modules with transformers' attention"):
-        check_supported(build("llama"))
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaAttention, "forward", forward)
+        with pytest.raises(UserError, match=r"^layer 0 of LlamaForCausalLM has 0 modules with transformers' attention"):
+            check_supported(build("llama"))
+    check_supported(build("llama"))  # the refusal left nothing behind
 
 
 # --- the contract itself --------------------------------------------------------------------------

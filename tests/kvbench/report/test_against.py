@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from kvbench.errors import UserError
-from kvbench.report.against import differences, tables, write
+from kvbench.report.against import differences, left_out, tables, write
 from kvbench.stats import paired
 from kvbench.tables.outputs import terminal
 
@@ -57,7 +57,10 @@ def test_a_policy_that_was_not_run_is_named_with_the_nearest() -> None:
 
 def test_a_score_that_is_no_mean_is_left_out() -> None:
     frames = make_run(("snapkv", "criticalkv"), budgets=("0.2",), tasks=("vt", "cwe"))
-    found = differences(*unaveraged(frames, "cwe"), "snapkv")
+    cells, samples = unaveraged(frames, "cwe")
+    assert left_out(frames[0]) == ""
+    assert left_out(cells).startswith("Not compared: cwe. A score that is not a mean over samples")
+    found = differences(cells, samples, "snapkv")
     assert found["tasks"].item() == 1
     alone = differences(*make_run(("snapkv", "criticalkv"), ("0.2",), ("vt",)), "snapkv")
     assert found["diff"].item() == alone["diff"].item()

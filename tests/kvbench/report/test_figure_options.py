@@ -8,13 +8,17 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 
+from kvbench import cli
+from kvbench.analysis.speed.figures import draw_bench
 from kvbench.errors import UserError
 from kvbench.report import render
 from kvbench.report.figure_options import FigureOptions, parse_labels
 from kvbench.report.frames import prepare
-from kvbench.tables.plot_style import _COLOURS
+from kvbench.tables.plot_style import _COLOURS, SEQUENTIAL
 
 POLICIES = ["random", "snapkv", "criticalkv"]
 
@@ -94,10 +98,37 @@ def test_policies_that_are_not_there_are_refused_before_anything_is_written(fram
 
 def test_labels_are_read_with_policies_that_contain_an_equals_sign(run_frames: Any) -> None:
     results = prepare(*run_frames(["snapkv", "snapkv:window=4"], tasks=["vt"]))
-    assert parse_labels(["snapkv:window=4=Short", "snapkv=SnapKV"], results) == {
+    assert parse_labels(["snapkv:window=4=Short", "snapkv=SnapKV"], results.policies) == {
         "snapkv:window=4": "Short",
         "snapkv": "SnapKV",
     }
     for wrong, says in (("snapkv", "is not a label"), ("snapkv=", "is not a label"), ("h2o=H2O", "no policy 'h2o'")):
         with pytest.raises(UserError, match=says):
-            parse_labels([wrong], results)
+            parse_labels([wrong], results.policies)
+
+
+def test_no_colour_of_a_heat_map_is_pale_on_white_paper() -> None:
+    red, green, blue, _ = np.array([SEQUENTIAL(share) for share in np.linspace(0, 1, 50)]).T
+    channels = np.array([red, green, blue])
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    luminance = np.array([0.2126, 0.7152, 0.0722]) @ linear
+    assert (1.05 / (luminance + 0.05) >= 3).all()  # WCAG 2.2, criterion 1.4.11
+    assert (np.diff(luminance) > 0).all()
+
+
+def test_a_benchmark_has_the_width_the_formats_and_the_labels_of_a_user(tmp_path: Path) -> None:
+    rows = [
+        {"policy": policy, "budget": budget, "context": 512, "batch": 1, "generate": 8, "error": "",
+         "ttft_s": 0.1, "step_s": 0.01, "tokens_per_s": 9.0, "kv_bytes_live": 2**20}
+        for policy, budget in (("full", "full"), ("snapkv", "0.1"), ("snapkv", "0.2"))
+    ]  # fmt: skip
+    options = FigureOptions(formats=("svg", "pdf"), width=3.3, labels={"snapkv": "SnapKV"}, has_title=False)
+    paths = draw_bench(pd.DataFrame(rows), "tiny", tmp_path, options)
+    assert [path.name for path in paths] == ["bench-share.svg", "bench-share.pdf"]
+    text = paths[0].read_text()
+    assert f'width="{3.3 * 72:g}pt"' in text and "SnapKV" in text and "tiny" not in text
+
+
+def test_a_wrong_label_of_an_analysis_is_refused_before_the_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call(["bench", "--policy", "snapkv", "--label", "h2o=H2O"]) == 2
+    assert "no policy 'h2o'" in capsys.readouterr().err

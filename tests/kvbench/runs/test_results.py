@@ -20,7 +20,7 @@ from kvbench import stats
 from kvbench.harness.protocol import Key, LoadedTask, MetricScores, Request
 from kvbench.runs.cell import Cell
 from kvbench.runs.planning import Job
-from kvbench.runs.results import prompt_end, scored
+from kvbench.runs.results import scored
 from kvbench.runs.schema import (
     CELLS_SCHEMA,
     METRICS_SCHEMA,
@@ -72,7 +72,7 @@ def responses(of: Cell, numbers: list[float], error: str = "") -> list[Response]
     return [
         Response(
             of.cell, f"{i // 2}", i, i % 2, 0, f"context{i // 2}", str(x), "stop", error,
-            60, 4, 2, 10, 10, 80 + i, 80 + i, 100, 160, 9, 3 + i, 0.5, 0.25, 1.0 + i,
+            60, 4, 2, 10, 10, 80 + i, 80 + i, 100, 160, 9, 3 + i, 32, 0.5, 0.25, 1.0 + i,
         )
         for i, x in enumerate(numbers)
     ]  # fmt: skip
@@ -98,11 +98,11 @@ def test_scores_differences_and_costs() -> None:
     assert rows["snapkv"]["diff_lo"] <= -3 / 8 <= rows["snapkv"]["diff_hi"] <= 1
     assert rows["snapkv"]["decode_s"] == 4.5
     assert rows["snapkv"]["kv_bytes_live"] == 83.5
+    assert rows["snapkv"]["state_bytes"] == 32
     assert rows["snapkv"]["visual_tokens"] == 9 and rows["snapkv"]["held_visual"] == 6.5
     assert rows["snapkv"]["discriminative"] and rows["full"]["discriminative"]
     assert list(samples.score) == FULL + MINE
-    asked = [r.context + r.question for r in task().requests]
-    assert set(samples.prompt_end) == {text if len(text) < 400 else text[-400:] for text in asked}
+    assert set(samples.prompt_end) == {request.context + request.question for request in task().requests}
     to_table(cells, CELLS_SCHEMA)
     to_table(samples, SAMPLES_SCHEMA)
 
@@ -246,10 +246,3 @@ def test_lower_is_better_discriminates_below_chance() -> None:
     low = task(higher_is_better=False, chance=100.0)
     assert tables(low, [full], responses(full, near))[0].discriminative[0]
     assert not tables(low, [full], responses(full, far))[0].discriminative[0]
-
-
-def test_the_end_of_a_prompt_is_kept_with_its_question() -> None:
-    (request, *_) = task().requests
-    long = dataclasses.replace(request, context="x" * 500, question=" Why?")
-    assert prompt_end(long) == "…" + "x" * 395 + " Why?"
-    assert prompt_end(request) == "cq"

@@ -13,8 +13,9 @@ from kvbench.errors import UserError
 from kvbench.files import cache_dir
 from kvbench.harness import rows
 from kvbench.progress import Silent
-from kvbench.runs import worker
+from kvbench.runs import runner, worker
 from kvbench.runs.grid import Grid
+from kvbench.runs.integrity import recorded_hardware
 from kvbench.runs.runner import describe, execute
 from tests.kvbench.runs.small import small_grid
 
@@ -81,6 +82,22 @@ def test_responses_of_other_data_are_not_continued(tmp_path: Path, monkeypatch: 
         execute(small_grid(out, **BRIEF, samples=2))
     assert "\n" not in str(error.value)
     assert tables == [(out / name).read_bytes() for name in ("cells.parquet", "samples.parquet")]
+
+
+def test_every_machine_that_generated_responses_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = "CPU A"
+    monkeypatch.setattr(runner, "describe_hardware", lambda device: f"{machine} ({device})")
+    grid = small_grid(tmp_path / "run", **BRIEF, samples=1)
+    assert recorded_hardware(grid.path) == []
+    execute(grid)
+    assert recorded_hardware(grid.path) == ["CPU A (cpu)"]
+    machine = "CPU B"
+    execute(grid)  # nothing is generated
+    assert recorded_hardware(grid.path) == ["CPU A (cpu)"]
+    execute(small_grid(tmp_path / "run", **BRIEF, samples=2))
+    assert recorded_hardware(grid.path) == ["CPU A (cpu)", "CPU B (cpu)"]
+    execute(grid, fresh=True)
+    assert recorded_hardware(grid.path) == ["CPU B (cpu)"]
 
 
 def test_a_plugin_that_changes_the_folder_does_not_move_the_results(

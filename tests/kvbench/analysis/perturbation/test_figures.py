@@ -21,7 +21,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The figures of two policies at two budgets by the beginning of their names."""
     kept: dict[str, Any] = {}
 
-    def keep(figure: Any, stem: Path) -> list[Path]:
+    def keep(figure: Any, stem: Path, formats: Any) -> list[Path]:
         kept[stem.name.split("-t")[0]] = figure
         return []
 

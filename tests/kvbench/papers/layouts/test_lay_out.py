@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 import pytest
 
@@ -23,9 +25,9 @@ FILLABLE = [name for name, one in published_layouts().items() if not one.lacking
 LONGBENCH = task_sets()["longbench"]
 
 
-def made(name: str, measures: Measures, *use: str, reduced: bool = False) -> Table:
+def made(name: str, measures: Measures, *use: str, **options: Any) -> Table:
     one = published_layout(name)
-    return fill(lay_out(one, measures, Substitutes.parse(one, use), reduced=reduced), measures)
+    return fill(lay_out(one, measures, Substitutes.parse(one, use), **options), measures)
 
 
 def cell(table: Table, row: str, column: str, group: str = "") -> float:
@@ -56,12 +58,26 @@ def test_a_whole_run_fills_all_that_kvbench_can(name: str) -> None:
     empty = sum(c is None for row in table.rows for c in row.cells)
     unknown = sum(not f.policy for f in one.figures)
     assert empty == unknown
-    # Rows, columns and their order are the paper's.
+    # Rows, columns and their order are the paper's; only "ours" is spelled out.
     mine = [f for f in one.table.figures if f in one.figures]
     heads = list(dict.fromkeys((f.group, f.column) for f in mine))
-    assert [c.title for c in table.columns[-len(heads) :]] == [column for _, column in heads]
+    assert [c.title for c in table.columns[-len(heads) :]] == [spelled_out(column) for _, column in heads]
     labels = [row.cells[-len(heads) - 1] for row in table.rows]
-    assert labels == [label for _, label in dict.fromkeys((f.part, f.row) for f in mine)]
+    assert labels == [spelled_out(label) for _, label in dict.fromkeys((f.part, f.row) for f in mine)]
+
+
+def spelled_out(label: str) -> str:
+    return label.replace("w/ ours", "w/ CriticalKV")
+
+
+def test_a_policy_is_shown_as_the_user_says() -> None:
+    labels = {"critical_snapkv": "Ours", "snapkv": "Snap"}
+    table = made("criticalkv-1", measures_of(layout_run("criticalkv-1")), labels=labels)
+    rows = [row.cells[0] for row in table.rows]
+    assert rows[1:4] == ["Snap", "Ours", "AdaKV"] and "AdaKV w/ CriticalKV" in rows
+    table = made("criticalkv-2", measures_of(layout_run("criticalkv-2")), labels=labels)
+    heads = [(column.group, column.title) for column in table.columns]
+    assert ("SnapKV 20%", "Ours") in heads and ("AdaKV 20%", "w/ CriticalKV") in heads
 
 
 def test_figures_are_the_runs_own_never_the_papers() -> None:

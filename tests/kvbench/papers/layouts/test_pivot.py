@@ -54,6 +54,15 @@ def test_the_full_cache_fills_its_row_at_every_budget() -> None:
     assert [column.group for column in table.columns[1:]] == ["vt"] * 3 + ["cwe"] * 3
 
 
+def test_policies_are_shown_as_the_user_says() -> None:
+    measures = measures_of(make_run(samples=10))
+    layout = pivot(measures, Axes(("policy", "budget"), ("task",)), {"snapkv": "Snap", "full": "Full"})
+    table = fill(layout, measures, "snapkv")
+    assert list(dict.fromkeys(row.cells[0] for row in table.rows)) == ["Full", "Snap", Name("criticalkv")]
+    assert table.rows[0].cells[1] == Name("full")  # a budget is not a policy
+    assert "worse than Snap at the same budget" in markdown(table)
+
+
 def test_tasks_on_no_axis_are_averaged() -> None:
     cells, samples = make_run(tasks=("vt", "cwe", "fwe"), samples=10)
     measures = measures_of((cells, samples))

@@ -87,10 +87,10 @@ class Browser:
         os.close(self._from)
         shutil.rmtree(self._profile, ignore_errors=True)
 
-    def open(self, page: Path) -> None:
-        """Open a file and wait until it is loaded."""
+    def open(self, page: Path, fragment: str = "") -> None:
+        """Open a file, with what follows `#` in its address, and wait until it is loaded."""
         self._loaded = False
-        self._call("Page.navigate", url=page.resolve().as_uri())
+        self._call("Page.navigate", url=page.resolve().as_uri() + f"#{fragment}" * bool(fragment))
         while not self._loaded:
             self._event(self._receive())
 
@@ -119,6 +119,26 @@ class Browser:
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x - 1, y=y)
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+    def download(self, script: str, folder: Path) -> str:
+        """The text of the file that an expression in the page downloads.
+
+        Args:
+            script: The expression.
+            folder: An empty folder for the file.
+        """
+        self._call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+        self.run(script)
+        for _ in range(100):
+            files = [path for path in folder.iterdir() if path.suffix != ".crdownload"]
+            if files:
+                return files[0].read_text()
+            time.sleep(0.1)
+        raise AssertionError(f"{script} downloads nothing")
+
+    def pdf(self) -> bytes:
+        """The page as it is printed."""
+        return base64.b64decode(self._call("Page.printToPDF")["data"])
 
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
         """Write a PNG of the page, or of what its window shows."""
@@ -163,5 +183,7 @@ class Browser:
                 self.problems.append(f"dialog: {params['message']}")
             case "Log.entryAdded" if params["entry"]["level"] == "error":
                 self.problems.append(params["entry"]["text"])
+            case "Runtime.consoleAPICalled" if params["type"] == "error":
+                self.problems.append(json.dumps(params["args"]))
             case "Network.requestWillBeSent" if not params["request"]["url"].startswith("file:"):
                 self.requests.append(params["request"]["url"])

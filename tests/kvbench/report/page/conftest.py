@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,7 @@ from kvbench.report.page import write_page
 
 from ..conftest import Frames, make_run
 
+SCRIPT = re.compile(r"<script([^>]*)>(.*?)</script>", re.DOTALL)
 RUN = "globalThis.hacked = true"
 HOSTILE = (
     f"</script><script>{RUN}</script>",
@@ -25,11 +29,17 @@ HOSTILE = (
 )
 
 
-def page_of(frames: Frames, folder: Path, aim: Aim = WITHIN_A_POINT) -> Path:
+def page_of(frames: Frames, folder: Path, aim: Aim = WITHIN_A_POINT, commands: Sequence[str] = ()) -> Path:
     """The page of a made-up run."""
     cells, samples = frames
     responses = samples.set_index("sample_id", drop=False)
-    return write_page(prepare(cells, samples), lambda ids: responses.loc[list(ids)], folder, aim)
+    return write_page(prepare(cells, samples), lambda ids: responses.loc[list(ids)], folder, aim, commands=commands)
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    """The data in a page."""
+    (text,) = (body for head, body in SCRIPT.findall(page.read_text()) if "json" in head)
+    return dict(json.loads(text))
 
 
 @pytest.fixture(scope="package")
@@ -59,4 +69,4 @@ def hostile() -> Frames:
 @pytest.fixture(scope="package")
 def hostile_page(hostile: Frames, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of that run."""
-    return page_of(hostile, tmp_path_factory.mktemp("hostile"))
+    return page_of(hostile, tmp_path_factory.mktemp("hostile"), commands=HOSTILE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from kvbench.report.choosing import Aim
 
 from ..conftest import make_run, reading_few
 from .browser import Browser, installed
-from .conftest import HOSTILE, page_of
+from .conftest import HOSTILE, data_of, page_of
 
 pytestmark = pytest.mark.skipif(installed() is None, reason="no Chromium is installed")
 
@@ -104,6 +106,7 @@ def test_hostile_responses_are_shown_as_they_are(open_page: Browser) -> None:
 def test_filters_change_the_table_and_the_charts(browser: Browser) -> None:
     browser.until(f"{_CHARTS}.length", 2)  # moments
     assert len(browser.run(_ROWS + ".map(() => 1)")) == 1 + 2 * 3 * 2
+    click(browser, "#policies .chip", "choose several")
     click(browser, "#policies .chip", "random")
     click(browser, "#budgets .chip", "0.1")
     choose(browser, "select-moment", "question")
@@ -113,6 +116,127 @@ def test_filters_change_the_table_and_the_charts(browser: Browser) -> None:
     assert len(browser.run(_COLUMN % 1)) == 5
     choose(browser, "select-task", browser.run("ALL"))
     assert browser.run("document.querySelectorAll('#charts figure').length") == 3  # mean, vt, cwe
+
+
+def test_a_click_shows_a_policy_alone_and_a_second_one_all(browser: Browser) -> None:
+    browser.until(f"{_CHARTS}.length", 2)
+    click(browser, "#policies .chip", "snapkv")
+    assert set(browser.run(_COLUMN % 1)) == {"full", "snapkv"}
+    pressed = "[...document.querySelectorAll('#policies [aria-pressed=true]')].map(chip => chip.textContent)"
+    assert browser.run(pressed) == ["snapkv"]
+    click(browser, "#policies .chip", "random")
+    assert set(browser.run(_COLUMN % 1)) == {"full", "random"}
+    browser.run(
+        "[...document.querySelectorAll('.chip')].find(chip => chip.textContent === 'snapkv')"
+        ".dispatchEvent(new MouseEvent('click', {ctrlKey: true, bubbles: true}))"
+    )
+    assert set(browser.run(_COLUMN % 1)) == {"full", "random", "snapkv"}
+    click(browser, "#policies .chip", "random")
+    click(browser, "#policies .chip", "random")
+    assert set(browser.run(_COLUMN % 1)) == {"full", "random", "snapkv", "criticalkv"}
+
+
+def test_only_chosen_policies_and_those_on_the_front_have_colours(tmp_path: Path) -> None:
+    policies = [f"p{index}" for index in range(9)] + ["criticalkv", "random"]
+    with Browser() as browser:
+        browser.open(page_of(make_run(policies, ("0.1", "0.4"), ["vt"], samples=40), tmp_path))
+        browser.until(f"{_CHARTS}.length", 1)
+        dots = (
+            "Object.fromEntries([...document.querySelectorAll('#charts [aria-label=dot]')]"
+            ".map(dot => [dot.getAttribute('aria-description'), dot.querySelector('[fill]').getAttribute('fill')]))"
+        )
+        colours = browser.run(dots)
+        assert len(colours) == len(policies) and colours["criticalkv"] != "var(--grey)"
+        assert sum(colour == "var(--grey)" for colour in colours.values()) >= 8
+        click(browser, "#policies .chip", "p0")
+        browser.until(f"{_CHARTS}.length", 1)
+        alone = browser.run(dots)
+        assert alone["p0"] not in ("var(--grey)", alone["criticalkv"])
+        assert alone["random"] == "var(--grey)"
+        assert browser.problems == []
+
+
+def test_hovering_over_a_policy_lifts_its_line(browser: Browser) -> None:
+    browser.until(f"{_CHARTS}.length", 2)
+    at = browser.run(
+        "{const box = [...document.querySelectorAll('.chip')].find(chip => chip.textContent === 'random')"
+        ".getBoundingClientRect(); scrollTo(0, scrollY + box.y - 300);"
+        "const now = [...document.querySelectorAll('.chip')].find(chip => chip.textContent === 'random')"
+        ".getBoundingClientRect(); [now.x + now.width / 2, now.y + now.height / 2]}"
+    )
+    browser.move(*at)
+    line = "getComputedStyle(document.querySelector('#charts [aria-label=line][aria-description=%s] > g')).%s"
+    assert browser.run(line % ("random", "strokeWidth")) == "3px"
+    assert (
+        float(browser.run(line % ("snapkv", "opacity"))) < 0.5 == float(browser.run(line % ("random", "opacity"))) / 2
+    )
+    browser.move(5, 5)
+    assert browser.run(line % ("snapkv", "opacity")) == "1"
+
+
+def test_the_table_can_be_downloaded_as_the_filters_show_it(browser: Browser, tmp_path: Path) -> None:
+    click(browser, "#policies .chip", "snapkv")
+    click(browser, "#cells th button", "score")
+    text = browser.download("document.getElementById('download').click()", tmp_path)
+    rows = list(csv.DictReader(text.splitlines()))
+    assert [row["policy"] for row in rows] == browser.run(_COLUMN % 1)
+    assert [float(row["score"]) for row in rows] == sorted(float(row["score"]) for row in rows)
+    assert {row["task"] for row in rows} == {"mean of 2 tasks"} and all(0 <= float(row["share"]) <= 1 for row in rows)
+
+
+def test_a_download_of_hostile_names_holds_no_formula(open_page: Browser, tmp_path: Path) -> None:
+    rows = "[{name: '=1+1', text: 'a,\"b\"\\n', score: -0.5, none: null}]"
+    text = open_page.run(f"csvText(['name', 'text', 'score', 'none'], {rows})")
+    assert list(csv.reader(io.StringIO(text))) == [["name", "text", "score", "none"], ["'=1+1", 'a,"b"\n', "-0.5", ""]]
+    whole = open_page.download("document.getElementById('download').click()", tmp_path)
+    assert any(row["policy"].endswith(HOSTILE[1]) for row in csv.DictReader(io.StringIO(whole)))
+    assert open_page.problems == []
+
+
+def test_the_address_keeps_what_was_chosen(page: Path, browser: Browser) -> None:
+    for chip in ("snapkv", "0.4"):
+        click(browser, ".chip", chip)
+    choose(browser, "select-moment", "question")
+    choose(browser, "within", "2", "input")
+    choose(browser, "containing", "x", "input")
+    click(browser, "#cells th button", "score")
+    click(browser, "#cells th button", "score")
+    browser.run("document.querySelector('.step button:nth-child(2)').click()")
+    shown = "[...document.querySelectorAll('main')].map(main => main.innerText).join() + location.hash"
+    fragment = browser.run("location.hash.slice(1)")
+    with Browser() as other:
+        other.open(page, fragment)
+        assert other.run(shown) == browser.run(shown)
+        click(other, "nav a", "Table")
+        assert other.run("location.hash.slice(1)") == fragment
+        assert other.problems == []
+
+
+@pytest.mark.parametrize(
+    "fragment", ["table", "policy=none&sort=99.up&task=x&moment=y&question=1e9", "sort=x&within=%00&which=%3Cb%3E"]
+)
+def test_an_address_that_the_page_does_not_know_does_no_harm(page: Path, fragment: str) -> None:
+    with Browser() as browser:
+        browser.open(page, fragment)
+        assert browser.run("document.documentElement.dataset.ready") == "true"
+        assert browser.run("document.getElementById('select-task').value") != "x"
+        assert browser.problems == []
+
+
+def test_the_page_can_be_printed(browser: Browser) -> None:
+    assert browser.pdf().startswith(b"%PDF")
+    browser.run("dispatchEvent(new Event('beforeprint'))")
+    assert "policies" not in browser.run("document.getElementById('shown').textContent")
+    click(browser, "#policies .chip", "snapkv")
+    assert browser.run("document.getElementById('shown').textContent").endswith("policies: snapkv")
+
+
+def test_the_device_and_the_command_are_on_the_page(hostile_page: Path, open_page: Browser) -> None:
+    facts = open_page.run("document.getElementById('facts').textContent")
+    assert "Devicecpu (float32)" in facts
+    commands = "[...document.querySelectorAll('#commands pre')].map(pre => pre.textContent)"
+    assert open_page.run(commands) == data_of(hostile_page)["commands"]
+    assert HOSTILE[0] in open_page.run(commands)
 
 
 def test_titles_sort_and_say_so(browser: Browser) -> None:
@@ -185,12 +309,16 @@ def test_the_page_follows_the_system_until_told_otherwise(page: Path, dark: bool
 
 
 def test_a_phone_need_not_scroll_sideways(page: Path) -> None:
-    with Browser(390, 844) as browser:
+    with Browser(400, 844) as browser:
         browser.open(page)
         browser.run("document.getElementById('charts').scrollIntoView({behavior: 'instant'})")
         browser.until(f"{_CHARTS}.length > 0")
-        assert browser.run("document.documentElement.scrollWidth") == 390
-        assert browser.run(f"{_CHARTS}[0].getBoundingClientRect().width") < 390
+        assert browser.run("document.documentElement.scrollWidth") == 400
+        top = "document.getElementById(%r).getBoundingClientRect().top"
+        sections = browser.run("[...document.querySelectorAll('main > section')].map(section => section.id)")
+        assert min(sections, key=lambda name: browser.run(top % name)) == "scores"
+        assert browser.run("document.getElementById('charts').getBoundingClientRect().top + scrollY") < 200
+        assert browser.run(f"{_CHARTS}[0].getBoundingClientRect().width") < 400
 
 
 def test_the_front_can_be_drawn_over_bytes_read(browser: Browser, tmp_path: Path) -> None:

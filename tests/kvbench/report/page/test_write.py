@@ -19,17 +19,12 @@ from kvbench.errors import UserError
 from kvbench.report.frames import prepare
 from kvbench.report.page import answers
 from kvbench.report.page.html import embedded
+from kvbench.report.sorted_samples import natural_key
 
 from ..conftest import Frames, make_run
-from .conftest import HOSTILE, page_of
+from .conftest import HOSTILE, SCRIPT, data_of, page_of
 
 _TEXT = st.text() | st.sampled_from(HOSTILE)
-_SCRIPT = re.compile(r"<script([^>]*)>(.*?)</script>", re.DOTALL)
-
-
-def data_of(page: Path) -> dict:
-    (text,) = (body for head, body in _SCRIPT.findall(page.read_text()) if "json" in head)
-    return json.loads(text)
 
 
 @given(st.recursive(_TEXT, lambda inner: st.lists(inner) | st.dictionaries(_TEXT, inner)))
@@ -49,7 +44,7 @@ def test_hostile_texts_add_no_element(hostile_page: Path, tmp_path: Path) -> Non
     plain = page_of(make_run(samples=4), tmp_path)
 
     def tags(page: Path) -> list[str]:
-        outside = _SCRIPT.sub("<script></script>", page.read_text())
+        outside = SCRIPT.sub("<script></script>", page.read_text())
         return re.findall(r"<[/!a-z][^>]*>", outside)
 
     def policy_less(page: Path) -> list[str]:
@@ -67,7 +62,7 @@ def test_only_the_scripts_of_the_page_may_run_and_nothing_may_load(hostile_page:
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     digests = {
         f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'"
-        for head, body in _SCRIPT.findall(text)
+        for head, body in SCRIPT.findall(text)
         if not head
     }
     assert len(digests) == 3
@@ -76,7 +71,7 @@ def test_only_the_scripts_of_the_page_may_run_and_nothing_may_load(hostile_page:
     assert set(rules) == {"default-src", "script-src", "style-src", "base-uri", "form-action"}
 
 
-@pytest.mark.parametrize("name", ["dom", "state", "charts", "scores", "answers", "report"])
+@pytest.mark.parametrize("name", ["dom", "state", "charts", "scores", "answers", "address", "report"])
 def test_our_scripts_make_no_markup_of_text(name: str) -> None:
     script = (resources.files("kvbench.report.page") / f"{name}.js").read_text()
     ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\b|new Function"
@@ -93,7 +88,7 @@ def test_the_same_frames_give_the_same_page(tmp_path: Path) -> None:
 def test_the_page_has_every_score_and_every_response(hostile: Frames, hostile_page: Path) -> None:
     cells, samples = hostile
     data = data_of(hostile_page)
-    assert all(q["prompt"].endswith(" why?") for q in data["answers"]["questions"])
+    assert all("".join(q["prompt"]).endswith(" why?") for q in data["answers"]["questions"])
     means = [row for row in data["rows"] if not row["task"]]
     assert {(row["moment"], row["tasks"]) for row in means} == {("context", 2), ("question", 2)}
     told = {row["cell"]: row for row in data["rows"] if row["task"]}
@@ -146,7 +141,21 @@ def test_only_responses_that_can_be_in_the_page_are_read(
     assert all(len(q["answers"]) == known[q["task"], q["sample_id"]] for q in found["questions"])
     for task in ("vt", "cwe"):
         first = [q["sample_id"] for q in found["questions"] if q["task"] == task]
-        assert first == sorted(name for of, name in known if of == task)[: len(first)]
+        assert first == sorted((name for of, name in known if of == task), key=natural_key)[: len(first)]
+
+
+def test_samples_are_in_natural_order(tmp_path: Path) -> None:
+    page = page_of(make_run(["snapkv"], ("0.2",), ["vt"], samples=12, depths=(0, 50)), tmp_path)
+    names = [question["sample_id"] for question in data_of(page)["answers"]["questions"]]
+    assert names == [f"vt-1024-0-{index}-d{50 * (index % 2):03d}" for index in range(12)]
+
+
+def test_the_reference_is_marked_in_the_prompt(tmp_path: Path) -> None:
+    cells, samples = make_run(["snapkv"], ("0.2",), ["vt"], samples=3)
+    samples["prompt_end"] = "…the \x1b number is 42.…\n…What is it?"
+    samples["target"] = [["42"]] * len(samples)
+    question, *_ = data_of(page_of((cells, samples), tmp_path))["answers"]["questions"]
+    assert question["prompt"] == ["…the \\x1b number is ", "42", ".…\n…What is it?"]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
