@@ -15,6 +15,7 @@ import pytest
 import kvbench
 from kvbench import cli, registry
 from kvbench.cli import listing
+from kvbench.engine import model_check
 from kvbench.errors import UserError
 from kvbench.harness import catalogue
 from kvbench.runs import load
@@ -132,6 +133,22 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(
     assert says in one_line(captured.err)
     assert len(captured.err) < 700
     assert captured.out == ""
+
+
+def test_a_models_self_test_is_printed_and_its_failure_is_exit_code_1(
+    llama_folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.call(["list", "models", "--check", llama_folder]) == 0
+    assert re.search(r"LlamaAttention +2 ", capsys.readouterr().out)
+    assert cli.call(["list", "models", "--check", llama_folder, "--json"]) == 0
+    (module,) = json.loads(capsys.readouterr().out)["modules"]
+    assert module["error"] <= module["limit"]
+    assert cli.call(["list", "models", "--check", "./nowhere"]) == 2
+    assert cli.call(["list", "tasks", "--check", llama_folder]) == 2
+    capsys.readouterr()
+    monkeypatch.setattr(model_check, "_LIMIT", -1.0)
+    assert cli.call(["list", "models", "--check", llama_folder]) == 1
+    assert "llama attention differs from transformers' by" in one_line(capsys.readouterr().err)
 
 
 def test_a_fault_of_ours_keeps_its_traceback(executed: dict[str, Any]) -> None:

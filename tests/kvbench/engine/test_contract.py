@@ -34,7 +34,7 @@ BY_EAGER: dict[str, dict[str, Any]] = {
     "flint": {},
     "gemma2": {**SLIDING, "attn_logit_softcapping": 2.0},
 }
-"""Families with sinks or soft caps, which transformers does not load with SDPA, and what their configuration needs."""
+"""Families with sinks or soft caps, which transformers does not build with SDPA, and what their configuration needs."""
 NOT_YET = {
     "doge": ({}, "doge attention makes an attention mask or bias of its own, which kvbench does"),
     "diffllama": ({}, "diffllama attention changes keys or values between cache and attention, w"),

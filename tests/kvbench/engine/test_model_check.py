@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import JambaConfig, JambaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from kvbench import policy
@@ -15,12 +16,13 @@ from kvbench.budget import Budget
 from kvbench.engine import attachment, model_check
 from kvbench.engine.decode import Batch
 from kvbench.engine.driver import engine, forward
+from kvbench.engine.loading import load_model
 from kvbench.engine.model_check import Checked, ModelCheck, ModuleError, check_model, measure_model, recorded_check
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import UserError
 from kvbench.files import cache_dir
 from tests import vision
-from tests.kvbench.engine.conftest import batch, build
+from tests.kvbench.engine.conftest import SIZE, batch, build
 
 SNAPKV = policy("snapkv:window=8")
 CHECKED = Checked("digest", "float32", "cpu", "sdpa")
@@ -166,3 +168,22 @@ def test_feeding_one_by_one_changes_only_the_number_of_forwards(llama: Any, monk
     assert widths == [1] * 4
     for tokens, chunk in zip(one_by_one, expected, strict=True):
         torch.testing.assert_close(tokens[..., -1, :], chunk[..., -1, :])
+
+
+def test_jamba_answers_as_transformers_does_because_its_questions_are_fed_one_by_one(tmp_path: Path) -> None:
+    """Its own code drops the state of its state-space layers if a later forward has several tokens."""
+    sizes = SIZE | {"num_hidden_layers": 4, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+    torch.manual_seed(0)
+    JambaForCausalLM(JambaConfig(**sizes, mamba_d_state=8, mamba_dt_rank=4, use_mamba_kernels=False)).save_pretrained(
+        tmp_path
+    )
+    jamba: Any = load_model(str(tmp_path), None, torch.device("cpu"), torch.float32)
+    token_ids, _ = batch(1, 40, [0])
+    with torch.no_grad():
+        expected = jamba(token_ids, use_cache=False).logits[:, -1]
+        with engine(jamba):
+            prefix = Prefix(jamba, ())
+            prefix.extend(token_ids[:, :30])
+            logits = prefix.extend(token_ids[:, 30:])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert jamba.__dict__["_kvbench_one_by_one"]
