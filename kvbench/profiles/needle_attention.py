@@ -22,6 +22,7 @@ from kvbench.engine.models import model_info
 from kvbench.engine.prefix import Prefix
 from kvbench.profiles.needles import Needle
 from kvbench.progress import Reporter
+from kvbench.view.softmax import attention_weights, capped
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ class _Watch:
         key = layer.key[0].float()
         kv_heads = key.shape[0]
         logits = query.view(kv_heads, -1, query.shape[-1]) @ key.transpose(-1, -2)
-        attention = torch.softmax(logits.flatten(0, 1) * step.scale, -1)
+        logits = capped(logits * step.scale, step.scale)[None, :, :, None]
+        attention = attention_weights(logits, step.scale).flatten(0, 3)
         needle_length = self._stop - self._start
         # Flipped, so that a stable sort puts the more recent of two ties first.
         ranking = attention.flip(-1).sort(dim=-1, descending=True, stable=True)

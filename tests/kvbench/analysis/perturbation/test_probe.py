@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 import kvbench
+from benchmarks.family_models import FAMILIES
 from kvbench.analysis.common import analysis_runner, contexts, make_grid, stages
 from kvbench.analysis.perturbation.probe import Perturbation, Probe, analyze
 from kvbench.analysis.perturbation.rows import Rows
@@ -378,3 +381,14 @@ def test_sliding_layers_are_left_out_and_layers_have_the_models_own_index(
     assert set(found.heads["layer"]) == set(found.layers["layer"]) == {2, 5}
     first = found.layers[found.layers["layer"] == 2]  # nothing before it was evicted from
     np.testing.assert_allclose(first["l1"], first["l1_forward"], rtol=2e-3)
+
+
+def test_soft_caps_are_refused_in_one_line(
+    tmp_path: Path, questions: str, bpe_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    gemma = next(family for family in FAMILIES if family.name == "gemma2")
+    settings = {**gemma.settings, "vocab_size": len(bpe_tokenizer)}
+    dataclasses.replace(gemma, settings=settings).build().save_pretrained(tmp_path / "model")
+    bpe_tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match="has attention sinks or soft caps, which the bounds of perturbation"):
+        analyze(grid(str(tmp_path / "model"), questions, samples=1), Silent(), query="answer")
