@@ -58,13 +58,18 @@ def test_supported_families_pass(family: str, dtype: torch.dtype) -> None:
     assert attention.error < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
+def hook_counts(model: Any) -> list[tuple[int, int]]:
+    return [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+
+
 def test_the_model_is_unchanged_afterwards(llama: Any) -> None:
     token_ids = torch.arange(1, 9)[None]
     logits = llama(token_ids).logits
+    hooks = hook_counts(llama)  # transformers leaves hooks of its own in a model that other tests share
     measure_model(llama)
     assert torch.equal(llama(token_ids).logits, logits)
     assert llama.config._attn_implementation == "sdpa"
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in llama.modules())
+    assert hook_counts(llama) == hooks
 
 
 @pytest.mark.usefixtures("wrong_scale")

@@ -166,7 +166,7 @@ def test_hovering_over_a_policy_lifts_its_line(browser: Browser) -> None:
     )
     browser.move(*at)
     line = "getComputedStyle(document.querySelector('#charts [aria-label=line][aria-description=%s] > g')).%s"
-    assert browser.run(line % ("random", "strokeWidth")) == "3px"
+    browser.until(line % ("random", "strokeWidth"), "3px")  # the page redraws after the event
     assert (
         float(browser.run(line % ("snapkv", "opacity"))) < 0.5 == float(browser.run(line % ("random", "opacity"))) / 2
     )
