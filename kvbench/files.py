@@ -15,9 +15,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 from kvbench.errors import UserError
+
+Value = TypeVar("Value")
 
 
 def cache_dir() -> Path:
@@ -109,6 +111,19 @@ def _known_digests(cache_path: Path) -> dict[str, Any]:
         for resolved_name, cached_digest in cached_digests.items()
         if isinstance(cached_digest, list) and len(cached_digest) == 2
     }
+
+
+def stored_json(cache_path: Path, compute: Callable[[], Any], decode: Callable[[Any], Value]) -> Value:
+    """Return the decoded content of a cache file; computed, and written if possible, if it is absent or damaged."""
+    try:
+        return decode(json.loads(cache_path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        content = compute()
+        with contextlib.suppress(OSError, UserError):  # a cache that cannot be written is slow, not wrong
+            cache_path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(cache_path) as partial_path:
+                partial_path.write_text(json.dumps(content), encoding="utf-8")
+        return decode(content)
 
 
 # --- atomic writes --------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from kvbench.engine.measure import MeasuredText, feed_texts, log_probabilities
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.pruning import prunes
 from kvbench.errors import UserError
-from kvbench.harness.named_tasks.prompts import common_length, fields
+from kvbench.harness.named_tasks.prompts import common_length, longest_passage
 from kvbench.moments import Moment
 from kvbench.runs.values import choice
 from kvbench.spelling import policy as build_policy
@@ -109,7 +109,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
                 length = common_length([*docs])
                 lengths = dict.fromkeys(docs, 0 if length < _SHORTEST else length)
             else:
-                lengths = {prompt: _document_end(prompt, doc) for prompt, doc in docs.items()}
+                lengths = {prompt: longest_passage(doc, prompt)[1] for prompt, doc in docs.items()}
             missing = sum(not length for length in lengths.values())
             if missing:
                 lacks = {"document": "no document before the question", "fewshot": "no examples in common"}
@@ -273,18 +273,6 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
 
 
 _KEEP_ALL = Compression(build_policy("full"), Budget.parse("full"), "context", 0)
-
-
-def _document_end(prompt: str, doc: Any) -> int:
-    """Return where the longest field of a document ends in a prompt, if text follows it; otherwise 0."""
-    best = (0, 0)
-    for _, text in fields(doc):
-        stripped = text.strip()
-        found = prompt.rfind(stripped) if stripped else -1
-        end = found + len(stripped)
-        if found >= 0 and prompt[end:].strip():
-            best = max(best, (len(stripped), end))
-    return best[1]
 
 
 def run_lm_eval(arguments: Sequence[str]) -> None:

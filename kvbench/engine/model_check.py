@@ -30,7 +30,7 @@ from kvbench.engine.driver import engine, feed_one_by_one, takes_positions
 from kvbench.engine.models import decoder_of, is_attention
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import UserError, first_lines, out_of_memory
-from kvbench.files import State, cache_dir, digest_of, replacing, state_of
+from kvbench.files import State, cache_dir, digest_of, file_digests, replacing, state_of
 from kvbench.spelling import policy as build_policy
 
 _PROMPT, _STEPS = 24, 4
@@ -113,7 +113,7 @@ class ModelCheck:
 
 
 class Checked(NamedTuple):
-    """What a model is tested for. The versions of kvbench, torch and transformers count as well.
+    """What a model is tested for. kvbench's engine and the versions of torch and transformers count as well.
 
     Attributes:
         revision: Commit of a hub model, or digest of a local one; "" if it has none, so that it is tested every time.
@@ -130,7 +130,14 @@ class Checked(NamedTuple):
     @property
     def digest(self) -> str:
         """Return the key of the result."""
-        return digest_of([*self, *(version(package) for package in ("kvbench", "torch", "transformers"))])
+        return digest_of([*self, _engine_digest(), *(version(package) for package in ("torch", "transformers"))])
+
+
+@functools.cache
+def _engine_digest() -> str:
+    """Return a digest of the code that is tested, which changes between releases in a checkout."""
+    package = Path(__file__).parents[1]
+    return digest_of(file_digests([*sorted(package.glob("engine/**/*.py")), *sorted(package.glob("view/*.py"))]))
 
 
 _PASSED: dict[str, dict[str, Any]] = {}

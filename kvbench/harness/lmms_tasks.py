@@ -5,10 +5,8 @@ The index is read from lmms-eval's YAML without importing lmms-eval, which takes
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +18,7 @@ import yaml
 
 from kvbench.benchmark import Benchmark, Doc
 from kvbench.errors import UserError
-from kvbench.files import cache_dir, digest_of, replacing
+from kvbench.files import cache_dir, digest_of, stored_json
 from kvbench.harness.protocol import GroupMetric, TaskGroup
 
 PREFIX = "lmms_eval:"
@@ -167,15 +165,11 @@ def _yaml_files(folder: Path) -> Iterator[str]:
 def _names(folder: Path, fingerprint: str) -> dict[str, LmmsEntry]:
     """Return the index of a folder of tasks, from the file if it has it."""
     index_file = cache_dir() / "lmms_eval" / f"index-{fingerprint}.json"
-    try:
-        stored = json.loads(index_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        stored = _scanned(folder)
-        with contextlib.suppress(OSError, UserError):  # a cache that cannot be written is slow, not wrong
-            index_file.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(index_file) as partial_file:
-                partial_file.write_text(json.dumps(stored), encoding="utf-8")
-    return {name: LmmsEntry(*entry) for name, entry in stored.items()}
+    return stored_json(
+        index_file,
+        lambda: _scanned(folder),
+        lambda stored: {name: LmmsEntry(*entry) for name, entry in stored.items()},
+    )
 
 
 def _scanned(folder: Path) -> dict[str, LmmsEntry]:

@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 
 from kvbench.cli.app import call
 from kvbench.errors import UserError
-from kvbench.lm_eval import KVBenchLM, _document_end
+from kvbench.lm_eval import KVBenchLM
 from kvbench.reference import path as reference_path
 from tests.kvbench.analysis.perturbation.oracles import Eager
 
@@ -150,12 +150,6 @@ def test_prompts_that_share_their_examples_are_prefilled_once(tasks: Path) -> No
     model._compress = counted  # type: ignore[method-assign]
     evaluate(tasks, model, "my_mc")
     assert len(lengths) == 1  # unconditional choices have no context at all
-
-
-def test_the_longest_field_before_the_question_is_the_document() -> None:
-    doc = {"a": "short", "passage": "a long passage", "all": ["a long passage and what ?"]}
-    assert _document_end("Read: a long passage\nshort ?", doc) == len("Read: a long passage")
-    assert _document_end("a long passage", doc) == 0
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvbench.errors import UserError
-from kvbench.files import cache_dir, digest_of, replacing
+from kvbench.files import cache_dir, digest_of, stored_json
 
 if TYPE_CHECKING:
     from lm_eval.tasks._index import Entry
@@ -129,18 +129,12 @@ def _index_file() -> Path:
 @functools.cache
 def _installed_names() -> dict[str, IndexEntry]:
     """Return the names of the installed lm-eval, from the file if it has them."""
-    index_file = _index_file()
-    try:
-        stored = json.loads(index_file.read_text(encoding="utf-8"))["names"]
-    except (OSError, ValueError, KeyError):
-        folder = _tasks_folder()
-        stored = _scanned(folder)
-        with contextlib.suppress(OSError, UserError):  # a cache that cannot be written is slow, not wrong
-            index_file.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(index_file) as partial_file:
-                content = {"files": _fingerprint(folder), "names": stored}
-                partial_file.write_text(json.dumps(content), encoding="utf-8")
-    return {name: IndexEntry(*entry) for name, entry in stored.items()}
+    folder = _tasks_folder()
+    return stored_json(
+        _index_file(),
+        lambda: {"files": _fingerprint(folder), "names": _scanned(folder)},
+        lambda index: {name: IndexEntry(*entry) for name, entry in index["names"].items()},
+    )
 
 
 def _fingerprint(folder: Path) -> str:

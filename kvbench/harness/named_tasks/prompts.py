@@ -158,16 +158,27 @@ def document_end(document: Any, prompt: Rendered, field: str | None = None) -> i
             least half of the document's own text.
     """
     own_text = prompt.text[prompt.start : prompt.end]
-    before_last = len(own_text.rstrip()) - 1
-    longest, end = 0, 0
+    start, end = longest_passage(document, own_text, field)
+    is_passage = end > 0 and (field is not None or end - start >= _MOST_OF_IT * len(own_text))
+    return prompt.start + end if is_passage else 0
+
+
+def longest_passage(document: Any, text: str, field: str | None = None) -> tuple[int, int]:
+    """Return where the longest field of a document, or one field, stands in a text before more text.
+
+    Returns:
+        Its first character and the one behind it; both 0 if there is none.
+    """
+    before_last = max(0, len(text.rstrip()) - 1)
+    longest = (0, 0)
     for name, value in fields(document):
-        text = value.strip()
-        if not text or (field is not None and name != field):
+        passage = value.strip()
+        if not passage or (field is not None and name != field):
             continue
-        found = own_text.rfind(text, 0, max(0, before_last))
-        if found >= 0 and len(text) > longest:
-            longest, end = len(text), prompt.start + found + len(text)
-    return end if field is not None or longest >= _MOST_OF_IT * len(own_text) else 0
+        found = text.rfind(passage, 0, before_last)
+        if found >= 0 and len(passage) > longest[1] - longest[0]:
+            longest = (found, found + len(passage))
+    return longest
 
 
 def fields(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from kvbench.harness.harnesses import HARNESSES
 from kvbench.harness.named_tasks.benchmarks import HARNESS, build, resolve
 from kvbench.harness.named_tasks.building import seeded
 from kvbench.harness.named_tasks.harness import NamedTask
-from kvbench.harness.named_tasks.prompts import Rendered, document_end, fields
+from kvbench.harness.named_tasks.prompts import Rendered, document_end, fields, longest_passage
 from kvbench.harness.protocol import HarnessFlags, TaskSettings
 
 CHATML = (
@@ -173,6 +173,8 @@ def test_the_longest_field_with_text_behind_it_is_the_passage() -> None:
     assert document_end(document, prompt, "story.text") == 18
     assert document_end(document, prompt, "short") == 0
     assert document_end({"short": "a"}, prompt) == 0  # less than half of it
+    assert longest_passage(document, prompt.text) == (6, 18)
+    assert longest_passage(document, "a long story") == (0, 0)
     assert dict(fields({"a": ["x", {"b": "y"}]})) == {"a[0]": "x", "a[1].b": "y"}
 
 
