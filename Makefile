@@ -120,7 +120,7 @@ docs-check: $(VENV)/.installed
 	$(VENV)/bin/python docs/make_recipes.py --check
 	$(VENV)/bin/python docs/make_results.py --check
 	$(VENV)/bin/python docs/run_examples.py README.md CONTRIBUTING.md docs/options.md docs/overview.md \
-	    docs/python.md docs/faq.md docs/regression.md docs/leaderboard.md
+	    docs/python.md docs/faq.md docs/regression.md docs/leaderboard.md docs/tuning.md
 
 # The oldest transformers that is supported, with what it pins released from the constraints.
 test-oldest: $(OLDEST)/.installed

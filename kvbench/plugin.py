@@ -67,6 +67,7 @@ __all__ = [
     "Policy",
     "Pruned",
     "Queries",
+    "Range",
     "Reader",
     "Replay",
     "Score",
@@ -91,11 +92,30 @@ CHANNEL_QUERIES = Queries(32)
 
 
 @dataclass(frozen=True)
+class Range:
+    """Values of a numeric parameter that `kvbench tune` tries; integers if both ends are.
+
+    Attributes:
+        low, high: The smallest and the largest value.
+        log: Whether values are tried on a logarithmic scale.
+        step: Distance of two integers.
+    """
+
+    low: int | float
+    high: int | float
+    log: bool = False
+    step: int = 1
+
+
+@dataclass(frozen=True)
 class Part:
     """Base class of the parts of a policy. Dataclass fields are parameters (int, float, bool or str)."""
 
     name: ClassVar[str] = ""
     """Name in `score=`, `allocate=`, `select=`, `merge=` or `read=`; the same as its entry point's."""
+
+    searched: ClassVar[Mapping[str, Range]] = {}
+    """Numeric parameters that `kvbench tune` searches; it also tries every choice of a parameter that has choices."""
 
     @property
     def version(self) -> int:

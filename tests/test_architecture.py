@@ -26,7 +26,7 @@ PAGES = "registry named view plugin parts spelling artifacts benchmark"
 ROOMS = "data harness judge engine runs"
 ABOVE = (
     "lm_eval lmms_eval tables report regression leaderboard papers analysis reference reference_vl named_models "
-    "profiles training probes checks cli"
+    "profiles training tuning probes checks cli"
 )
 LAYERS = [*GROUND.split(), *PAGES.split(), *ROOMS.split(), *ABOVE.split()]
 """Files and folders of `kvbench/`; each imports only from those before it."""
@@ -59,6 +59,7 @@ HEAVY = {
     "matplotlib",
     "nltk",
     "openai",
+    "optuna",  # optional
     "ray",  # optional
     "hqq",  # optional
     "optimum",  # optional

@@ -99,7 +99,7 @@ def test_what_was_made_for_a_model_names_it_and_its_licence() -> None:
 
 EXTRAS = {
     "cv2": "vision", "gguf": "gguf", "hqq": "quantizers", "loguru": "vision", "openai": "judge",
-    "optimum": "quantizers", "ray": "ray", "triton": "gpu",
+    "optimum": "quantizers", "optuna": "tune", "ray": "ray", "triton": "gpu",
 }  # fmt: skip
 """Packages that only some commands need, and the extra that brings each."""
 

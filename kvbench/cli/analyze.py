@@ -112,10 +112,17 @@ def command_line() -> str:
     return shlex.join(["kvbench", *sys.argv[1:]])
 
 
-def carry_out(work: Callable[[Reporter], AnalysisOutput]) -> None:
-    """Run an analysis or a benchmark with a progress bar and print its tables."""
+def carry_out(
+    work: Callable[[Reporter], AnalysisOutput], stop_note: str = "an analysis writes its files at the end"
+) -> None:
+    """Run an analysis or a benchmark with a progress bar and print its tables.
+
+    Args:
+        work: Does the work.
+        stop_note: Printed after Ctrl-C: what was kept.
+    """
     reporter = progress()
-    with stopping(reporter, "an analysis writes its files at the end"):
+    with stopping(reporter, stop_note):
         reporter.busy("loading model")
         outputs = work(reporter)
     for result_table in outputs.tables:

@@ -28,6 +28,7 @@ from kvbench.cli import (
     run,
     table,
     train,
+    tune,
 )
 from kvbench.cli.options import option, split_names
 from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json, progress, say, stopping
@@ -63,6 +64,7 @@ app.command()(compare.compare)
 app.command("compare-policies")(compare.compare_policies)
 app.command()(power.power)
 app.command()(bench.bench)
+app.command()(tune.tune)
 app.command(
     "lm-eval",
     add_help_option=False,

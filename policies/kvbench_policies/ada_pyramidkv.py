@@ -5,13 +5,14 @@ arXiv 2407.11550 on arXiv 2406.02069; see `adakv` and `pyramidkv`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from kvbench.parts import TopK
-from kvbench.plugin import ModelInfo, Policy
+from kvbench.plugin import ModelInfo, Policy, Range
 from kvbench_policies.adakv import HeadAdaptive
 from kvbench_policies.pyramidkv import check_pyramid, pyramid_shares
 from kvbench_policies.snapkv import WindowAttention
@@ -27,6 +28,11 @@ class AdaPyramid(HeadAdaptive):
     """
 
     name: ClassVar[str] = "ada_pyramid"
+    searched: ClassVar[Mapping[str, Range]] = {
+        **HeadAdaptive.searched,
+        "steepness": Range(1.0, 50.0, log=True),
+        "window": Range(2, 128, log=True),
+    }
     steepness: float = 20.0
     window: int = 32
 

@@ -6,7 +6,7 @@ Inference, arXiv 2407.11550, Algorithms 1 and 2 (safeguard alpha = 0.2).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Literal
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.parts import TopK, best, order_key, portion
-from kvbench.plugin import Allocator, Policy, Scored, Scores
+from kvbench.plugin import Allocator, Policy, Range, Scored, Scores
 from kvbench_policies.ranges import check_share
 from kvbench_policies.snapkv import WindowAttention
 
@@ -35,6 +35,7 @@ class HeadAdaptive(Allocator):
     """
 
     name: ClassVar[str] = "head_adaptive"
+    searched: ClassVar[Mapping[str, Range]] = {"safeguard": Range(0.0, 1.0)}
     scope: ClassVar[Literal["head", "layer", "model"]] = "layer"
     safeguard: float = 0.2
     safeguard_mode: Literal["reserve", "mix"] = "reserve"

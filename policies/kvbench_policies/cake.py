@@ -7,7 +7,7 @@ and cache size; the code defaults to 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvbench.errors import UserError
 from kvbench.parts import TopK
-from kvbench.plugin import Allocator, Need, Policy, Queries, Scored, Scores, View, protect_window
+from kvbench.plugin import Allocator, Need, Policy, Queries, Range, Scored, Scores, View, protect_window
 from kvbench_policies.layer_shares import measured, spread_by_weight
 from kvbench_policies.ranges import check_count, check_finite
 from kvbench_policies.windows import WindowScore
@@ -37,6 +37,7 @@ class MeanAndVariance(WindowScore):
     """
 
     name: ClassVar[str] = "cake"
+    searched: ClassVar[Mapping[str, Range]] = {**WindowScore.searched, "gamma": Range(1.0, 1000.0, log=True)}
     nonnegative: ClassVar[bool] = True
     kernel: int = 5
     gamma: float = 200.0
@@ -80,6 +81,11 @@ class LayerPreference(Allocator):
     """
 
     name: ClassVar[str] = "cake"
+    searched: ClassVar[Mapping[str, Range]] = {
+        "tau1": Range(0.1, 10.0, log=True),
+        "tau2": Range(0.1, 10.0, log=True),
+        "window": Range(2, 128, log=True),
+    }
     scope: ClassVar[Literal["head", "layer", "model"]] = "model"
     tau1: float = 1.0
     tau2: float = 1.0

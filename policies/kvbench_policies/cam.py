@@ -6,6 +6,7 @@ eviction.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import AttentionMass, Merger, Need, Policy, View
+from kvbench.plugin import AttentionMass, Merger, Need, Policy, Range, View
 from kvbench_policies import merging
 from kvbench_policies.h2o import AccumulatedAttention
 from kvbench_policies.merging import sum_before
@@ -42,6 +43,7 @@ class ValueMerge(Merger):
     """
 
     name: ClassVar[str] = "value"
+    searched: ClassVar[Mapping[str, Range]] = {"merge_span": Range(4, 128, log=True)}
     version = 2  # version 1 merged into the next kept tokens at any distance
     merge_span: int = 32
 

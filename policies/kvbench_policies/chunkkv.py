@@ -7,6 +7,7 @@ layer-wise index reuse, which saves time, is not implemented: every layer select
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import Policy, Scores, View
+from kvbench.plugin import Policy, Range, Scores, View
 from kvbench_policies.merging import sum_into
 from kvbench_policies.ranges import check_count
 from kvbench_policies.snapkv import WindowAttention
@@ -38,6 +39,7 @@ class Chunks(TopK):
     """
 
     name: ClassVar[str] = "chunk"
+    searched: ClassVar[Mapping[str, Range]] = {"chunk_length": Range(2, 32, log=True)}
     chunk_length: int = 10
     joint: bool = True
 

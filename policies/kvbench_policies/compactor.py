@@ -8,13 +8,14 @@ compression ratio as the weight of the leverage (0.5 in compactor-vllm). The two
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import Need, Policy, Score, Scores, View, protect_sinks, protect_window
+from kvbench.plugin import Need, Policy, Range, Score, Scores, View, protect_sinks, protect_window
 from kvbench_policies.leverage import leverage, standardised
 from kvbench_policies.non_causal import ChunkAttention, pooled_attention
 from kvbench_policies.ranges import check_count, check_finite
@@ -37,6 +38,11 @@ class Blend(Score):
     """
 
     name: ClassVar[str] = "compactor"
+    searched: ClassVar[Mapping[str, Range]] = {
+        "sinks": Range(0, 16),
+        "recent": Range(0, 64),
+        "chunk": Range(32, 512, log=True),
+    }
     blend: float | None = None
     sinks: int = 8
     recent: int = 4

@@ -7,6 +7,7 @@ Feng, Lv, Guo, Cao, Zhou, Xie: CriticalKV: Optimizing KV Cache Eviction from an 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.parts import best, order_key, portion
-from kvbench.plugin import Policy, Scores, Selector, View
+from kvbench.plugin import Policy, Range, Scores, Selector, View
 from kvbench_policies.adakv import HeadAdaptive
 from kvbench_policies.kernels.value_norm.op import value_norm
 from kvbench_policies.ranges import check_finite, check_share
@@ -45,6 +46,7 @@ class TwoStage(Selector):
     """
 
     name: ClassVar[str] = "two_stage"
+    searched: ClassVar[Mapping[str, Range]] = {"first_stage": Range(0.0, 1.0), "safeguard": Range(0.0, 1.0)}
     first_stage: float = 0.5
     eps: float = 1e-4
     norm: Literal["l1", "l2"] = "l1"

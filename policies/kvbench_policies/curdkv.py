@@ -7,6 +7,7 @@ project by default and normalises the norms in local windows: `curdkv:sketch=0:l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import Policy, Score, Scores, View, protect_sinks
+from kvbench.plugin import Policy, Range, Score, Scores, View, protect_sinks
 from kvbench_policies.blocks import from_blocks, in_blocks, order_of
 from kvbench_policies.projections import gaussian
 from kvbench_policies.ranges import check_count
@@ -39,6 +40,7 @@ class CurLeverage(Score):
     """
 
     name: ClassVar[str] = "curdkv"
+    searched: ClassVar[Mapping[str, Range]] = {"sketch": Range(0, 64), "local": Range(0, 64), "sinks": Range(0, 16)}
     nonnegative: ClassVar[bool] = True
     sketch: int = 20
     leverage: Literal["product", "mean", "key", "value"] = "product"

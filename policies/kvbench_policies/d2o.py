@@ -10,6 +10,7 @@ Where the authors' released code differs from the paper, `variant=release` follo
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -18,14 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvbench.parts import portion, rank_entries
-from kvbench.plugin import (
-    Merger,
-    Policy,
-    Scores,
-    Selector,
-    View,
-    protect_sinks,
-)
+from kvbench.plugin import Merger, Policy, Range, Scores, Selector, View, protect_sinks
 from kvbench_policies.h2o import Accumulated
 from kvbench_policies.inverse_variance import InverseVariance
 from kvbench_policies.merging import pack, put, sum_into, sum_rows_into, take
@@ -51,6 +45,7 @@ class ImportantRecent(Selector):
     """
 
     name: ClassVar[str] = "important_recent"
+    searched: ClassVar[Mapping[str, Range]] = {"sinks": Range(0, 16)}
     recent: float | None = None
     sinks: int = 4
     variant: Literal["paper", "release"] = "paper"

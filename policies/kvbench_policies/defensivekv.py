@@ -7,6 +7,7 @@ once. `layer_defensivekv` also distributes the budget over layers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -14,16 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.parts import best, order_key, rank_entries
-from kvbench.plugin import (
-    Need,
-    Policy,
-    Queries,
-    Scores,
-    Selector,
-    View,
-    protect_nothing,
-    protect_window,
-)
+from kvbench.plugin import Need, Policy, Queries, Range, Scores, Selector, View, protect_nothing, protect_window
 from kvbench_policies.adakv import HeadAdaptive
 from kvbench_policies.joint import Global
 from kvbench_policies.kernels.value_norm.op import value_norm
@@ -124,6 +116,7 @@ class ByMass(Selector):
     """
 
     name: ClassVar[str] = "mass"
+    searched: ClassVar[Mapping[str, Range]] = {"mass": Range(0.1, 0.99), "window": Range(2, 128, log=True)}
     mass: float = 0.9
     variant: Literal["paper", "release"] = "paper"
     window: int = 32

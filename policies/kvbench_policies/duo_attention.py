@@ -9,7 +9,7 @@ Streaming Heads, arXiv 2410.10819. The paper learns which heads retrieve; kvbenc
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvbench.parts import TopK, apportion
-from kvbench.plugin import ModelInfo, Policy, Scored
+from kvbench.plugin import ModelInfo, Policy, Range, Scored
 from kvbench.profiles.allocators import Profiled
 from kvbench_policies.local import Recency
 from kvbench_policies.ranges import check_count
@@ -52,6 +52,7 @@ class Retrieval(Profiled):
     """
 
     name: ClassVar[str] = "retrieval"
+    searched: ClassVar[Mapping[str, Range]] = {"sinks": Range(0, 128), "recent": Range(16, 512, log=True)}
     scope: ClassVar[Literal["head", "layer", "model"]] = "layer"
     version = 2  # version 1 had 128 sinks
     sinks: int = 64

@@ -7,7 +7,7 @@ the norm of the unprojected value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, Self
@@ -16,16 +16,7 @@ import torch
 from torch import Tensor
 
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import (
-    ModelInfo,
-    Need,
-    Observer,
-    Policy,
-    Score,
-    Scores,
-    View,
-    protect_sinks,
-)
+from kvbench.plugin import ModelInfo, Need, Observer, Policy, Range, Score, Scores, View, protect_sinks
 from kvbench.profiles.summaries import STATISTICS, WEIGHTS, SummaryNotes
 from kvbench.view.rope import angles, turn, turn_back
 from kvbench_policies.kernels.value_norm.op import value_norm
@@ -164,6 +155,11 @@ class ExpectedAttention(Score):
     """
 
     name: ClassVar[str] = "expected_attention"
+    searched: ClassVar[Mapping[str, Range]] = {
+        "future": Range(16, 2048, log=True),
+        "sinks": Range(0, 16),
+        "eps": Range(0.0, 0.1),
+    }
     nonnegative: ClassVar[bool] = True
     future: int = 512
     sinks: int = 4

@@ -8,6 +8,7 @@ keys keep their positions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvbench.parts import TopK, Uniform, apportion, best, order_key
-from kvbench.plugin import Need, Policy, Queries, Score, Scores, View, protect_window
+from kvbench.plugin import Need, Policy, Queries, Range, Score, Scores, View, protect_window
 from kvbench_policies.merging import sum_into
 from kvbench_policies.ranges import check_count
 from kvbench_policies.tova import sum_over_holders
@@ -40,6 +41,7 @@ class QuestionAttention(Score):
     """
 
     name: ClassVar[str] = "question_attention"
+    searched: ClassVar[Mapping[str, Range]] = {"window": Range(2, 128, log=True)}
     nonnegative: ClassVar[bool] = True
     longest: int = 256
     window: int = 32

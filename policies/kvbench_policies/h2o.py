@@ -7,20 +7,12 @@ H2O in CriticalKV's experiments.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from kvbench.parts import TopK, Uniform, portion
-from kvbench.plugin import (
-    AttentionMass,
-    Need,
-    Policy,
-    Score,
-    Scores,
-    View,
-    protect_nothing,
-    protect_window,
-)
+from kvbench.plugin import AttentionMass, Need, Policy, Range, Score, Scores, View, protect_nothing, protect_window
 from kvbench_policies.ranges import check_count, check_share
 
 
@@ -68,6 +60,7 @@ class AccumulatedAttention(Accumulated):
     """
 
     name: ClassVar[str] = "mass"
+    searched: ClassVar[Mapping[str, Range]] = {"recent": Range(0.0, 0.9)}
     recent: float = 0.5
 
     def __post_init__(self) -> None:

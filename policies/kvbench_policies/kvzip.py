@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import torch
 
 from kvbench.parts import TopK
-from kvbench.plugin import Need, Policy, Replay, Score, Scores, View, protect_sinks
+from kvbench.plugin import Need, Policy, Range, Replay, Score, Scores, View, protect_sinks
 from kvbench_policies.joint import Global
 from kvbench_policies.ranges import check_count
 
@@ -39,6 +39,7 @@ class Reconstruction(Score):
     """
 
     name: ClassVar[str] = "reconstruction"
+    searched: ClassVar[Mapping[str, Range]] = {"sinks": Range(0, 16)}
     nonnegative: ClassVar[bool] = True
     extras: ClassVar[Mapping[str, torch.dtype]] = {
         "attention": torch.float32,

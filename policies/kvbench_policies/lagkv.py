@@ -6,6 +6,7 @@ Liang, Zhang, Li, Li: LagKV: Lag-Relative Information of the KV Cache Tells Whic
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import Policy, Score, Scores, View, protect_sinks, protect_window
+from kvbench.plugin import Policy, Range, Score, Scores, View, protect_sinks, protect_window
 from kvbench_policies.blocks import from_blocks, in_blocks, order_of
 from kvbench_policies.ranges import check_count
 
@@ -39,6 +40,7 @@ class LagRelative(Score):
     """
 
     name: ClassVar[str] = "lagkv"
+    searched: ClassVar[Mapping[str, Range]] = {"lag": Range(8, 256, log=True), "sinks": Range(0, 32)}
     nonnegative: ClassVar[bool] = True
     lag: int = 128
     sinks: int = 16

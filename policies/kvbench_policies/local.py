@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import Policy, Score, Scores, View, protect_nothing, protect_sinks
+from kvbench.plugin import Policy, Range, Score, Scores, View, protect_nothing, protect_sinks
 from kvbench_policies.ranges import check_count
 
 
@@ -22,6 +23,7 @@ class Recency(Score):
     """
 
     name: ClassVar[str] = "recency"
+    searched: ClassVar[Mapping[str, Range]] = {"sinks": Range(0, 64)}
     sinks: int = 0
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ in kvpress).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, Self
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
-from kvbench.plugin import ModelInfo, Need, Observer, Score, View
+from kvbench.plugin import ModelInfo, Need, Observer, Range, Score, View
 from kvbench_policies.leverage import standardised
 from kvbench_policies.ranges import check_count
 
@@ -249,6 +249,7 @@ class NonCausalAttention(Score):
     """
 
     name: ClassVar[str] = "non_causal"
+    searched: ClassVar[Mapping[str, Range]] = {"chunk": Range(32, 512, log=True)}
     chunk: int = 256
     variant: Literal["paper", "release"] = "paper"
 

@@ -9,6 +9,7 @@ prefilled, every layer selects from all of it, and the ratios distribute the bud
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,17 +17,7 @@ import torch
 from torch import Tensor
 
 from kvbench.parts import TopK, Uniform, apportion
-from kvbench.plugin import (
-    ModelInfo,
-    Need,
-    Policy,
-    Queries,
-    Score,
-    Scores,
-    View,
-    protect_sinks,
-    protect_window,
-)
+from kvbench.plugin import ModelInfo, Need, Policy, Queries, Range, Score, Scores, View, protect_sinks, protect_window
 from kvbench_policies.ranges import check_count, check_finite, check_share
 from kvbench_policies.tova import sum_over_holders
 
@@ -48,6 +39,11 @@ class RecentAttention(Score):
     """
 
     name: ClassVar[str] = "recent_attention"
+    searched: ClassVar[Mapping[str, Range]] = {
+        "window": Range(2, 128, log=True),
+        "sinks": Range(0, 16),
+        "distance_weight": Range(0.5, 4.0),
+    }
     nonnegative: ClassVar[bool] = True
     window: int = 32
     sinks: int = 4
@@ -88,6 +84,7 @@ class CosinePyramid(Uniform):
     """
 
     name: ClassVar[str] = "cosine_pyramid"
+    searched: ClassVar[Mapping[str, Range]] = {"decay_ratio": Range(0.3, 1.0), "window": Range(2, 128, log=True)}
     decay_ratio: float = 0.9
     window: int = 32
 

@@ -7,6 +7,7 @@ budget does not fall back to SnapKV.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.parts import TopK, Uniform, largest_remainder
-from kvbench.plugin import ModelInfo, Policy
+from kvbench.plugin import ModelInfo, Policy, Range
 from kvbench_policies.ranges import check_count, check_finite
 from kvbench_policies.snapkv import WindowAttention
 
@@ -74,6 +75,10 @@ class Pyramid(Uniform):
     """
 
     name: ClassVar[str] = "pyramid"
+    searched: ClassVar[Mapping[str, Range]] = {
+        "steepness": Range(1.0, 50.0, log=True),
+        "window": Range(2, 128, log=True),
+    }
     steepness: float = 20.0
     window: int = 32
 

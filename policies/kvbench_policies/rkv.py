@@ -7,6 +7,7 @@ default is 0.07).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import Policy, Queries, Scores, View, protect_window
+from kvbench.plugin import Policy, Queries, Range, Scores, View, protect_window
 from kvbench_policies.ranges import check_share
 from kvbench_policies.windows import WindowScore
 
@@ -49,6 +50,7 @@ class Redundancy(WindowScore):
     """
 
     name: ClassVar[str] = "rkv"
+    searched: ClassVar[Mapping[str, Range]] = {**WindowScore.searched, "redundancy": Range(0.0, 1.0)}
     redundancy: float = 0.9
     window: int = 8
     group: Literal["max", "mean"] = "max"

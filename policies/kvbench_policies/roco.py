@@ -6,6 +6,7 @@ Ren, Zhu: On the Efficacy of Eviction Policy for Key-Value Constrained Generativ
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -17,6 +18,7 @@ from kvbench.plugin import (
     AttentionMass,
     Need,
     Policy,
+    Range,
     Score,
     Scores,
     View,
@@ -52,6 +54,7 @@ class MeanAttention(Score):
     """
 
     name: ClassVar[str] = "roco"
+    searched: ClassVar[Mapping[str, Range]] = {"window": Range(0, 64), "sinks": Range(0, 16)}
     nonnegative: ClassVar[bool] = True
     b_std: float | None = None
     window: int = 10

@@ -7,6 +7,7 @@ The paper's drop amount is `buffer` here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -14,7 +15,7 @@ import torch
 
 from kvbench.moments import LATER
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import Need, Policy, Queries, Score, Scores, View, protect_window
+from kvbench.plugin import Need, Policy, Queries, Range, Score, Scores, View, protect_window
 from kvbench_policies.ranges import check_count
 
 
@@ -35,6 +36,7 @@ class Persistence(Score):
     """
 
     name: ClassVar[str] = "persistence"
+    searched: ClassVar[Mapping[str, Range]] = {"history": Range(50, 800, log=True), "window": Range(0, 64)}
     history: int = 400
     window: int = 10
     group: Literal["mean", "max", "sum"] = "mean"

@@ -7,7 +7,7 @@ these tokens exceeds a threshold per model; here the budget determines the numbe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.parts import TopK, apportion
-from kvbench.plugin import Allocator, Need, Policy, Queries, Scored, View
+from kvbench.plugin import Allocator, Need, Policy, Queries, Range, Scored, View
 from kvbench_policies.duo_attention import fill_by_rank, warn_of_full_floor
 from kvbench_policies.layer_shares import held_before, measured
 from kvbench_policies.local import Recency
@@ -42,6 +42,11 @@ class LazyLayers(Allocator):
     """
 
     name: ClassVar[str] = "lazy_layers"
+    searched: ClassVar[Mapping[str, Range]] = {
+        "sinks": Range(0, 16),
+        "recent": Range(64, 2048, log=True),
+        "window": Range(2, 128, log=True),
+    }
     scope: ClassVar[Literal["head", "layer", "model"]] = "model"
     sinks: int = 4
     recent: int = 1024

@@ -6,13 +6,14 @@ sinks and, depending on the task, a decay of 1, 0.9 or 0.7.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import Need, Policy, Score, Scores, Surprisal, View, protect_sinks
+from kvbench.plugin import Need, Policy, Range, Score, Scores, Surprisal, View, protect_sinks
 from kvbench_policies.ranges import check_count, check_share
 
 
@@ -32,6 +33,7 @@ class TokenSurprisal(Score):
     """
 
     name: ClassVar[str] = "surprisal"
+    searched: ClassVar[Mapping[str, Range]] = {"sinks": Range(0, 16)}
     nonnegative: ClassVar[bool] = True
     sinks: int = 4
     decay: float = 1.0

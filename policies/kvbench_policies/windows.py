@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvbench.plugin import Need, Queries, Score, View
+from kvbench.plugin import Need, Queries, Range, Score, View
 from kvbench_policies.ranges import check_count, check_odd
 
 
@@ -21,6 +22,7 @@ class WindowScore(Score):
         kernel: Odd width of the pooling over the past, in entries; 1 disables pooling.
     """
 
+    searched: ClassVar[Mapping[str, Range]] = {"window": Range(2, 128, log=True), "kernel": Range(1, 31, step=2)}
     window: int = 32
     kernel: int = 7
 

@@ -7,14 +7,14 @@ SnapKV's window, and the size of the bound is kvbench's choice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from kvbench.parts import TopK
-from kvbench.plugin import Allocator, Need, Policy, Queries, Scored, View
+from kvbench.plugin import Allocator, Need, Policy, Queries, Range, Scored, View
 from kvbench_policies.layer_shares import measured, spread_by_weight
 from kvbench_policies.ranges import check_count, check_share
 from kvbench_policies.snapkv import WindowAttention
@@ -40,6 +40,11 @@ class LayerUncertainty(Allocator):
     """
 
     name: ClassVar[str] = "zigzagkv"
+    searched: ClassVar[Mapping[str, Range]] = {
+        "mass": Range(0.5, 0.99),
+        "bound": Range(0.0, 1.0),
+        "window": Range(2, 128, log=True),
+    }
     scope: ClassVar[Literal["head", "layer", "model"]] = "model"
     mass: float = 0.9
     bound: float = 0.2

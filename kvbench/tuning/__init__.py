@@ -1,0 +1,1 @@
+"""`kvbench tune`: searches for the parts and parameters that keep the most of a model's answers."""

@@ -1,0 +1,205 @@
+"""`kvbench tune` from flags to a winner: the search, the held-out comparison, tables, figure, summary and a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+from matplotlib.ticker import MaxNLocator
+
+from kvbench.analysis.output import AnalysisOutput, Findings, make_output_folder, write_all
+from kvbench.errors import UserError
+from kvbench.files import replacing
+from kvbench.named import resolve_model
+from kvbench.progress import Reporter, duration
+from kvbench.regression import show_policies
+from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
+from kvbench.report.figure_options import FigureOptions, figure_options
+from kvbench.runs.grid import Grid
+from kvbench.tables.numbers import NumberFormat
+from kvbench.tables.outputs import plain_text
+from kvbench.tables.plot_style import COLUMN, GREY, lay_out_figure, legend_handle, marker_options, plot_style, save
+from kvbench.tables.table import Column, Name, Table, TableRow
+from kvbench.tables.text import counted, short
+from kvbench.tuning.held_out import HeldOut, compare_held_out
+from kvbench.tuning.options import TuneOptions
+from kvbench.tuning.search import Found, Outcome, search
+from kvbench.tuning.space import search_space
+
+SAMPLES = 27
+"""Default number of samples per task in the last rung."""
+
+WINNER = "winner.yaml"
+DEFAULT_SECONDS = 30 * 60
+_SHOWN = 10
+_NAMED, _TUNED = ("#777777", "o"), ("#0072b2", "D")
+"""Colour and marker of registered policies and of settings in the figure."""
+
+
+def write_tuning(
+    grid_options: Mapping[str, Any],
+    reporter: Reporter,
+    *,
+    options: TuneOptions,
+    figures: FigureFlags = DEFAULT_FLAGS,
+    command: str = "kvbench tune",
+) -> AnalysisOutput:
+    """Search for a setting, compare it on held-out samples, and write everything.
+
+    Args:
+        grid_options: Grid options without policies, in the format of `Grid.from_dict`.
+        reporter: Progress reporter.
+        options: Options of the search.
+        figures: Options of the figure.
+        command: Command shown in the summary.
+
+    Raises:
+        UserError: A value is unknown or out of range, the output is not writable, or every setting failed.
+    """
+    values = {"samples": SAMPLES, **grid_options, "full": False, "repeats": 1}
+    grid = Grid.from_dict({**values, "policies": "random"})
+    if len(grid.models) > 1:
+        raise UserError("--model: a search is for one model; start one search for each")
+    space = search_space(resolve_model(grid.models[0]), options.restricted, with_files=options.with_files)
+    figure_settings = figure_options(figures, [])
+    settings = options.to_dict()
+    # Another time or number of settings continues a search.
+    folder = make_output_folder(
+        grid, "tune", {name: settings[name] for name in settings if name not in ("time", "trials")}
+    )
+    seconds = options.time if options.time is not None or options.trials is not None else DEFAULT_SECONDS
+    run_values = {name: value for name, value in values.items() if name not in ("samples", "out", "policy", "policies")}
+    found = search(
+        run_values,
+        space,
+        folder,
+        reporter,
+        samples=grid.samples,
+        round_size=options.round_size,
+        trials=options.trials,
+        seconds=seconds,
+        seed=grid.seed,
+    )
+    result = compare_held_out(run_values, found, grid.samples + options.held_out, folder, reporter)
+    tables = [_ranking(found, grid), *_comparison_tables(result)]
+    notes = [*_conclusion(result, folder), *_notes(found, grid, options)]
+    figure_paths = _draw(found, folder / "figures" / "search", figure_settings)
+    frame = pd.DataFrame([outcome._asdict() for outcome in found.outcomes])
+    findings = Findings({"search": frame}, tables, notes, figure_paths, {}, ("search",))
+    output = write_all(folder, grid, {"analysis": "tune", **settings, "policies": []}, findings, command)
+    winner_path = folder / WINNER
+    with replacing(winner_path) as partial_path:
+        partial_path.write_text(_winning_grid(grid, result), encoding="utf-8")
+    summary_path, *other_files = output.files
+    return replace(output, files=[summary_path, winner_path, *other_files])
+
+
+def _ranking(found: Found, grid: Grid) -> Table:
+    ranked = found.ranked()
+    shown = ranked[:_SHOWN]
+    if not any(outcome.is_named for outcome in shown):
+        shown.append(next(outcome for outcome in ranked if outcome.is_named))
+    kind = _score_kind(ranked)
+    rows = tuple(
+        TableRow((Name(outcome.policy), "named" if outcome.is_named else f"round {outcome.round}", outcome.score))
+        for outcome in shown
+    )
+    title = f"best of {counted(len({outcome.policy for outcome in found.outcomes}), 'setting')} in the search"
+    note = (
+        f"The mean score on the {grid.samples} samples per task that chose them, so it is too high for the best ones."
+    )
+    return Table(title, (Column("policy"), Column("from"), Column("score", kind, better="higher")), rows, (note,))
+
+
+def _score_kind(outcomes: list[Outcome]) -> NumberFormat:
+    unit_scaled = all(0 <= outcome.score <= 1 for outcome in outcomes)
+    return NumberFormat.POINTS if unit_scaled else NumberFormat.NUMBER
+
+
+def _pair(result: HeldOut) -> show_policies.PolicyPair:
+    assert result.winner is not None
+    return show_policies.PolicyPair(result.named, result.winner)
+
+
+def _comparison_tables(result: HeldOut) -> list[Table]:
+    return show_policies.tables(result.comparisons, _pair(result)) if result.comparisons else []
+
+
+def _conclusion(result: HeldOut, folder: Path) -> list[str]:
+    """Return whether the gain is real, and how to run the winner."""
+    if result.winner is None:
+        return [f"No setting of the search has a score: use --policy {result.named}."]
+    sentences = [plain_text(show_policies.sentence(each, _pair(result))) for each in result.comparisons]
+    verdict = (
+        f"The gain is real: use --policy {result.winner}, or kvbench run --config {folder / WINNER}."
+        if result.gains
+        else f"The gain is not shown on samples that the search did not see: {result.named} is the safe choice."
+    )
+    return [*sentences, verdict]
+
+
+def _notes(found: Found, grid: Grid, options: TuneOptions) -> list[str]:
+    rounds = max(outcome.round for outcome in found.outcomes)
+    spent = max(outcome.seconds for outcome in found.outcomes)
+    tuned = {outcome.policy for outcome in found.outcomes if not outcome.is_named}
+    named = {outcome.policy for outcome in found.outcomes if outcome.is_named}
+    lines = [
+        f"{counted(len(tuned), 'setting')} in {counted(rounds, 'round')}, and {len(named)} named policies: "
+        f"{duration(spent)} of search with {grid.samples} samples per task, then {options.held_out} held-out samples."
+    ]
+    if found.left_out:
+        policy, reason = next(iter(found.left_out.items()))
+        lines.append(f"{counted(len(found.left_out), 'setting')} failed, such as {policy}: {short(reason, 160)}")
+    return lines
+
+
+def _winning_grid(grid: Grid, result: HeldOut) -> str:
+    """Return the YAML of a grid with the better policy, as `kvbench run --config` takes it."""
+    best = result.winner if result.gains and result.winner is not None else result.named
+    default = asdict(Grid.from_dict({"policies": "random", "tasks": list(grid.tasks)}))
+    values = {**grid.to_dict(), "policies": [best], "full": True}
+    kept = {name: value for name, value in values.items() if name != "out" and (value != _plain(default[name]))}
+    return yaml.safe_dump({"policies": [best], "tasks": list(grid.tasks), **kept}, sort_keys=False)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _draw(found: Found, stem: Path, options: FigureOptions) -> list[Path]:
+    """Draw the scores with all samples by round, and the best one so far."""
+    kind = _score_kind(found.ranked())
+    factor = 100 if kind is NumberFormat.POINTS else 1
+    all_samples = max(outcome.samples for outcome in found.outcomes)
+    with plot_style():
+        layout = lay_out_figure(
+            1,
+            1,
+            title="search for a setting" if options.has_title else "",
+            width=options.width or COLUMN,
+            panel_height=1.8,
+            x_label="round",
+            y_label="mean score",
+            labels=("named policies", "settings of the search"),
+            handles=(legend_handle(_NAMED), legend_handle(_TUNED)),
+        )
+        axes = layout.axes[0, 0]
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        final = [outcome for outcome in found.outcomes if outcome.samples == all_samples]
+        for style, is_named in ((_NAMED, True), (_TUNED, False)):
+            points = [outcome for outcome in final if outcome.is_named is is_named]
+            axes.plot(
+                [outcome.round for outcome in points],
+                [outcome.score * factor for outcome in points],
+                linestyle="none",
+                **marker_options(style),
+            )
+        best: list[float] = []
+        for outcome in final:
+            best.append(max([outcome.score * factor, *best[-1:]]))
+        axes.step([outcome.round for outcome in final], best, where="post", color=GREY, linewidth=0.8)
+    return save(layout.figure, stem, options.formats)

@@ -1,0 +1,143 @@
+"""The rounds and rungs of `kvbench tune`, and its command."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from kvbench.cli.app import call
+from kvbench.progress import Silent
+from kvbench.runs.load import load_frames
+from kvbench.tuning import search as searching
+from kvbench.tuning.search import Found, Outcome, mean_scores, rung_samples, search
+from kvbench.tuning.space import Space, search_space
+
+pytest.importorskip("optuna")
+
+GRID = {"models": "reference", "tasks": "niah_single_2", "budgets": "0.2", "lengths": 256, "full": False}
+
+
+@pytest.mark.parametrize(("samples", "rungs"), [(27, [3, 9, 27]), (10, [2, 4, 10]), (2, [1, 2]), (1, [1])])
+def test_a_rung_has_a_third_of_the_samples_of_the_next(samples: int, rungs: list[int]) -> None:
+    assert rung_samples(samples) == rungs
+
+
+def test_scores_are_means_over_all_cells_and_a_failed_cell_gives_none() -> None:
+    cells = pd.DataFrame(
+        {
+            "policy": ["full", "a", "a", "b", "b", "c", "c"],
+            "status": ["ok", "ok", "ok", "ok", "failed", "ok", "ok"],
+            "higher_is_better": [True, True, True, True, True, False, False],
+            "score": [1.0, 0.25, 0.75, 1.0, math.nan, 2.0, 4.0],
+        }
+    )
+    assert mean_scores(cells) == {"a": 0.5, "c": -3.0}
+
+
+def test_the_ranking_counts_only_scores_with_all_samples_and_prefers_named_policies() -> None:
+    outcomes = (
+        Outcome("lucky", False, 1, 1, 1.0, 1.0),
+        Outcome("tuned", False, 1, 9, 0.8, 2.0),
+        Outcome("named", True, 1, 9, 0.8, 2.0),
+        Outcome("failed", False, 2, 9, math.nan, 3.0),
+    )
+    ranked = Found(outcomes, (), {}).ranked()
+    assert [outcome.policy for outcome in ranked] == ["named", "tuned", "failed"]
+
+
+class Scripted:
+    """Runs no model: the score of a setting is a known function of it, and every rung is recorded."""
+
+    def __init__(self, seconds: float = 60.0) -> None:
+        self.seconds = seconds
+        self.rungs: list[tuple[str, int, int]] = []
+
+    def __call__(self, values: Any, policies: Any, samples: int, folder: Path, reporter: Any) -> Any:
+        self.rungs.append((folder.name, len(policies), samples))
+        scores = {name: 0.9 if "keydiff" in name else len(name) / 1000 for name in policies if name != "snapkv"}
+        return scores, {"snapkv": "no memory"}, self.seconds
+
+
+def small_space() -> Space:
+    space = search_space("reference", {"score": ("keydiff", "window"), "merge": ("none",)})
+    return Space(space.parts, tuple(policy for policy in space.named if str(policy) in ("snapkv", "h2o", "keydiff")))
+
+
+def run_search(monkeypatch: pytest.MonkeyPatch, runner: Scripted, **limits: Any) -> Found:
+    monkeypatch.setattr(searching, "_run_rung", runner)
+    options = {"samples": 9, "round_size": 9, "trials": 18, "seconds": None, "seed": 1, **limits}
+    return search(GRID, small_space(), Path("nowhere"), Silent(), **options)
+
+
+def test_the_best_third_goes_on_and_named_policies_compete_among_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Scripted()
+    found = run_search(monkeypatch, runner)
+    assert [rung for rung, _, _ in runner.rungs] == ["1-1", "1-2", "1-3", "2-1", "2-2", "2-3"]
+    assert [samples for _, _, samples in runner.rungs] == [1, 3, 9, 1, 3, 9]
+    assert runner.rungs[0][1] <= 12 and runner.rungs[1][1] <= 4
+    final = [outcome for outcome in found.outcomes if (outcome.round, outcome.samples) == (1, 9)]
+    assert [outcome.policy for outcome in final if outcome.is_named] == ["keydiff"]
+    assert [len([outcome for outcome in final if not outcome.is_named])] == [1]
+    assert found.left_out == {"snapkv": "no memory"}
+    assert found.ranked()[0].score == 0.9
+
+
+def test_the_estimator_learns_from_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings with the score keydiff win here, so later rounds must ask for more of them than the first, by chance."""
+    runner = Scripted()
+    found = run_search(monkeypatch, runner, trials=72)
+    first, last = ([o for o in found.outcomes if o.round == n and o.samples == 1 and not o.is_named] for n in (1, 8))
+    shares = [sum("keydiff" in o.policy for o in outcomes) / len(outcomes) for outcomes in (first, last)]
+    assert shares[1] > shares[0] and shares[1] > 0.8
+
+
+def test_no_round_begins_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Scripted(seconds=100.0)
+    assert max(o.round for o in run_search(monkeypatch, runner, trials=None, seconds=899.0).outcomes) == 2
+    assert max(o.round for o in run_search(monkeypatch, Scripted(100.0), trials=None, seconds=900.0).outcomes) == 3
+    assert max(o.round for o in run_search(monkeypatch, Scripted(100.0), trials=None, seconds=1.0).outcomes) == 1
+
+
+def test_the_command_finds_a_setting_compares_it_on_other_samples_and_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "tuned"
+    flags = ["--task", "niah_single_2", "--length", "256", "--budget", "0.2", "--samples", "3", "--held-out", "4"]
+    flags += ["--score", "window,keydiff", "--round-size", "4", "--seed", "3", "--out", str(out)]
+    assert call(["tune", *flags, "--trials", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "settings in the search" in printed and "held-out samples" in printed and "wrote" in printed
+    search_table = pd.read_parquet(out / "search.parquet")
+    assert {*search_table["samples"]} == {1, 3} and search_table["is_named"].any()
+    _, seen = load_frames(out / "rungs" / "1-2")
+    cells, held_out = load_frames(next((out / "held_out").iterdir()))
+    new_contexts = {*held_out["context_id"]} - {*seen["context_id"]}
+    assert {*cells["policy"]} >= {"full"} and len(new_contexts) == 4
+    assert (out / "figures" / "search.png").exists() and "![search]" in (out / "summary.md").read_text()
+
+    begun = {path: path.stat().st_mtime_ns for path in out.rglob("responses.jsonl")}
+    assert call(["tune", *flags, "--trials", "8"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in begun} == begun  # no response is generated again
+    assert pd.read_parquet(out / "search.parquet")["round"].max() == 2
+    assert call(["run", "--config", str(out / "winner.yaml"), "--samples", "2", "--out", str(tmp_path / "run")]) == 0
+    assert json.loads((out / "settings.json").read_text())["analysis"] == "tune"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--time", "soon"], "--time soon: use a number and a unit"),
+        (["--model", "reference,smollm2"], "a search is for one model"),
+        (["--score", "windwo"], "did you mean window"),
+        (["--moment", "decode"], "moment decode needs budgets in tokens"),
+    ],
+)
+def test_bad_input_is_one_line(flags: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["tune", "--task", "niah_single_2", "--out", str(tmp_path / "out"), *flags]) == 2
+    errors = capsys.readouterr().err
+    assert says in errors and errors.count("\n") == 1
