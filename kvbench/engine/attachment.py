@@ -16,21 +16,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kvbench.engine.attend import attend
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.channels import reordered
-from kvbench.engine.contract import check_attention, check_consumed, check_keywords, check_mask, family_of
-from kvbench.engine.dense import dense_attention
+from kvbench.engine.contract import (
+    check_attention,
+    check_consumed,
+    check_keywords,
+    check_mask,
+    family_of,
+    logit_scale,
+)
+from kvbench.engine.dense import dense_attention, stock_attention
 from kvbench.engine.latent import absorb, expand_output, is_latent
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import attention_modules, decoder_of, reading_modules, visual_ids
 from kvbench.engine.pruning import prune_embeddings, prune_inside
 from kvbench.engine.reading import attend_few
 from kvbench.errors import UserError
-from kvbench.view.softmax import LogitScale
 
 NAME = "kvbench"
 
@@ -176,20 +181,11 @@ def kvbench_attention(
         UserError: kvbench does not implement the attention of this model family.
     """
     context: _AttentionContext | None = module.__dict__.get("_kvbench")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    if cap is not None or sinks is not None:
-        scale = LogitScale(scale, cap, sinks)
+    scale = logit_scale(query, scaling, kwargs)
     if context is None:
         check_keywords(module, kwargs)
-        if isinstance(scale, LogitScale):  # transformers' function would ignore the cap and the sinks
-            is_causal = attention_mask is None and query.shape[2] > 1
-            output = dense_attention(query, key, value, attention_mask, scale, is_causal=is_causal)
-            return output.transpose(1, 2).contiguous(), None
-        sdpa_result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-        return sdpa_result
+        keywords = {"dropout": dropout, **kwargs}
+        return stock_attention(module, query, key, value, attention_mask, scale, keywords), None
     forward, layer = context.forward, context.layer
     if context.is_reading:
         check_attention(module, key, value, attention_mask, kwargs, (key, value))

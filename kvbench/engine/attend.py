@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.engine.dense import has_flash, sink_attention
+from kvbench.engine.dense import flash_attention, has_flash, with_sinks
 from kvbench.engine.kernels.launch import by_triton
 from kvbench.engine.layer import RaggedLayer
 from kvbench.view.softmax import attention_weights, capped, is_plain, sinks_of
@@ -46,7 +46,7 @@ def attend(
     """
     needs_gradient = torch.is_grad_enabled() and query.requires_grad
     assert layer.key is not None and layer.value is not None
-    kernel_fits = is_plain(scale) and query.shape[-1] == layer.value.shape[-1] <= _WIDEST
+    kernel_fits = query.shape[-1] == layer.value.shape[-1] <= _WIDEST
     if by_triton(query) and kernel_fits and not needs_gradient:
         return _attend_kernel(query, layer, first_column, scale, powers, valid_queries)
     if query.device.type != "cpu":
@@ -92,7 +92,6 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale
     batch_size, query_heads, query_count, head_dim = query.shape
     kv_heads, group_size = layer.heads, query_heads // layer.heads
     sinks = sinks_of(scale)
-    row_sinks = None if sinks is None else sinks.view(kv_heads, group_size).repeat_interleave(query_count, 1)
     key, value, columns = layer.key, layer.value, layer.col
     assert key is not None and value is not None
     value_dim = value.shape[-1]
@@ -101,18 +100,18 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale
         :, None
     ]
     storage_offsets = [tensor.storage_offset() for tensor in (key, value, columns)]  # a layer can be a slice of another
-    output = []
+    output, log_totals = [], []
     for sequence_index, sequence_query in enumerate(grouped_query.split(1)):
         segments = slice(sequence_index * kv_heads, (sequence_index + 1) * kv_heads)
         first_rows, lengths, capacities = layer.start[segments], layer.length[segments], layer.room[segments]
         if lengths.count(lengths[0]) == capacities.count(capacities[0]) == kv_heads:
-            sdpa_calls = [(sequence_query, slice(None), first_rows[0], lengths[0], capacities[0])]
+            sdpa_calls = [(sequence_query, first_rows[0], lengths[0], capacities[0])]
         else:
-            head_slices = [slice(kv_head, kv_head + 1) for kv_head in range(kv_heads)]
-            sdpa_calls = [*zip(sequence_query.split(1, 1), head_slices, first_rows, lengths, lengths, strict=True)]
-        for head_query, head_slice, first_row, entry_count, capacity in sdpa_calls:
+            sdpa_calls = [*zip(sequence_query.split(1, 1), first_rows, lengths, lengths, strict=True)]
+        for head_query, first_row, entry_count, capacity in sdpa_calls:
             if entry_count == 0:
-                output.append(head_query.new_zeros(*head_query.shape[1:3], value_dim))
+                output.append(head_query.new_zeros(*head_query.shape[:3], value_dim))
+                log_totals.append(head_query.new_zeros(head_query.shape[:3], dtype=torch.float32))
                 continue
             query_rows, mask = head_query.shape[1], None
             # Slicing takes several operations, which add up to half the time of a decode step.
@@ -133,11 +132,16 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale
                 # A padding query precedes every entry of its row; its output is never read.
                 mask = ((entry_columns <= query_columns) | (query_columns < entry_columns[..., :1]))[None]
             inputs = head_query, segment_key, segment_value, mask
-            if row_sinks is None:
-                output.append(F.scaled_dot_product_attention(*inputs, scale=scale)[0])
+            if sinks is None:
+                output.append(F.scaled_dot_product_attention(*inputs, scale=scale))
             else:
-                output.append(sink_attention(*inputs, scale, row_sinks[head_slice])[0])
-    return torch.cat(output).view(batch_size, query_heads, query_count, value_dim)
+                segment_output, log_total = flash_attention(*inputs, scale)
+                output.append(segment_output)
+                log_totals.append(log_total)
+    joined = torch.cat(output, 1).view(batch_size, query_heads, query_count, value_dim)
+    if sinks is None:
+        return joined
+    return with_sinks(joined, torch.cat(log_totals, 1).view(joined.shape[:3]), sinks[:, None])
 
 
 def _attend_segments_mass(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function
 
 from kvbench.errors import UserError
+from kvbench.view.softmax import LogitScale
 
 IMPLEMENTED = frozenset({"s_aux", "sliding_window", "softcap"})
 """Keywords that change attention and that kvbench implements: sinks, soft caps, and windows through their mask."""
@@ -70,6 +71,13 @@ def check_keywords(module: nn.Module, keywords: Mapping[str, Any]) -> None:
         raise _refusal(module, f"passes {keyword}{meaning}")
     if keywords.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise _refusal(module, "is not causal")
+
+
+def logit_scale(query: Tensor, scaling: float | None, keywords: Mapping[str, Any]) -> float:
+    """Return the factor of the logits, with the soft cap and the sinks among an attention function's keywords."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    cap, sinks = keywords.get("softcap"), keywords.get("s_aux")
+    return scale if cap is None and sinks is None else LogitScale(scale, cap, sinks)
 
 
 def check_attention(

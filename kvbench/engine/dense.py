@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvbench.view.softmax import attention_weights, cap_of, capped, is_plain, sinks_of
 
 _BLOCK = 1 << 23
 """Maximum number of float32 attention weights held at once per sequence, if weights are materialised."""
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""What SDPA calls on a CPU; it also returns the log-sum-exp. Looked up once: a decode step takes microseconds."""
 
 
 def dense_attention(
@@ -40,41 +47,69 @@ def dense_attention(
             query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if sinks is not None and not learns and has_flash(query, key, value, scale):
-        return sink_attention(query, key, value, mask, scale, sinks[:, None], is_causal=is_causal)
+        output, log_total = flash_attention(query, key, value, mask, scale, is_causal=is_causal)
+        return with_sinks(output, log_total, sinks[:, None])
     return materialised_attention(query, key, value, mask, scale, is_causal=is_causal)
 
 
-def has_flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
-    """Return whether `sink_attention` can compute an attention."""
-    return query.device.type == "cpu" and cap_of(scale) is None and query.shape[-1] == key.shape[-1] == value.shape[-1]
-
-
-def sink_attention(
+def stock_attention(
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     scale: float,
-    sinks: Tensor,
+    keywords: Mapping[str, Any],
+) -> Tensor:
+    """Compute attention as transformers' SDPA does, but with the soft cap and the sinks, which that ignores.
+
+    Returns:
+        `[B, n, H_q, d_v]`.
+    """
+    if not is_plain(scale):
+        is_causal = mask is None and query.shape[2] > 1
+        return dense_attention(query, key, value, mask, scale, is_causal=is_causal).transpose(1, 2).contiguous()
+    output: Tensor = sdpa_attention_forward(module, query, key, value, mask, scaling=scale, **keywords)[0]
+    return output
+
+
+def has_flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
+    """Return whether `flash_attention` can compute an attention."""
+    return query.device.type == "cpu" and cap_of(scale) is None and query.shape[-1] == key.shape[-1] == value.shape[-1]
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
     *,
     is_causal: bool = False,
-) -> Tensor:
-    """Compute attention with sinks on a CPU at the speed of attention without.
-
-    A sink only adds to the denominator of the softmax, so the plain output is multiplied by
-    `sigmoid(logsumexp - sink)`, where the kernel returns the log-sum-exp.
+) -> tuple[Tensor, Tensor]:
+    """Compute plain attention on a CPU, as SDPA does, and the log-sum-exp of every query, float32 `[B, H_q, n]`.
 
     Args:
         query, key, value, mask, is_causal: See `dense_attention`.
-        sinks: Sink logits, broadcastable to `[B, H_q, n]`.
+        scale: Scaling factor of the logits; its sinks are left to `with_sinks`.
     """
     if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
-    output, log_total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, attn_mask=mask, scale=float(scale)
-    )
-    weighted: Tensor = output * torch.sigmoid(log_total - sinks)[..., None].to(output.dtype)
-    return weighted
+        mask = torch.where(mask, 0.0, float("-inf")).to(query.dtype)
+    flash: tuple[Tensor, Tensor] = _FLASH(query, key, value, 0.0, is_causal, attn_mask=mask, scale=float(scale))
+    return flash
+
+
+def with_sinks(output: Tensor, log_total: Tensor, sinks: Tensor) -> Tensor:
+    """Add sinks to plain attention, in place.
+
+    A sink only adds to the denominator of the softmax, so the plain output is multiplied by
+    `sigmoid(logsumexp - sink)`.
+
+    Args:
+        output, log_total: See `flash_attention`.
+        sinks: Sink logits, broadcastable to `log_total`.
+    """
+    return output.mul_(torch.sigmoid(log_total - sinks)[..., None])
 
 
 def materialised_attention(

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.view.softmax import attention_weights, capped
+
 SMOOTH = 0.0025
 """LocRet's weight of the smoothness term."""
 
@@ -157,7 +159,7 @@ def answer_logits(query: Tensor, key: Tensor, supervised: Tensor, scale: float, 
         query: Queries after RoPE, `[B, H_q, T, d]`.
         key: Keys after RoPE, `[B, H, T, d]`.
         supervised: Positions of the answer's queries, which predict its tokens, bool `[B, T]`.
-        scale: Factor of the logits.
+        scale: Factor of the logits; see `LogitScale`.
         block_size: Queries per block.
 
     Returns:
@@ -171,7 +173,7 @@ def answer_logits(query: Tensor, key: Tensor, supervised: Tensor, scale: float, 
         keys = key[sequence_index].float()
         for query_positions in columns[supervised[sequence_index]].split(block_size):
             queries = query[sequence_index].float()[:, query_positions].unflatten(0, (kv_heads, -1)).flatten(1, 2)
-            logits = queries @ keys.transpose(-1, -2) * scale
+            logits = capped(queries @ keys.transpose(-1, -2) * scale, scale)
             is_later = query_positions.repeat(query.shape[1] // kv_heads)[:, None] > columns
             logits = logits.masked_fill(~is_later, float("-inf"))
             labels[sequence_index] = torch.maximum(labels[sequence_index], logits.amax(1))
@@ -207,7 +209,7 @@ def block_shares(query: Tensor, key: Tensor, block_size: int, scale: float) -> t
         query: Queries after RoPE, `[H, G, T, d]`.
         key: Keys after RoPE, `[H, T, d]`.
         block_size: Entries per block.
-        scale: Factor of the logits.
+        scale: Factor of the logits; see `LogitScale`.
 
     Returns:
         Float32 `[H, T, K]`, summing to 1 per query over the blocks before it, and the mask of these blocks, bool
@@ -216,9 +218,10 @@ def block_shares(query: Tensor, key: Tensor, block_size: int, scale: float) -> t
     length = key.shape[1]
     block_count = length // block_size
     columns = torch.arange(length, device=key.device)
-    logits = query.float() @ key.float().transpose(-1, -2)[:, None] * scale
+    logits = capped(query.float() @ key.float().transpose(-1, -2)[:, None] * scale, scale)
     logits = logits.masked_fill(columns > columns[:, None], float("-inf"))
-    block_weights = logits.softmax(-1)[..., : block_count * block_size].unflatten(-1, (block_count, block_size))
+    weights = attention_weights(logits, scale)[..., : block_count * block_size]
+    block_weights = weights.unflatten(-1, (block_count, block_size))
     earlier_blocks = columns[:block_count] < (columns // block_size)[:, None]
     largest_weights = block_weights.amax((1, -1)) * earlier_blocks
     return largest_weights / largest_weights.sum(-1, keepdim=True).clamp(min=1e-9), earlier_blocks

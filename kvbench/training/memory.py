@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.training.method import Compress
+from kvbench.view.softmax import attention_weights, capped
 
 
 @dataclass
@@ -57,7 +58,7 @@ class TrainingMemory:
             key: `[B, H, n, d]`, after RoPE.
             value: `[B, H, n, d]`.
             valid: Positions of the chunk that are tokens, bool `[B, n]`.
-            scale: Factor of the logits.
+            scale: Factor of the logits; see `LogitScale`.
 
         Returns:
             `[B, H_q, n, d]`.
@@ -83,12 +84,12 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, valid: Tensor, scale: 
     """Return the causal attention of the last entries, and the attention received by every entry."""
     kv_heads, query_count = key.shape[1], query.shape[2]
     grouped_query = query.unflatten(1, (kv_heads, -1))
-    logits = (grouped_query @ key[:, :, None].transpose(-1, -2)).float() * scale
+    logits = capped((grouped_query @ key[:, :, None].transpose(-1, -2)).float() * scale, scale)
     columns = torch.arange(key.shape[2], device=key.device)
     causal_mask = columns <= columns[-query_count:, None]
     attention_mask = causal_mask & valid[:, :, None, None]
     # Not -inf, which gives NaN for padding, whose row is fully masked.
-    attention = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min).softmax(-1)
+    attention = attention_weights(logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min), scale)
     query_mask = valid[:, :, None, -query_count:, None]
     received = (attention.detach() * query_mask).sum(3).mean(2)
     output = attention.to(value.dtype) @ value[:, :, None]

@@ -13,11 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from kvbench.engine.contract import check_keywords, family_of
+from kvbench.engine.contract import check_keywords, family_of, logit_scale
+from kvbench.engine.dense import stock_attention
 from kvbench.engine.driver import check_supported
+from kvbench.engine.latent import is_latent
 from kvbench.engine.models import (
     attention_modules,
     decoder_of,
@@ -46,7 +47,7 @@ class _Pass:
         outputs: Per layer: log beta for `distil`; the gates' inputs and labels for `regress`; queries and keys for
             `match`.
         memory: Memory of the layers; only for `compress`.
-        scale: Factor of the attention logits.
+        scales: Factor of each layer's attention logits, see `LogitScale`; only for `match`.
     """
 
     student: Student
@@ -54,7 +55,7 @@ class _Pass:
     supervised: Tensor
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     memory: TrainingMemory | None = None
-    scale: float = 1.0
+    scales: dict[int, float] = field(default_factory=dict)
 
 
 def training_attention(
@@ -69,19 +70,19 @@ def training_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Apply the student's attention: `query` `[B, H_q, T, d]` after RoPE, output `[B, T, H_q, d]`."""
     check_keywords(module, kwargs)
-    _check_trainable(module, key, value, kwargs)
     hook_state = module.__dict__.get("_kvbench_training")
     if hook_state is not None:
-        forward_pass, layer, hidden_states = hook_state
-        student: Student = forward_pass.student
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        hook_state[0].check_shapes(module, key, value)
+    scale = logit_scale(query, scaling, kwargs)
+    if hook_state is not None and hook_state[1] is not None:
+        student, forward_pass, layer, hidden_states = hook_state
         if forward_pass.memory is not None:
             output = forward_pass.memory.attend(layer, query, key, value, forward_pass.valid, scale)
             return output.transpose(1, 2).contiguous(), None
         if student.method.objective == "distil":
             return student.gated(forward_pass, layer, hidden_states, query, key, value, scale), None
         if student.method.objective == "match":
-            forward_pass.outputs[layer], forward_pass.scale = (query, key), scale
+            forward_pass.outputs[layer], forward_pass.scales[layer] = (query, key), scale
         elif layer not in forward_pass.outputs:
             labels = losses.answer_logits(query, key, forward_pass.supervised, scale)
             forward_pass.outputs[layer] = (
@@ -89,26 +90,8 @@ def training_attention(
                 student.project(layer, hidden_states),
                 labels,
             )
-    plain_output: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-    )
-    return plain_output
-
-
-def _check_trainable(module: nn.Module, key: Tensor, value: Tensor, keywords: Mapping[str, Any]) -> None:
-    """Refuse attention that kvbench implements in its caches but not in training.
-
-    Raises:
-        UserError: The attention has sinks, a soft cap, or values of another size than its keys.
-    """
-    additions = {
-        "sinks": keywords.get("s_aux") is not None,
-        "a soft cap": keywords.get("softcap") is not None,
-        "values of another size than its keys": key.shape != value.shape,
-    }
-    for addition, is_present in additions.items():
-        if is_present:
-            raise UserError(f"gates cannot be trained for {family_of(module)}, whose attention has {addition}")
+    keywords = {"dropout": dropout, **kwargs}
+    return stock_attention(module, query, key, value, attention_mask, scale, keywords), None
 
 
 AttentionInterface.register(NAME, training_attention)
@@ -135,6 +118,7 @@ class Student(nn.Module):
         self.gates = gates.float().requires_grad_(True)
         self.method = method
         self.gating = str(settings.get("gating", ""))
+        self.gate_input = str(settings.get("input", ""))
         self.chunk = int(settings.get("chunk", 0))
         self.budget = int(settings.get("capacity", 0))
         self.weight = float(settings["capacity_weight"]) if settings["with_capacity"] else 0.0
@@ -307,7 +291,8 @@ class Student(nn.Module):
                 positions = torch.arange(length, device=input_ids.device)
                 block_positions = positions[: length // block_size * block_size].unflatten(0, (-1, block_size))
                 blocks = keys[:, : block_positions.numel()].unflatten(1, block_positions.shape)
-                target_shares, earlier_blocks = losses.block_shares(queries, keys, block_size, forward_pass.scale)
+                scale = forward_pass.scales[layer]
+                target_shares, earlier_blocks = losses.block_shares(queries, keys, block_size, scale)
                 block_view = Blocks(layer, queries, positions, blocks, block_positions, self._info)
                 logits = gates.rate(block_view)
                 total_loss = total_loss + losses.divergence(logits, target_shares, earlier_blocks)
@@ -319,6 +304,25 @@ class Student(nn.Module):
             )
         return {"loss": total_loss / query_count, "kl": total_loss.detach() / query_count}
 
+    def check_shapes(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
+        """Refuse attention whose keys and values the method cannot learn from.
+
+        Raises:
+            UserError: The attention has latents, or values of another size than its keys, and the method needs more
+                than hidden states.
+        """
+        has_latents = is_latent(module)
+        objective = self.method.objective
+        reads_hidden = objective == "distil" and self.gate_input == "hidden"
+        reads_keys = objective == "match" or key.shape == value.shape
+        if reads_hidden or (reads_keys and not has_latents):
+            return
+        trait = "latents" if has_latents else "values of another size than its keys"
+        raise UserError(
+            f"{self.method.name} cannot be trained for {family_of(module)}, whose attention has {trait}; "
+            "choose gates that read only hidden states"
+        )
+
     def gated(
         self,
         forward_pass: _Pass,
@@ -329,11 +333,13 @@ class Student(nn.Module):
         value: Tensor,
         scale: float,
     ) -> Tensor:
-        """Compute the retention-gated attention of a layer, `[B, T, H_q, d]`."""
+        """Compute the retention-gated attention of a layer, `[B, T, H_q, d_v]`."""
         assert self.method.attention is not None
         log_beta = cast("Gates", self.gates).log_beta(layer, hidden_states, key, value)
         # The backward pass reruns a checkpointed layer; the first output has the gradient.
         forward_pass.outputs.setdefault(layer, (log_beta,))
+        # All heads share an entry that is a latent, and with it the gate.
+        log_beta = log_beta.expand(-1, key.shape[1], -1)
         output = self.method.attention(
             query, key, value, log_beta, scale=scale, gating=self.gating, valid=forward_pass.valid
         )
@@ -361,8 +367,7 @@ class Student(nn.Module):
 
     def _entering(self, layer: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        forward_pass = self._running
-        module.__dict__["_kvbench_training"] = forward_pass and (forward_pass, layer, hidden_states)
+        module.__dict__["_kvbench_training"] = (self, self._running, layer, hidden_states)
 
 
 def _leaving(module: nn.Module, args: Any, output: Any) -> None:

@@ -14,6 +14,9 @@ head over all entries, `N` in {0, 1} the kept entries, `N' <= N` those kept by s
 
 `W_O` is the query head's slice of the output projection. Under Assumption 3.4 (`s > 0.5`) l1 <= theta <= theta^ <=
 theta~; the first two hold without it.
+
+An attention sink is an entry with value 0 that both stages keep: `nu = 0`, and the sums over `N` and `N'` include its
+attention, so everything above holds with it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kvbench.view.softmax import attention_weights, capped, sinks_of
 
 _BLOCK = 1 << 22
 """Maximum elements of `V W_O` in memory, in float32."""
@@ -73,7 +78,7 @@ class FullCacheQuery:
         query: After RoPE, `[H_q, d]`.
         key, value: All entries, `[H, n, d]`.
         weight: The output projection, `[H_q, d, d_model]`.
-        scale: Factor of the logits.
+        scale: Factor of the logits, with a soft cap and sinks if the family has them.
         norm: `value_norms` of the entries, float64 `[H_q, n]`.
     """
 
@@ -88,8 +93,13 @@ class FullCacheQuery:
         self._values = self.value.double()
         self._projection = self.weight.double()
         self._logits = self._logits_of(self.key)
-        self.attention = torch.softmax(self._logits, -1)
+        self.attention = self._weights(self._logits)
         """Attention over all entries, float64 `[H_q, n]`."""
+        self.sink = torch.zeros_like(self.attention[:, 0])
+        """Attention of every head's sink, float64 `[H_q]`; 0 without sinks."""
+        sinks = sinks_of(self.scale)
+        if sinks is not None:  # not 1 minus the rest, which is rounding error if a sink gets next to nothing
+            self.sink = torch.sigmoid(sinks.to(self._logits) - self._logits.logsumexp(-1))
         self._sorted = self.attention.sort(-1, descending=True).values.cumsum(-1)
         self._total = (self.attention * self.norm).sum(-1)
         head_outputs = self._mix(self.attention, self._values)
@@ -117,7 +127,7 @@ class FullCacheQuery:
             keeps nothing has output 0.
         """
         query_mask = kept_mask.repeat_interleave(self.group, 0)
-        kept_attention = self._softmax(self._logits, query_mask)
+        kept_attention = self._weights(self._logits, query_mask)
         attention_change = self.attention - kept_attention
         change = self._project(self._mix(attention_change, self._values))
         heads = {"l1": change.abs().sum(-1), **self._masses(query_mask, stage1_mask)}
@@ -140,7 +150,7 @@ class FullCacheQuery:
         query_mask = kept_mask.repeat_interleave(self.group, 0)
         kept_values = torch.where(kept_mask[..., None], value.double(), 0.0)
         kept_keys = torch.where(kept_mask[..., None], key.double(), 0.0)
-        kept_attention = self._softmax(self._logits_of(kept_keys), query_mask)
+        kept_attention = self._weights(self._logits_of(kept_keys), query_mask)
         change = self._mix(self.attention, self._values) - self._mix(kept_attention, kept_values)
         change = self._project(change)
         heads = {"l1": change.abs().sum(-1), **self._masses(query_mask, None)}
@@ -149,7 +159,7 @@ class FullCacheQuery:
 
     def _masses(self, query_mask: Tensor, stage1_mask: Tensor | None) -> dict[str, Tensor]:
         masses = {
-            "mass": (self.attention * query_mask).sum(-1),
+            "mass": (self.attention * query_mask).sum(-1) + self.sink,
             "entries": query_mask.sum(-1).double(),
         }
         if stage1_mask is None:
@@ -158,8 +168,8 @@ class FullCacheQuery:
         stage1_count = query_stage1.sum(-1)
         top_mass = self._sorted.gather(-1, (stage1_count - 1).clamp(min=0)[:, None])[:, 0]
         return masses | {
-            "stage1_mass": (self.attention * query_stage1).sum(-1),
-            "top_mass": torch.where(stage1_count > 0, top_mass, 0.0),
+            "stage1_mass": (self.attention * query_stage1).sum(-1) + self.sink,
+            "top_mass": torch.where(stage1_count > 0, top_mass, 0.0) + self.sink,
             "stage1": stage1_count.double(),
         }
 
@@ -183,11 +193,13 @@ class FullCacheQuery:
     def _logits_of(self, key: Tensor) -> Tensor:
         query = self.query.double().unflatten(0, (key.shape[0], -1))
         logits: Tensor = query @ key.double().transpose(-1, -2)
-        return logits.flatten(0, 1) * self.scale
+        return capped(logits.flatten(0, 1) * self.scale, self.scale)
 
-    @staticmethod
-    def _softmax(logits: Tensor, query_mask: Tensor) -> Tensor:
-        return torch.softmax(logits.masked_fill(~query_mask, -torch.inf), -1).nan_to_num(0.0)
+    def _weights(self, logits: Tensor, query_mask: Tensor | None = None) -> Tensor:
+        if query_mask is not None:
+            logits = logits.masked_fill(~query_mask, -torch.inf)
+        grouped_logits = logits.unflatten(0, (self.key.shape[0], -1))[:, :, None]
+        return attention_weights(grouped_logits, self.scale)[:, :, 0].flatten(0, 1).nan_to_num(0.0)
 
     def _mix(self, weights: Tensor, values: Tensor) -> Tensor:
         mixed: Tensor = weights.unflatten(0, (values.shape[0], -1)) @ values

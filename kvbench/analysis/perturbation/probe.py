@@ -35,7 +35,6 @@ from kvbench.runs.answers import Prompt
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
 from kvbench.runs.worker import ModelRunner
-from kvbench.view.softmax import is_plain
 
 _LAST = Queries(1)
 
@@ -167,11 +166,6 @@ class Probe:
             for layer in prefix.cache.ragged
             if layer.key is not None and layer.value is not None
         ]
-        if not all(is_plain(scale) for _, _, scale in context_entries):
-            raise UserError(
-                f"{prefix.info.name} has attention sinks or soft caps, which the bounds of perturbation do not cover; "
-                "choose another model"
-            )
         for layer_index, (key, value, scale) in enumerate(context_entries):
             weight = prefix.info.output_weight(layer_index)
             context_norms = value_norms(value, weight)

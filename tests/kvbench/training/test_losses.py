@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvbench.training import losses
+from kvbench.view.softmax import LogitScale
 
 
 def _draw(*shape: int, seed: int = 0) -> Tensor:
@@ -96,13 +98,13 @@ def test_retained_is_the_mean_share_at_the_end() -> None:
     assert float(losses.retained(log_beta, valid)) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("block", [2, 256])
-def test_labels_are_the_largest_logit_from_later_answer_queries(block: int) -> None:
+@pytest.mark.parametrize(("block", "cap"), [(2, None), (256, None), (256, 0.7)])
+def test_labels_are_the_largest_logit_from_later_answer_queries(block: int, cap: float | None) -> None:
     query, key = _draw(2, 4, 9, 8), _draw(2, 2, 9, 8, seed=1)
     supervised = torch.zeros(2, 9, dtype=torch.bool)
     supervised[0, [5, 7, 8]] = True
     supervised[1, 4] = True
-    labels = losses.answer_logits(query, key, supervised, 0.3, block)
+    labels = losses.answer_logits(query, key, supervised, LogitScale(0.3, cap), block)
     for b in range(2):
         for h in range(2):
             for i in range(9):
@@ -113,15 +115,21 @@ def test_labels_are_the_largest_logit_from_later_answer_queries(block: int) -> N
                     if supervised[b, p]
                 ]
                 expected = max(logits, default=-math.inf)
+                if cap is not None and logits:
+                    expected = cap * math.tanh(expected / cap)
                 assert float(labels[b, h, i]) == pytest.approx(expected, rel=1e-5)
 
 
-def _slow_shares(query: Tensor, key: Tensor, block: int, t: int) -> list[float]:
-    """Shares of the complete blocks before one query, `query` `[G, d]` and `key` `[T, d]`."""
+def _slow_shares(
+    query: Tensor, key: Tensor, block: int, t: int, cap: float = math.inf, sinks: Sequence[float] = ()
+) -> list[float]:
+    """Shares of the complete blocks before one query, `query` `[G, d]` and `key` `[T, d]`; `sinks` of its heads."""
     weights = []
-    for q in query.double():
+    for g, q in enumerate(query.double()):
         logits = [0.3 * float(q @ key[i].double()) for i in range(t + 1)]
-        top = sum(math.exp(x) for x in logits)
+        if cap < math.inf:
+            logits = [cap * math.tanh(x / cap) for x in logits]
+        top = sum(math.exp(x) for x in [*logits, *sinks[g : g + 1]])
         weights.append([math.exp(x) / top for x in logits])
     largest = [max(w[i] for w in weights for i in range(k * block, (k + 1) * block)) for k in range(t // block)]
     return [x / sum(largest) for x in largest]
@@ -145,6 +153,17 @@ def test_blocks_share_the_largest_attention(group: int, block: int, length: int)
                 expected_sum += sum(p * math.log(p / (x / sum(own))) for p, x in zip(expected, own, strict=True))
     found = losses.divergence(logits, share, earlier)
     assert float(found) == pytest.approx(expected_sum / 2, rel=1e-3)
+
+
+def test_blocks_share_attention_with_sinks_and_a_soft_cap() -> None:
+    query, key, sinks = 3 * _draw(2, 2, 11, 8), _draw(2, 11, 8, seed=1), torch.tensor([-2.0, 3.0, 1.0, -40.0])
+    share, _ = losses.block_shares(query, key, 3, LogitScale(0.3, 1.2, sinks))
+    plain, _ = losses.block_shares(query, key, 3, 0.3)
+    for h in range(2):
+        for t in range(3, 11):
+            expected = _slow_shares(query[h, :, t], key[h], 3, t, 1.2, sinks.view(2, 2)[h].tolist())
+            assert share[h, t, : len(expected)].tolist() == pytest.approx(expected, rel=1e-4)
+    assert float((share - plain).abs().max()) > 0.01
 
 
 def test_regression_is_smooth_l1_and_the_square_between_neighbours_summed_over_layers() -> None:

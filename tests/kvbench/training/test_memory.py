@@ -13,6 +13,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from kvbench.errors import UserError
 from kvbench.training.memory import TrainingMemory
+from kvbench.view.softmax import LogitScale
 
 from .test_student import _batch, _student
 
@@ -37,9 +38,9 @@ def keep_most(
     return key.gather(2, rows), value.gather(2, rows), mass.gather(2, best), valid
 
 
-@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize(("group", "is_plain"), [(1, True), (2, True), (4, True), (2, False)])
 @pytest.mark.parametrize("lengths", [(23,), (23, 9, 14)], ids=str)
-def test_attention_over_a_memory_is_its_equation(group: int, lengths: tuple[int, ...]) -> None:
+def test_attention_over_a_memory_is_its_equation(group: int, is_plain: bool, lengths: tuple[int, ...]) -> None:
     """A loop in float64: attend, add up what was received, keep the most, chunk by chunk."""
     heads, dim, budget, longest = 2, 4, 5, max(lengths)
     rng = torch.Generator().manual_seed(group)
@@ -48,9 +49,11 @@ def test_attention_over_a_memory_is_its_equation(group: int, lengths: tuple[int,
     valid = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
     for x in (q, k, v):
         x[~valid[:, None].expand(x.shape[:3])] = 50.0
+    sinks = torch.linspace(-30.0, 2.0, heads * group)
+    scale = 0.5 if is_plain else LogitScale(0.5, 1.5, sinks)
     memory = TrainingMemory(keep_most, nn.Identity(), budget)
     parts = [slice(s, s + 7) for s in range(0, longest, 7)]
-    found = torch.cat([memory.attend(0, q[:, :, p], k[:, :, p], v[:, :, p], valid[:, p], 0.5) for p in parts], 2)
+    found = torch.cat([memory.attend(0, q[:, :, p], k[:, :, p], v[:, :, p], valid[:, p], scale) for p in parts], 2)
     for r, length in enumerate(lengths):
         for h in range(heads):
             held: list[int] = []
@@ -66,8 +69,12 @@ def test_attention_over_a_memory_is_its_equation(group: int, lengths: tuple[int,
                         query = q[r, h * group + g, t].double().numpy()
                         seen = [i for i in held if i <= t]
                         logits = [0.5 * float(query @ k[r, h, i].double().numpy()) for i in seen]
+                        if not is_plain:
+                            logits = [1.5 * math.tanh(x / 1.5) for x in logits]
                         weights = [math.exp(x - max(logits)) for x in logits]
                         total = sum(weights)
+                        if not is_plain:
+                            total += math.exp(float(sinks[h * group + g]) - max(logits))
                         out = np.zeros(dim)
                         for i, w in zip(seen, weights, strict=True):
                             out = out + w / total * v[r, h, i].double().numpy()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.family_models import FAMILIES
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.errors import UserError
 from kvbench.registry import TRAINERS, get
@@ -19,6 +20,7 @@ from kvbench.training.student import Student
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
+BY_NAME = {family.name: family for family in FAMILIES}
 SETTINGS: dict[str, Any] = {
     "capacity": 10,
     "capacity_weight": 1.0,
@@ -174,8 +176,6 @@ def test_ablations_train(tiny_llama: nn.Module, changes: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("family", "told"),
     [
-        ("flint", "gates cannot be trained for flint, whose attention has sinks"),
-        ("gemma2", "gates cannot be trained for gemma2, whose attention has a soft cap"),
         ("doge", "doge attention makes an attention mask or bias of its own"),
         ("diffllama", "diffllama attention changes keys or values"),
     ],
@@ -186,7 +186,39 @@ def test_attention_that_is_not_implemented_is_not_trained_for(
     like = tiny_llama.config
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "pad_token_id")
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    types = {"layer_types": ["full_attention"] * 2} if family == "gemma2" else {}
-    config = AutoConfig.for_model(family, **{k: getattr(like, k) for k in sizes}, **heads, **types)
+    config = AutoConfig.for_model(family, **{k: getattr(like, k) for k in sizes}, **heads)
     with pytest.raises(UserError, match=f"^{told}"):
         _student(AutoModelForCausalLM.from_config(config).eval(), policy)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
+@pytest.mark.parametrize("policy", ["dbtrimkv", "seerattn_r"])
+def test_gates_learn_under_sinks_and_soft_caps(family: str, policy: str) -> None:
+    """The model without gates is the stock one; with them, each layer has its own sinks."""
+    model = BY_NAME[family].build()
+    ids, supervised = _batch()
+    student = _student(model, policy, bias=60.0 if policy == "dbtrimkv" else 0.0)
+    ids = ids % model.config.vocab_size
+    loss = student(ids, supervised)
+    if policy == "dbtrimkv":
+        logits = model(input_ids=ids).logits[:, :-1][supervised[:, :-1]]
+        expected = nn.functional.cross_entropy(logits, ids[:, 1:][supervised[:, :-1]])
+        assert float(loss["ntp"]) == pytest.approx(float(expected.detach()), rel=1e-5)
+        return
+    loss["loss"].backward()
+    assert all(p.grad is not None and bool(p.grad.ne(0).any()) for p in student.gates.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "changes", "trait"),
+    [
+        ("deepseek_v3", "seerattn_r", {}, "latents"),
+        ("deepseek_v3", "trimkv", {"input": "kv"}, "latents"),
+        ("mimo_v2_flash", "trimkv", {"input": "kv"}, "values of another size than its keys"),
+    ],
+)
+def test_gates_of_keys_are_refused_where_keys_are_not_what_is_cached(
+    family: str, policy: str, changes: dict[str, Any], trait: str
+) -> None:
+    with pytest.raises(UserError, match=f"^{policy} cannot be trained for {family}, whose attention has {trait}; cho"):
+        _student(BY_NAME[family].build(), policy, **changes)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import UserError
+from kvbench.view.softmax import LogitScale
 from kvbench_policies.kernels.gated import exp_
 from kvbench_policies.kernels.retention_attention import op, ref
 from kvbench_policies.kernels.retention_attention.op import retention_attention
@@ -31,11 +32,11 @@ def check(
     device: str = "cpu",
     tolerance: float = 3e-6,
     scale: float | None = None,
-) -> None:
-    """Outputs and all four gradients, ours (NaN on padding) and the oracle's in float64."""
+) -> Tensor:
+    """Compare outputs and all four gradients, ours (NaN on padding) and the oracle's in float64; return the output."""
     scale = scale or inputs[0].shape[-1] ** -0.5
     mine = [x.to(device, copy=True) for x in inputs]
-    grad = torch.randn_like(inputs[0])
+    grad = torch.randn(*inputs[0].shape[:3], inputs[2].shape[-1]).to(inputs[0].dtype)
     if valid is not None:
         masks = [valid[:, None, :, None]] * 3 + [valid[:, None]]
         mine = [x.masked_fill(~m.to(device), torch.nan) for x, m in zip(mine, masks, strict=True)]
@@ -54,6 +55,7 @@ def check(
     if valid is not None:
         for x, m in zip((got, *gots), (masks[0], *masks), strict=True):
             assert (x.cpu().masked_fill(m, 0.0) == 0).all()
+    return got.detach()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -84,6 +86,37 @@ def test_every_group_batch_and_length(length: int, batch: int, group: int, gatin
 def test_a_head_dim_that_is_no_power_of_two(gating: str) -> None:
     torch.manual_seed(0)
     check(drawn(1, 1, 2, 70, 24), gating, scale=0.3)
+
+
+@pytest.mark.parametrize(
+    ("adds", "gating", "length", "batch", "group"),
+    [
+        ("zeros", "additive", 63, 1, 1),
+        ("sinks", "additive", 63, 3, 2),
+        ("sinks", "multiplicative", 100, 1, 4),
+        ("cap", "additive", 100, 1, 2),
+        ("cap", "multiplicative", 63, 3, 1),
+        ("cap and sinks", "multiplicative", 63, 1, 2),
+        ("cap and sinks", "additive", 63, 1, 2),
+    ],
+)
+def test_sinks_and_soft_caps(adds: str, gating: str, length: int, batch: int, group: int) -> None:
+    torch.manual_seed(length)
+    inputs = drawn(batch, 2, group, length, 16)
+    sinks = torch.zeros(2 * group) if adds == "zeros" else torch.linspace(-40.0, 6.0, 2 * group)
+    scale = LogitScale(0.4, 1.5 if "cap" in adds else None, None if adds == "cap" else sinks)
+    valid = padding(batch, length)
+    out = check(inputs, gating, valid, scale=scale)
+    plain = ref.retention_attention(*(x.double() for x in inputs), scale=0.4, gating=gating, valid=valid)
+    assert scaled(out, plain) > 1e-2, "the oracle does not notice"
+
+
+@torch_path
+@pytest.mark.parametrize("gating", GATINGS)
+def test_values_of_another_size(gating: str) -> None:
+    torch.manual_seed(0)
+    q, k, _, log_beta = drawn(1, 2, 2, 70, 16)
+    check((q, k, torch.randn(1, 2, 70, 12), log_beta), gating)
 
 
 @pytest.mark.parametrize("gating", GATINGS)
@@ -132,11 +165,12 @@ def test_gradcheck_in_float64(gating: str, monkeypatch: pytest.MonkeyPatch) -> N
     torch.manual_seed(0)
     inputs = [x.double().requires_grad_() for x in drawn(2, 1, 2, 9, 3)]
     valid = torch.arange(9) >= torch.tensor([0, 2])[:, None]
-    assert torch.autograd.gradcheck(
-        lambda *x: retention_attention(*x, scale=0.7, gating=gating, valid=valid),
-        inputs,
-        fast_mode=True,
-    )
+    for scale in (0.7, LogitScale(0.7, 1.5, torch.tensor([-1.0, 2.0]))):
+        assert torch.autograd.gradcheck(
+            lambda *x, scale=scale: retention_attention(*x, scale=scale, gating=gating, valid=valid),
+            inputs,
+            fast_mode=True,
+        )
 
 
 @torch_path
@@ -145,10 +179,11 @@ def test_opcheck() -> None:
     torch.use_deterministic_algorithms(False)
     inputs = [x.requires_grad_() for x in drawn(2, 1, 2, 9, 4)]
     start = torch.tensor([0, 2], dtype=torch.int32)
-    torch.library.opcheck(op.attend, (*inputs, start, 0.5, False))
+    sinks = torch.tensor([-1.0, 2.0])
+    torch.library.opcheck(op.attend, (*inputs, start, 0.5, False, sinks, 1.5))
     q, k, v, log_beta = (x.detach() for x in inputs)
-    out, lse = op.attend(q, k, v, log_beta, start, 0.5, True)
-    torch.library.opcheck(op.attend_backward, (out, q, k, v, log_beta, start, out, lse, 0.5, True))
+    out, lse = op.attend(q, k, v, log_beta, start, 0.5, True, sinks, 1.5)
+    torch.library.opcheck(op.attend_backward, (out, q, k, v, log_beta, start, out, lse, 0.5, True, 1.5))
 
 
 @torch_path
@@ -166,7 +201,7 @@ def test_strides_of_a_models_own_tensors_do_not_matter() -> None:
     [
         ({"gating": "both"}, "gating=both"),
         ({"k": torch.zeros(1, 3, 5, 4), "v": torch.zeros(1, 3, 5, 4)}, "multiple of 3"),
-        ({"v": torch.zeros(1, 2, 5, 8)}, "both"),
+        ({"v": torch.zeros(1, 2, 6, 4)}, "both"),
         ({"v": torch.zeros(1, 2, 5, 4).half()}, "one type"),
         ({"log_beta": torch.zeros(1, 4, 5)}, r"\[1, 2, 5\]"),
         ({"log_beta": torch.zeros(1, 2, 5).bfloat16()}, "float32"),

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvbench.view.softmax import cap_of, sinks_of
+
 
 def ragged_attention(
     query: Tensor,
@@ -30,7 +32,7 @@ def ragged_attention(
         col: Logical column of every row, `[rows]`.
         start, length: First row and number of rows of every segment `b * H + h`, `[B, H, 1]`.
         first: Logical column of the first query.
-        scale: Scaling factor of the logits.
+        scale: Scaling factor of the logits, with a soft cap and sinks if the family has them.
         powers: Powers of the weights to sum over the queries.
         valid: Queries whose weights are summed, bool `[B, n]`; None: all.
 
@@ -41,6 +43,7 @@ def ragged_attention(
     batch_size, query_heads, query_count, _ = query.shape
     kv_heads = length.shape[1]
     group_size = query_heads // kv_heads
+    cap, sinks = cap_of(scale), sinks_of(scale)
     output = torch.zeros_like(query)
     segment_sums = []
     for batch_index in range(batch_size):
@@ -60,7 +63,12 @@ def ragged_attention(
                         @ query[batch_index, head_index * group_size + group_index, query_index]
                         * scale
                     )
-                    weights = logits.masked_fill(~is_visible, -torch.inf).softmax(0)
+                    if cap is not None:
+                        logits = cap * torch.tanh(logits / cap)
+                    logits = logits.masked_fill(~is_visible, -torch.inf)
+                    if sinks is not None:  # one more entry, which has no value
+                        logits = torch.cat([logits, sinks[None, head_index * group_size + group_index].to(logits)])
+                    weights = logits.softmax(0)[: len(is_visible)]
                     output[batch_index, head_index * group_size + group_index, query_index] = (
                         weights @ value[segment_rows]
                     )

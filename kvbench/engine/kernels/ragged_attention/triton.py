@@ -10,6 +10,10 @@ rest of the batch.
 A second pass over the keys (`receive`) sums up the weights that every entry received, from logits
 made anew and the logarithm of the sum of exponentials that the first pass leaves behind.
 
+A soft cap bends the logits of both passes. An attention sink is one more exponential in the total of a
+segment's first split, so that its logarithm of the sum, from which both `combine` and `receive`
+proceed, has it already.
+
 Logits are in base 2. There are no atomics: every number is written by one program. Kernels are not
 specialised for lengths and columns: one serves all steps.
 """
@@ -32,6 +36,7 @@ from kvbench.engine.kernels.launch import (
     interpreting,
     on_its_device,
 )
+from kvbench.view.softmax import cap_of, sinks_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-1e30)
@@ -90,11 +95,21 @@ def _entries(X, j, end, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
+def soft_cap(z, cap):
+    """Return `cap tanh(z / cap)`. Written with exponentials, as Triton's interpreter has no tanh."""
+    return cap - 2 * cap / (tl.exp2(z * (2 * LOG2E / cap)) + 1)
+
+
+@triton.jit
 def _logits(
-    q, k, COL, j, end, column, scale, CAUSAL: tl.constexpr, PRECISION: tl.constexpr
+    q, k, COL, j, end, column, scale, cap, CAUSAL: tl.constexpr, PRECISION: tl.constexpr
 ):
     """Logits of a tile in base 2; -inf for entries from `end` on or after the query's column."""
-    z = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+    z = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if cap is None:
+        z = z * (scale * LOG2E)
+    else:
+        z = soft_cap(z * scale, cap) * LOG2E
     seen = (j < end)[None, :]
     if CAUSAL:
         col = tl.load(COL + j, mask=j < end, other=0)
@@ -104,16 +119,17 @@ def _logits(
 
 @triton.jit(do_not_specialize=["n", "first", "split"])
 def attend(
-    Q, K, V, COL, START, LENGTH, OUT, LSE, n, first, split, scale, q_b, q_h, q_n,
+    Q, K, V, COL, START, LENGTH, SINK, OUT, LSE, n, first, split, scale, cap, q_b, q_h, q_n,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Attention of a tile of queries over one split of a segment.
 
-    The grid is (segments, splits, tiles). LSE `[segments, splits, n G]`: log2 of the sum of
-    exponentials. OUT: float32 `[segments, splits, n G, D]`, or if segments are WHOLE the output
-    itself, `[B, n, H G, D]`. CAUSAL: there are several queries, and columns decide.
+    The grid is (segments, splits, tiles). SINK: float32 `[H G]` or None. LSE `[segments, splits,
+    n G]`: log2 of the sum of exponentials. OUT: float32 `[segments, splits, n G, D]`, or if
+    segments are WHOLE the output itself, `[B, n, H G, D]`. CAUSAL: there are several queries, and
+    columns decide.
     """
     segment = tl.program_id(0)
     b = segment // H
@@ -137,13 +153,21 @@ def attend(
     for i in range(j0, end, BN):
         j = i + tl.arange(0, BN)
         k = _entries(K, j, end, D, DP)
-        z = _logits(q, k, COL, j, end, column, scale, CAUSAL, PRECISION)
+        z = _logits(q, k, COL, j, end, column, scale, cap, CAUSAL, PRECISION)
         higher = tl.maximum(top, tl.max(z, 1))
         p = tl.exp2(z - higher[:, None])
         shrink = tl.exp2(top - higher)
         v = _entries(V, j, end, D, DP)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         total = total * shrink + tl.sum(p, 1)
+        top = higher
+    if SINK is not None:
+        sink = tl.load(SINK + h * G + r % G) * LOG2E
+        sink = tl.where(s == 0, sink, -float("inf"))
+        higher = tl.maximum(top, sink)
+        shrink = tl.exp2(top - higher)
+        acc = acc * shrink[:, None]
+        total = total * shrink + tl.exp2(sink - higher)
         top = higher
     total = tl.where(total > 0, total, 1.0)  # a query that sees nothing: acc is 0
     part = (segment.to(tl.int64) * tl.num_programs(1) + s) * (n * G) + r
@@ -197,7 +221,7 @@ def combine(
 
 @triton.jit(do_not_specialize=["n", "first", "entries"])
 def receive(
-    Q, K, COL, START, LENGTH, BEFORE, LSE, MASS, n, first, entries, scale, q_b, q_h, q_n,
+    Q, K, COL, START, LENGTH, BEFORE, LSE, MASS, n, first, entries, scale, cap, q_b, q_h, q_n,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, POWERS: tl.constexpr, PRECISION: tl.constexpr,
@@ -226,7 +250,9 @@ def receive(
                 i = i0 + m
                 r = tl.where(i < n, i * G + g, n * G)
                 q = _queries(Q, b, h, r, n, q_b, q_h, q_n, G, D, DP)
-                z = _logits(q, k, COL + row, j, length, first + i, scale, CAUSAL, PRECISION)
+                z = _logits(
+                    q, k, COL + row, j, length, first + i, scale, cap, CAUSAL, PRECISION
+                )
                 lse = tl.load(LSE + r, mask=i < n, other=float("inf"))
                 total += tl.sum(tl.exp2((z - lse[:, None]) * POWERS[p]), 0)
             at = MASS + (p * entries + j.to(tl.int64)) * G + g
@@ -259,7 +285,7 @@ def ragged_attention(
         start, length: First row and number of rows of every segment, int64 `[B, H, 1]`.
         lengths: `length` on the CPU.
         first: Logical column of the first query.
-        scale: Factor of the logits.
+        scale: Factor of the logits, with a soft cap and sinks if the family has them.
         powers: Powers of the weights to sum over the queries.
         valid: Queries whose weights are summed, bool `[B, n]`; None: all.
 
@@ -286,9 +312,11 @@ def ragged_attention(
     whole = splits == 1
     lse = torch.empty(segments, splits, rows, device=query.device)
     part = out if whole else torch.empty(segments, splits, rows, dim, device=query.device)
-    strides = query.stride()[:3]
+    strides, sinks, cap = query.stride()[:3], sinks_of(scale), cap_of(scale)
+    sinks = None if sinks is None else sinks.to(query.device)
+    scale = float(scale)
     attend[(segments, splits, triton.cdiv(rows, tile.queries))](
-        query, key, value, col, start, length, part, lse, n, first, split, scale, *strides,
+        query, key, value, col, start, length, sinks, part, lse, n, first, split, scale, cap, *strides,
         **size, **how, BM=tile.queries, BN=tile.entries, WHOLE=whole,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -302,7 +330,7 @@ def ragged_attention(
         before = length.flatten().cumsum(0) - length.flatten()
         tile = _tile(1, query.dtype.itemsize, size["DP"])
         receive[(segments, triton.cdiv(longest, tile.entries))](
-            query, key, col, start, length, before, lse, mass, n, first, entries, scale, *strides,
+            query, key, col, start, length, before, lse, mass, n, first, entries, scale, cap, *strides,
             **size, **how, BM=tile.queries, BN=tile.entries, POWERS=tuple(powers),
             num_warps=tile.warps, num_stages=2,
         )  # fmt: skip
@@ -329,23 +357,25 @@ def compiled(arch: int) -> Iterator[Compiled]:
     """The kernels as launched on an architecture, for the offline compile gate."""
     strides = ("q_b", "q_h", "q_n")
     segments = {"START": "*i64", "LENGTH": "*i64", "COL": "*i32", "LSE": "*fp32", "n": "i32"}
-    segments |= {"first": "i32", "scale": "fp32"} | dict.fromkeys(strides, "i32")
+    segments |= {"first": "i32", "scale": "fp32", "SINK": "*fp32", "cap": "fp32"} | dict.fromkeys(strides, "i32")
     choices = [("bf16", dim) for dim in (64, 80, 96, 128, 256)]
     choices += [("fp32", dim) for dim in (64, 128, 256)]
-    for (name, dim), rows in product(choices, (4, 256)):
+    # Sinks and a cap at once take more registers than either.
+    for (name, dim), rows, is_plain in product(choices, (4, 256), (True, False)):
         itemsize, wide = (2 if name == "bf16" else 4), _wide(dim)
         tile, precision = _tile(rows, itemsize, wide), _precision(itemsize, wide)
         inputs = segments | dict.fromkeys("QKV", f"*{name}")
         size = {"H": 8, "G": 4, "D": dim, "DP": wide, "PRECISION": precision}
         size |= {"BM": tile.queries, "BN": tile.entries, "CAUSAL": rows > 4}
+        size |= {"cap": None} if is_plain else {}
         cores = ("HGMMA|HMMA",) if wide <= 128 or itemsize == 2 else ()
         shape = f"{name} d{dim} {tile.queries}x{tile.entries} w{tile.warps}"
         variant = (name, dim) != ("bf16", 128)
         yield Compiled(
-            f"ragged_attention attend {shape}",
+            f"ragged_attention attend {shape}{'' if is_plain else ' sinks cap'}",
             attend,
             inputs | {"OUT": "*fp32", "split": "i32"},
-            size | {"WHOLE": False},
+            size | {"WHOLE": False} | ({"SINK": None} if is_plain else {}),
             tile.warps,
             tile.stages,
             aligned=strides,
@@ -354,7 +384,7 @@ def compiled(arch: int) -> Iterator[Compiled]:
         )
         if rows == 4:
             yield Compiled(
-                f"ragged_attention receive {shape}",
+                f"ragged_attention receive {shape}{'' if is_plain else ' cap'}",
                 receive,
                 inputs | {"BEFORE": "*i64", "MASS": "*fp32", "entries": "i64"},
                 size | {"POWERS": (1,)},

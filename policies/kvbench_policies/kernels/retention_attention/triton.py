@@ -29,6 +29,7 @@ from kvbench.engine.kernels.launch import (
     interpreting,
     on_its_device,
 )
+from kvbench.engine.kernels.ragged_attention.triton import soft_cap
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -66,8 +67,17 @@ def _put(X, value, first, row, T, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
+def _logit(z, scale, cap):
+    """Logits of the model in base 2, before the gates, from products of queries and keys."""
+    if cap is None:
+        return z * (scale * LOG2E)
+    else:
+        return soft_cap(z * scale, cap) * LOG2E
+
+
+@triton.jit
 def _step(
-    q, K, V, LOG_BETA, kv, m, n0, start, T, scale, acc, total, top,
+    q, K, V, LOG_BETA, kv, m, n0, start, T, scale, cap, acc, total, top,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
     MULTIPLICATIVE: tl.constexpr, DIAGONAL: tl.constexpr,
 ):
@@ -83,10 +93,11 @@ def _step(
     age = (m[:, None] - n[None, :]).to(tl.float32)
     if DIAGONAL:
         age = tl.maximum(age, 0.0)
+    z = _logit(z, scale, cap)
     if MULTIPLICATIVE:
-        s = z * (scale * LOG2E) * tl.exp2(age * rate[None, :]) + bias[None, :]
+        s = z * tl.exp2(age * rate[None, :]) + bias[None, :]
     else:
-        s = z * (scale * LOG2E) + (age * rate[None, :] + bias[None, :])
+        s = z + (age * rate[None, :] + bias[None, :])
     if DIAGONAL:
         s = tl.where(m[:, None] >= n[None, :], s, -float("inf"))
     higher = tl.maximum(top, tl.max(s, 1))
@@ -99,13 +110,13 @@ def _step(
 
 @triton.jit(do_not_specialize=["T"])
 def forward(
-    Q, K, V, LOG_BETA, START, OUT, LSE, T, scale,
+    Q, K, V, LOG_BETA, START, SINK, OUT, LSE, T, scale, cap,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MULTIPLICATIVE: tl.constexpr,
 ):
     """OUT [B, G H, T, D] and LSE [B, G H, T], log2 of the sum of exponentials, of some queries.
 
-    BM is a multiple of BN, DP the next power of two from D on.
+    SINK: float32 [G H] or None. BM is a multiple of BN, DP the next power of two from D on.
     """
     lane = tl.program_id(1)  # b * Hq + query head
     b = lane // (G * H)
@@ -120,14 +131,21 @@ def forward(
     acc = tl.zeros((BM, DP), tl.float32)
     for n0 in range(start // BN * BN, m0, BN):
         acc, total, top = _step(
-            q, K, V, LOG_BETA, kv, m, n0, start, T, scale, acc, total, top,
+            q, K, V, LOG_BETA, kv, m, n0, start, T, scale, cap, acc, total, top,
             D, DP, BN, MULTIPLICATIVE, False,
         )
     for n0 in range(m0, tl.minimum(m0 + BM, T), BN):
         acc, total, top = _step(
-            q, K, V, LOG_BETA, kv, m, n0, start, T, scale, acc, total, top,
+            q, K, V, LOG_BETA, kv, m, n0, start, T, scale, cap, acc, total, top,
             D, DP, BN, MULTIPLICATIVE, True,
         )
+    if SINK is not None:
+        sink = tl.load(SINK + lane % (G * H)) * LOG2E
+        higher = tl.maximum(top, sink)
+        shrink = tl.exp2(top - higher)
+        acc = acc * shrink[:, None]
+        total = total * shrink + tl.exp2(sink - higher)
+        top = higher
     total = tl.where(total > 0, total, 1.0)  # a padded query sees nothing: acc is 0
     _put(OUT, acc / total[:, None], row, m, T, D, DP)
     tl.store(LSE + row + m, top + tl.log2(total), mask=m < T)
@@ -144,7 +162,8 @@ def row_products(OUT, GRAD, DELTA, N, D: tl.constexpr, DP: tl.constexpr, BM: tl.
 
 @triton.jit
 def _slopes(
-    z, dp, m, n, rate, shift, delta, scale, MULTIPLICATIVE: tl.constexpr, DIAGONAL: tl.constexpr
+    z, dp, m, n, rate, shift, delta, scale, cap,
+    MULTIPLICATIVE: tl.constexpr, DIAGONAL: tl.constexpr,
 ):
     """Weights, gradients of the products, and of the rates, from products `z` and `dp = grad . v`.
 
@@ -153,24 +172,31 @@ def _slopes(
     age = (m - n).to(tl.float32)
     if DIAGONAL:
         age = tl.maximum(age, 0.0)
+    z = _logit(z, scale, cap)
     if MULTIPLICATIVE:
         fade = tl.exp2(age * rate)
-        faded = z * (scale * LOG2E) * fade
+        faded = z * fade
         s = faded + shift
     else:
-        s = z * (scale * LOG2E) + (age * rate + shift)
+        s = z + (age * rate + shift)
     if DIAGONAL:
         s = tl.where(m >= n, s, -float("inf"))
     p = tl.exp2(s)
     ds = p * (dp - delta)
+    dz = ds
     if MULTIPLICATIVE:
-        return p, ds * fade, ds * age * faded
-    return p, ds, ds * age
+        dz = ds * fade
+    if cap is not None:
+        bent = z * (1.0 / LOG2E) / cap  # the hyperbolic tangent
+        dz = dz * (1 - bent * bent)
+    if MULTIPLICATIVE:
+        return p, dz, ds * age * faded
+    return p, dz, ds * age
 
 
 @triton.jit
 def _keys_step(
-    k, v, rate, Q, GRAD, LSE, DELTA, row, m0, n, T, scale, dk, dv, drate,
+    k, v, rate, Q, GRAD, LSE, DELTA, row, m0, n, T, scale, cap, dk, dv, drate,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
     MULTIPLICATIVE: tl.constexpr,
 ):
@@ -185,7 +211,7 @@ def _keys_step(
     dp = tl.dot(v, tl.trans(grad), input_precision="ieee")
     p, ds, dr = _slopes(
         z, dp, m[None, :], n[:, None], rate[:, None], -lse[None, :], delta[None, :],
-        scale, MULTIPLICATIVE, True,
+        scale, cap, MULTIPLICATIVE, True,
     )
     dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
@@ -194,7 +220,7 @@ def _keys_step(
 
 @triton.jit(do_not_specialize=["T"])
 def backward_keys(
-    Q, K, V, LOG_BETA, START, GRAD, LSE, DELTA, DK, DV, DLOG_BETA, T, scale,
+    Q, K, V, LOG_BETA, START, GRAD, LSE, DELTA, DK, DV, DLOG_BETA, T, scale, cap,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MULTIPLICATIVE: tl.constexpr,
 ):
@@ -213,7 +239,7 @@ def backward_keys(
         row = (lane * G + g).to(tl.int64) * T
         for m0 in range(n0 // BM * BM, T, BM):
             dk, dv, drate = _keys_step(
-                k, v, rate, Q, GRAD, LSE, DELTA, row, m0, n, T, scale, dk, dv, drate,
+                k, v, rate, Q, GRAD, LSE, DELTA, row, m0, n, T, scale, cap, dk, dv, drate,
                 D, DP, BM, MULTIPLICATIVE,
             )
     if MULTIPLICATIVE:
@@ -226,7 +252,7 @@ def backward_keys(
 
 @triton.jit
 def _queries_step(
-    q, grad, lse, delta, K, V, LOG_BETA, kv, m, n0, start, T, scale, dq,
+    q, grad, lse, delta, K, V, LOG_BETA, kv, m, n0, start, T, scale, cap, dq,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
     MULTIPLICATIVE: tl.constexpr, DIAGONAL: tl.constexpr,
 ):
@@ -243,14 +269,14 @@ def _queries_step(
     dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
     _p, ds, _dr = _slopes(
         z, dp, m[:, None], n[None, :], rate[None, :], bias[None, :] - lse[:, None],
-        delta[:, None], scale, MULTIPLICATIVE, DIAGONAL,
+        delta[:, None], scale, cap, MULTIPLICATIVE, DIAGONAL,
     )
     return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["T"])
 def backward_queries(
-    Q, K, V, LOG_BETA, START, GRAD, LSE, DELTA, DQ, T, scale,
+    Q, K, V, LOG_BETA, START, GRAD, LSE, DELTA, DQ, T, scale, cap,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MULTIPLICATIVE: tl.constexpr,
 ):
@@ -269,12 +295,12 @@ def backward_queries(
     dq = tl.zeros((BM, DP), tl.float32)
     for n0 in range(start // BN * BN, m0, BN):
         dq = _queries_step(
-            q, grad, lse, delta, K, V, LOG_BETA, kv, m, n0, start, T, scale, dq,
+            q, grad, lse, delta, K, V, LOG_BETA, kv, m, n0, start, T, scale, cap, dq,
             D, DP, BN, MULTIPLICATIVE, False,
         )
     for n0 in range(m0, tl.minimum(m0 + BM, T), BN):
         dq = _queries_step(
-            q, grad, lse, delta, K, V, LOG_BETA, kv, m, n0, start, T, scale, dq,
+            q, grad, lse, delta, K, V, LOG_BETA, kv, m, n0, start, T, scale, cap, dq,
             D, DP, BN, MULTIPLICATIVE, True,
         )
     _put(DQ, dq * scale, row, m, T, D, DP)
@@ -308,7 +334,15 @@ def _shape(q: Tensor, k: Tensor, multiplicative: bool) -> dict[str, object]:
 
 @on_its_device
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, log_beta: Tensor, start: Tensor, scale: float, mult: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_beta: Tensor,
+    start: Tensor,
+    scale: float,
+    mult: bool,
+    sinks: Tensor | None,
+    cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs like `q` and log2 of the sums of exponentials, float32 `[B, Hq, T]`."""
     kind = q.dtype
@@ -318,7 +352,7 @@ def attend(
     lse = torch.empty((batch, heads, length), dtype=torch.float32, device=q.device)
     block = _block(forward, q, mult)
     forward[(triton.cdiv(length, block["BM"]), batch * heads)](
-        q, k, v, log_beta, start, out, lse, length, scale, **_shape(q, k, mult), **block
+        q, k, v, log_beta, start, sinks, out, lse, length, scale, cap, **_shape(q, k, mult), **block
     )
     return out.to(kind), lse
 
@@ -335,6 +369,7 @@ def backward(
     lse: Tensor,
     scale: float,
     mult: bool,
+    cap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and log_beta."""
     kind = q.dtype
@@ -349,10 +384,12 @@ def backward(
     given = (q, k, v, log_beta, start, grad, lse, delta)
     block = _block(backward_keys, q, mult)
     backward_keys[(triton.cdiv(length, block["BN"]), batch * k.shape[1])](
-        *given, dk, dv, dlog_beta, length, scale, **shape, **block
+        *given, dk, dv, dlog_beta, length, scale, cap, **shape, **block
     )
     block = _block(backward_queries, q, mult)
-    backward_queries[(triton.cdiv(length, block["BM"]), batch * heads)](*given, dq, length, scale, **shape, **block)
+    backward_queries[(triton.cdiv(length, block["BM"]), batch * heads)](
+        *given, dq, length, scale, cap, **shape, **block
+    )
     return dq.to(kind), dk.to(kind), dv.to(kind), dlog_beta
 
 
@@ -360,24 +397,27 @@ def compiled(arch: int) -> Iterator[Compiled]:
     """The kernels as launched on an architecture, for the offline compile gate."""
     given = dict.fromkeys(("Q", "K", "V", "GRAD", "OUT", "DQ", "DK", "DV"), "*bf16")
     given |= dict.fromkeys(("LOG_BETA", "LSE", "DELTA", "DLOG_BETA"), "*fp32")
-    given |= {"START": "*i32", "T": "i32", "N": "i32", "scale": "fp32"}
-    for dim, mult in product((64, 96, 128), (False, True)):
+    given |= {"START": "*i32", "T": "i32", "N": "i32", "scale": "fp32", "SINK": "*fp32", "cap": "fp32"}
+    for dim, mult, is_plain in product((64, 96, 128), (False, True), (True, False)):
         for kernel in (forward, backward_keys, backward_queries):
             bm, bn, warps, stages = _table(kernel, dim > 64, mult)[arch]
             wide = triton.next_power_of_2(dim)
-            constants = {"G": 4, "H": 8, "D": dim, "DP": wide, "BM": bm, "BN": bn}
+            constants: dict[str, int | None] = {"G": 4, "H": 8, "D": dim, "DP": wide, "BM": bm, "BN": bn}
+            if is_plain:
+                constants |= {"cap": None} | ({"SINK": None} if kernel is forward else {})
             name, gating = kernel.__name__, "multiplicative" if mult else "additive"
             # A warp group's product has 64 rows: keys, for `backward_keys`.
             rows = bn if kernel is backward_keys else bm
             yield Compiled(
-                f"retention_attention {name} {gating} d{dim} {bm}x{bn} w{warps}",
+                f"retention_attention {name} {gating} d{dim} {bm}x{bn} w{warps}"
+                + ("" if is_plain else " sinks cap" if kernel is forward else " cap"),
                 kernel,
                 given,
                 {**constants, "MULTIPLICATIVE": mult},
                 warps,
                 stages,
                 expect=(TENSOR_CORES[arch if rows >= 64 else 80], ASYNC_COPY, "MUFU.EX2"),
-                variant=dim != 128 or mult != (kernel is backward_keys),
+                variant=dim != 128 or mult != (kernel is backward_keys) or not is_plain,
             )
     yield Compiled(
         "retention_attention row_products d128",

@@ -18,11 +18,20 @@ from transformers import AutoModelForCausalLM, DynamicCache
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def attention_weights(query: Floats, key: Floats, scale: float, seen: Sequence[int]) -> Floats:
-    """Softmax attention of one query on the entries in `seen`, 0 elsewhere."""
+def attention_weights(
+    query: Floats,
+    key: Floats,
+    scale: float,
+    seen: Sequence[int],
+    cap: float | None = None,
+    sink: float = -math.inf,
+) -> Floats:
+    """Softmax attention of one query on the entries in `seen`, 0 elsewhere, with a soft cap and a sink's logit."""
     logits = {i: float(np.dot(query, key[i])) * scale for i in seen}
-    top = max(logits.values(), default=0.0)
-    total = sum(math.exp(x - top) for x in logits.values())
+    if cap is not None:
+        logits = {i: cap * math.tanh(x / cap) for i, x in logits.items()}
+    top = max([sink, *logits.values()]) if logits else 0.0
+    total = math.exp(sink - top) + sum(math.exp(x - top) for x in logits.values())
     out = np.zeros(len(key))
     for i, x in logits.items():
         out[i] = math.exp(x - top) / total
@@ -44,6 +53,7 @@ def one_head(
     weight: Floats,
     kept: Sequence[int],
     stage1: Sequence[int],
+    sink: float = 0.0,
 ) -> dict[str, float]:
     """All numbers of one query head, term by term as the paper writes them.
 
@@ -54,13 +64,14 @@ def one_head(
         weight: `[d, d_model]`.
         kept: Entries in N.
         stage1: Entries in N', part of `kept`.
+        sink: Attention of the head's sink, an entry with value 0 that N and N' both have.
     """
     n = len(a)
     norm = [float(np.abs(value[i] @ weight).sum()) for i in range(n)]
     change = projected(a, value, weight) - projected(a_kept, value, weight)
     c = sum(a[i] * norm[i] for i in range(n))
-    mass = sum(a[i] for i in kept)
-    sigma = sum(a[i] for i in stage1)
+    mass = sink + sum(a[i] for i in kept)
+    sigma = sink + sum(a[i] for i in stage1)
     second = [i for i in kept if i not in set(stage1)]
     bound1 = c - (2 - 1 / mass) * sum(a[i] * norm[i] for i in kept)
     rest = c - (2 - 1 / sigma) * sum(a[i] * norm[i] for i in stage1)
@@ -73,7 +84,7 @@ def one_head(
         "stage1": len(stage1),
         "mass": mass,
         "stage1_mass": sigma,
-        "top_mass": sum(sorted(a, reverse=True)[: len(stage1)]),
+        "top_mass": sink + sum(sorted(a, reverse=True)[: len(stage1)]),
         "bound1": bound1,
         "bound2": bound2,
         "bound3": bound3,

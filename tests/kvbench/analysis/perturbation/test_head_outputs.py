@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvbench.analysis.perturbation import head_outputs
 from kvbench.analysis.perturbation.head_outputs import FullCacheQuery, value_norms
+from kvbench.view.softmax import LogitScale, cap_of, sinks_of
 
 from . import oracles
 
@@ -20,7 +21,9 @@ NAMES = (
 )  # fmt: skip
 
 
-def random_layer(group: int, n: int, seed: int, sharp: float = 3.0) -> FullCacheQuery:
+def random_layer(
+    group: int, n: int, seed: int, sharp: float = 3.0, *, cap: float | None = None, has_sinks: bool = False
+) -> FullCacheQuery:
     g = torch.Generator().manual_seed(seed)
     heads, d, width = 2, 5, 12
 
@@ -30,7 +33,8 @@ def random_layer(group: int, n: int, seed: int, sharp: float = 3.0) -> FullCache
     key, value = normal(heads, n, d), normal(heads, n, d) * normal(heads, n, 1).exp()
     weight = normal(heads * group, d, width)
     query = normal(heads * group, d) * sharp
-    return FullCacheQuery(query, key, value, weight, d**-0.5, value_norms(value, weight))
+    scale = LogitScale(d**-0.5, cap, normal(heads * group) if has_sinks else None)
+    return FullCacheQuery(query, key, value, weight, scale, value_norms(value, weight))
 
 
 def random_sets(n: int, heads: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -54,18 +58,22 @@ def expected(seen: FullCacheQuery, kept: Tensor, first: Tensor) -> list[dict[str
             x.double().numpy() for x in (seen.key[h], seen.value[h], seen.weight[q], seen.query[q])
         )
         inside = [i for i in range(n) if kept[h, i]]
-        a = oracles.attention_weights(query, key, seen.scale, range(n))
-        a_kept = oracles.attention_weights(query, key, seen.scale, inside)
+        sinks = sinks_of(seen.scale)
+        addition = {} if sinks is None else {"sink": float(sinks[q])}
+        a = oracles.attention_weights(query, key, seen.scale, range(n), cap_of(seen.scale), **addition)
+        a_kept = oracles.attention_weights(query, key, seen.scale, inside, cap_of(seen.scale), **addition)
         stage1 = [i for i in inside if first[h, i]]
-        out.append(oracles.one_head(a, a_kept, value, weight, inside, stage1))
+        sink = 0.0 if sinks is None else 1 - a.sum()
+        out.append(oracles.one_head(a, a_kept, value, weight, inside, stage1, sink))
     return out
 
 
+@pytest.mark.parametrize(("cap", "has_sinks"), [(None, False), (None, True), (1.5, False), (1.5, True)])
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("n", [1, 2, 17])
-def test_every_number_is_that_of_the_definition(group: int, n: int) -> None:
+def test_every_number_is_that_of_the_definition(group: int, n: int, cap: float | None, has_sinks: bool) -> None:
     for seed in range(4):
-        seen = random_layer(group, n, seed)
+        seen = random_layer(group, n, seed, cap=cap, has_sinks=has_sinks)
         kept, first = random_sets(n, 2, seed)
         found = seen.evict(kept, first).heads
         want = expected(seen, kept, first)
@@ -94,12 +102,13 @@ def test_the_layers_change_is_the_sum_of_its_heads() -> None:
     np.testing.assert_allclose(seen.output, whole, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("sharp", [0.3, 3.0, 30.0])
-def test_the_theorems_hold_on_random_data(group: int, sharp: float) -> None:
+def test_the_theorems_hold_on_random_data(group: int, sharp: float, has_sinks: bool) -> None:
     held = 0
     for seed in range(60):
-        seen = random_layer(group, 13, seed, sharp)
+        seen = random_layer(group, 13, seed, sharp, has_sinks=has_sinks)
         kept, first = random_sets(13, 2, seed)
         found = {k: x.numpy() for k, x in seen.evict(kept, first).heads.items()}
         slack = 1e-5 * found["bound1"] + 1e-9

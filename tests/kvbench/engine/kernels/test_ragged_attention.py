@@ -15,6 +15,7 @@ from kvbench.engine.attend import attend
 from kvbench.engine.kernels.ragged_attention import ref
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.segments import starts
+from kvbench.view.softmax import LogitScale
 from tests.kernels import DEVICES, INTERPRETED, scaled
 from tests.kvbench.engine.conftest import batch, build
 
@@ -32,18 +33,19 @@ class Case:
     query: Tensor
     layer: RaggedLayer
     valid: Tensor
+    scale: float = SCALE
 
     def attend(self, *powers: int, device: str = "cpu") -> tuple[Tensor, dict[int, Tensor]]:
         """The engine's attention."""
         layer = replace_tensors(self.layer, device=device)
         valid = None if bool(self.valid.all()) else self.valid.to(device)
-        return attend(self.query.to(device), layer, FIRST, SCALE, powers, valid)
+        return attend(self.query.to(device), layer, FIRST, self.scale, powers, valid)
 
     def oracle(self, *powers: int) -> tuple[Tensor, Tensor]:
         """The definition in float64."""
         key, value = (x.double() for x in (self.layer.key, self.layer.value) if x is not None)
         own = (key, value, self.layer.col, *self.layer.bounds())
-        return ref.ragged_attention(self.query.double(), *own, FIRST, SCALE, powers, self.valid)
+        return ref.ragged_attention(self.query.double(), *own, FIRST, self.scale, powers, self.valid)
 
 
 def replace_tensors(layer: RaggedLayer, **to: Any) -> RaggedLayer:
@@ -111,6 +113,44 @@ def test_output_and_mass_are_those_of_the_loop(held: list[int], group: int, n: i
     check(case(held, group, n), 1, 2, device=device)
 
 
+def logit_scale(adds: str, group: int) -> LogitScale:
+    """Return a scale with the named additions; one head's sink outweighs all entries, another's weighs nothing."""
+    sinks = torch.linspace(-40.0, 12.0, HEADS * group) if "sinks" in adds else None
+    return LogitScale(SCALE, 1.5 if "cap" in adds else None, torch.zeros(HEADS * group) if adds == "zeros" else sinks)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("adds", "held", "group", "n"),
+    [
+        ("zeros", [0, 129], 1, 1),
+        ("sinks", [37, 1, 0, 65, 131, 2], 2, 3),
+        ("sinks", [70, 33], 4, 1),
+        ("cap", [37, 1, 0, 65, 131, 2], 1, 1),
+        ("cap", [0, 129], 2, 3),
+        ("cap and sinks", [37, 1, 0, 65, 131, 2], 4, 1),
+    ],
+)
+def test_sinks_and_soft_caps_change_outputs_and_mass(
+    adds: str, held: list[int], group: int, n: int, device: str
+) -> None:
+    one = replace(case(held, group, n, waiting=(1,) if n > 1 else ()), scale=logit_scale(adds, group))
+    check(one, 1, 2, device=device)
+    out, mass = one.attend(1, device=device)
+    plain, received = replace(one, scale=SCALE).oracle(1)
+    assert scaled(out, plain) > 1e-2, "the oracle does not notice"
+    assert scaled(mass[1], received[0]) > 1e-2, "the oracle does not notice"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("adds", ["sinks", "cap and sinks"])
+def test_sinks_and_soft_caps_in_sixteen_bits(adds: str, device: str) -> None:
+    """A large sink makes all weights small; they are rounded only after the division by their largest."""
+    one = replace(case([70, 129], n=3), scale=logit_scale(adds, 2))
+    layer = replace_tensors(one.layer, dtype=torch.bfloat16)
+    check(replace(one, query=one.query.bfloat16(), layer=layer), 1, device=device, tolerance=8e-3)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dim", [6, 64, 80, 96, 128, 256])
 def test_head_dimensions(dim: int, device: str) -> None:
@@ -174,6 +214,7 @@ def test_many_splits_are_added_up_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(triton, "SMALL_SPLIT", 8)
     monkeypatch.setattr(triton, "PARTS", 4)
     check(case([200, 1, 31, 60], group=2), 1)
+    check(replace(case([200, 1, 31, 60], group=2), scale=logit_scale("cap and sinks", 2)), 1)
 
 
 @kernel_path
