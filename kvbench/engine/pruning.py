@@ -22,6 +22,7 @@ from kvbench.engine.models import attention_modules, visual_ids
 from kvbench.errors import PluginError, UserError
 from kvbench.plugin import Policy, Score
 from kvbench.view import Pruned, VisualTokens
+from kvbench.view.softmax import attention_weights, capped
 
 TOWER = "kvbench_tower"
 
@@ -149,10 +150,10 @@ def prune_inside(
         The pruned columns, bool `[B, S]`.
     """
     pruned = torch.zeros_like(visual_mask)
-    group_size = query.shape[1] // key.shape[1]
-    repeated_key = key.repeat_interleave(group_size, 1)
-    logits = (query[:, :, -1:].float() @ repeated_key.float().transpose(-1, -2)) * scale
-    weights = logits.masked_fill(~token_mask[:, None, None], -torch.inf).softmax(-1)[:, :, 0].mean(1)
+    last_query = query[:, :, -1:].float().unflatten(1, (key.shape[1], -1))
+    logits = capped(last_query @ key.float()[:, :, None].transpose(-1, -2) * scale, scale)
+    logits = logits.masked_fill(~token_mask[:, None, None, None], -torch.inf)
+    weights = attention_weights(logits, scale)[:, :, :, 0].mean((1, 2))
     flat_key = key.transpose(1, 2).flatten(2)
     for sequence_index in range(len(visual_mask)):
         row_visual, row_text = visual_mask[sequence_index], token_mask[sequence_index] & ~visual_mask[sequence_index]

@@ -19,6 +19,7 @@ from kvbench.parts import TopK, Uniform
 from kvbench.plugin import ModelInfo, Need, Observer, Policy, Range, Score, Scores, View, protect_sinks
 from kvbench.profiles.summaries import STATISTICS, WEIGHTS, SummaryNotes
 from kvbench.view.rope import angles, turn, turn_back
+from kvbench.view.softmax import attention_weights
 from kvbench_policies.kernels.value_norm.op import value_norm
 from kvbench_policies.ranges import check_count, check_finite
 
@@ -140,7 +141,8 @@ class ExpectedAttention(Score):
 
         s_i = (mean_{g in group} softmax_i(z_i) + eps) * || v_i ||
 
-    The softmax is over the entries after the sinks.
+    The softmax is over the entries after the sinks, and the model's own attention sinks, if it has any. A soft cap is
+    left out: the mean of capped logits has no closed form.
 
     Attributes:
         future: Number of future positions over which the rotation is averaged.
@@ -220,7 +222,7 @@ class ExpectedAttention(Score):
                 logit_variance = ((keys @ covariance[:, :, group_index]) * keys).sum(-1)
                 logits[:, :, group_index] += logit_variance * (v.scale**2 / 2)
         logits = logits.masked_fill(~rated_mask[:, :, None], float("-inf"))
-        attention = logits.softmax(-1).nan_to_num(0.0).mean(2)
+        attention = attention_weights(logits[..., None, :], v.scale)[..., 0, :].nan_to_num(0.0).mean(2)
         scores = ((attention + self.eps) * self._length(v)).masked_fill(~rated_mask, 0.0)
         return Scores(scores, protect_sinks(v, self.sinks))
 

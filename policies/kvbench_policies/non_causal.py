@@ -241,7 +241,8 @@ class NonCausalAttention(Score):
         a_i = || v_i || mean_{g in group} sum_{q in chunk} softmax_{j in chunk}( q_g . k_j )_i
 
     averaged over each token and its two neighbours, and standardised over the entries of the layer. Queries of a chunk
-    also attend to its later tokens, and logits are not scaled.
+    also attend to its later tokens, and logits are not scaled; soft caps and attention sinks, which belong to the
+    model's scaled and causal attention, are left out.
 
     Attributes:
         chunk: Tokens per chunk; the last one can be shorter.

@@ -17,6 +17,7 @@ from torch.nn.functional import normalize
 
 from kvbench.parts import TopK, Uniform
 from kvbench.plugin import Policy, Queries, Range, Scores, View, protect_window
+from kvbench.view.softmax import capped
 from kvbench_policies.ranges import check_share
 from kvbench_policies.windows import WindowScore
 
@@ -31,8 +32,9 @@ _BLOCK = 1 << 22
 class Redundancy(WindowScore):
     """`s_i = lambda * maxpool(a_i) - (1 - lambda) * R_i` over the tokens before the window.
 
-    R-KV has its own attention `a`: the window's logits are reduced over the group, the softmax is over the past alone,
-    and its mean over the window's queries is max-pooled over the past.
+    R-KV has its own attention `a`: the window's logits (with the model's soft cap) are reduced over the group, the
+    softmax is over the past alone, without attention sinks, which belong to single query heads, and its mean over the
+    window's queries is max-pooled over the past.
 
         R_j = softmax_j( mean_i c_ij ),    c_ij = cos(k_i, k_j)
 
@@ -76,7 +78,8 @@ class Redundancy(WindowScore):
         batch_size, head_count, entry_count = view.shape
         queries = view.obs[Queries(self.window)].float() * view.scale
         queries = queries.reshape(batch_size, head_count, view.model.group * self.window, -1)
-        logits = (queries @ view.key.float().transpose(-1, -2)).view(batch_size, -1, self.window, entry_count)
+        logits = capped(queries @ view.key.float().transpose(-1, -2), view.scale)
+        logits = logits.view(batch_size, -1, self.window, entry_count)
         # If there is a past, the window is full, and all of its queries see all of the past.
         logits = view.grouped(logits, self.group).masked_fill(~before_window[:, :, None], float("-inf"))
         attention = torch.softmax(logits, -1).nan_to_num(0.0).mean(2)

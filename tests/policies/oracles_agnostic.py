@@ -7,6 +7,7 @@ tokens and worth are those of `oracles_attention`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -142,8 +143,9 @@ def expected_attention(
     norm: str = "value",
     eps: float = 0.0,
     given: tuple[np.ndarray, np.ndarray] | None = None,
+    sink_logits: Sequence[float] = (),
 ) -> Worth:
-    """`given`: mean `[H_q, d]` and covariance `[H_q, d, d]` that were measured before."""
+    """`given`: mean `[H_q, d]` and covariance `[H_q, d, d]` that were measured before; `sink_logits`: by query head."""
     coming = ("coming", future)
     if coming not in layer.known:
         turns = [rotation(layer, layer.tokens + n) for n in range(future)]
@@ -161,7 +163,8 @@ def expected_attention(
                 k = layer.k[h, i]
                 z = float(k @ mean) / math.sqrt(layer.dim)
                 logits.append(z + float(k @ spread @ k) / (2 * layer.dim) * covariance)
-            for i, a in zip(rest, softmax(logits) if rest else [], strict=True):
+            weights = softmax([*logits, *sink_logits[g : g + 1]]) if rest else []
+            for i, a in zip(rest, weights[: len(rest)], strict=True):
                 total[i] += a / layer.group
         for i in rest:
             length = {

@@ -239,19 +239,21 @@ def rkv(
     kernel: int = 7,
     group: str = "max",
     variant: str = "paper",
+    cap: float | None = None,
 ) -> Worth:
     newest = layer.tokens - 1
     value, classes = [], []
     for h, tokens in enumerate(held):
         c = last_tokens(tokens, newest, window)
         past = [i for i, where in zip(tokens, c, strict=True) if where == FREE]
-        key = ("rkv", h, tuple(past), window, group, variant)
+        key = ("rkv", h, tuple(past), window, group, variant, cap)
         if past and key not in layer.known:
             mean = [0.0] * len(past)
             for t in range(newest - window + 1, newest + 1):
                 row = []
                 for i in past:
                     z = [logit(layer, g, t, i) for g in query_heads(layer, h)]
+                    z = z if cap is None else [cap * math.tanh(x / cap) for x in z]
                     row.append(max(z) if group == "max" else sum(z) / len(z))
                 for n, a in enumerate(softmax(row)):
                     mean[n] += a / window

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,22 @@ def budgets(lengths: Sequence[int]) -> list[list[int]]:
         [max(1, round(0.77 * t)) for t in lengths],
         list(lengths),
     ]
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_expected_attention_has_the_models_sinks(group: int) -> None:
+    """A sink weighs a head's attention in the mean of its group; alone, a head's order stays."""
+    sinks = torch.tensor([-9.0, 6.0] * group)
+    made = replace(random_case((63, 40), group=group, seed=group), sinks=sinks)
+    spec = policy("expected_attention:norm=none")
+    got, plain = made.keep(spec, [25, 16]), replace(made, sinks=None).keep(spec, [25, 16])
+    for r, budget in enumerate((25, 16)):
+        first = max(made.lengths) - made.lengths[r]
+        for i, layer in enumerate(made.row(r)):
+            held = o.everything(layer)
+            worth = oa.expected_attention(layer, held, norm="none", sink_logits=sinks.tolist())
+            assert tokens(got[i][r], first) == o.kept(worth, held, budget)
+    assert any(not torch.equal(a, b) for a, b in zip(got, plain, strict=True)) == (group > 1)
 
 
 def noise_of(chosen: Policy, made: Case, budget: Sequence[int]) -> list[np.ndarray]:

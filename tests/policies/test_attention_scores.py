@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -85,6 +86,20 @@ def test_kept_sets_agree_with_the_oracle(spec: str, case: tuple[Case, list[list[
                 held = o.everything(layer)
                 expected = o.kept(SCORES[spec](layer, held, budget[r]), held, budget[r])
                 assert tokens(got[i][r], first) == expected, (budget, r, i)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_rkv_applies_the_models_soft_cap(group: int) -> None:
+    made = replace(random_case((63, 40), group=group, seed=group), cap=0.4)
+    spec = policy("rkv:redundancy=0:kernel=1")
+    got, plain = made.keep(spec, [25, 16]), replace(made, cap=None).keep(spec, [25, 16])
+    for r, budget in enumerate((25, 16)):
+        first = max(made.lengths) - made.lengths[r]
+        for i, layer in enumerate(made.row(r)):
+            held = o.everything(layer)
+            worth = o.rkv(layer, held, redundancy=0.0, kernel=1, cap=0.4)
+            assert tokens(got[i][r], first) == o.kept(worth, held, budget)
+    assert any(not torch.equal(a, b) for a, b in zip(got, plain, strict=True))
 
 
 def tokens(keep: Tensor, first: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvbench.engine.observers import ReplayObserver, observer_for
 from kvbench.plugin import ModelInfo, Policy, Scored, Scores, View, protect_nothing
+from kvbench.view.softmax import LogitScale
 
 from .oracles import Layer
 
@@ -36,6 +37,8 @@ class Case:
     v: list[Tensor]
     w_o: list[Tensor]
     turns_ago: Tensor | None = None  # int64 [B, n]
+    cap: float | None = None
+    sinks: Tensor | None = None  # [H_q]
 
     @property
     def surprisal(self) -> Tensor:
@@ -73,7 +76,8 @@ class Case:
 
     def views(self, policy: Policy, budget: Sequence[int]) -> list[View]:
         """Every layer, observed as the policy needs."""
-        info, valid, scale = self.info, self.valid, 1 / math.sqrt(self.info.head_dim)
+        info, valid = self.info, self.valid
+        scale = LogitScale(1 / math.sqrt(info.head_dim), self.cap, self.sinks)
         observers = {need: observer_for(need, info) for need in policy.needs if not need.of_tokens}
         made = []
         for i, (q, k, v) in enumerate(zip(self.q, self.k, self.v, strict=True)):
