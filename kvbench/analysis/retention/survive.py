@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvbench.engine.observers import LayerObserver
 from kvbench.plugin import ModelInfo, Need, Observer
+from kvbench.view.softmax import capped
 
 _BLOCK = 1 << 21
 """Attention weights sorted per block."""
@@ -87,7 +88,7 @@ class InUseObserver(LayerObserver):
             visible_count = int(positions[-1]) + 1
             logits = (query_block @ key[..., :visible_count]).flatten(1, 2) * scale
             future = torch.arange(visible_count, device=q.device) > positions[:, None]
-            ranks, selected_counts = self._ranked(logits.masked_fill(future, -torch.inf), positions)
+            ranks, selected_counts = self._ranked(logits.masked_fill(future, -torch.inf), positions, scale)
             for criterion, selected in enumerate(selected_counts):
                 newest = torch.where(ranks < selected[..., None], positions[:, None], -1).amax(-2)
                 latest_query[criterion, ..., :visible_count] = torch.maximum(
@@ -95,10 +96,11 @@ class InUseObserver(LayerObserver):
                 )
         self._held[layer] = latest_query
 
-    def _ranked(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _ranked(self, logits: Tensor, positions: Tensor, scale: float) -> tuple[Tensor, list[Tensor]]:
         """Rank every token for every query `[B, H_q, m, S]`, and count the tokens that each criterion selects.
 
-        Both kinds of criteria select the first tokens in logit order.
+        Both kinds of criteria select the first tokens in logit order. Shares are of the attention on tokens, without
+        sinks.
         """
         sorted_logits = logits.flip(-1).sort(dim=-1, descending=True, stable=True)
         token_order = logits.shape[-1] - 1 - sorted_logits.indices
@@ -107,7 +109,7 @@ class InUseObserver(LayerObserver):
         visible = (positions + 1).expand(logits.shape[:-1])
         selected_counts = [visible.clamp(max=top_count) for top_count in self.top]
         if self.mass:
-            weights = torch.softmax(sorted_logits.values.double(), -1)
+            weights = torch.softmax(capped(sorted_logits.values.double(), scale), -1)
             preceding_mass = weights.cumsum(-1) - weights
             selected_counts += [torch.minimum((preceding_mass < threshold).sum(-1), visible) for threshold in self.mass]
         return ranks, selected_counts

@@ -11,6 +11,7 @@ from kvbench.analysis.retention import survive
 from kvbench.analysis.retention.survive import InUse, InUseObserver, Survival, alive_at, horizons
 from kvbench.engine.driver import engine
 from kvbench.engine.prefix import Prefix
+from kvbench.view.softmax import LogitScale
 from tests.kvbench.analysis.retention import oracles
 
 TOP, MASS = (1, 3, 9), (0.3, 0.9, 0.99)
@@ -54,6 +55,27 @@ def test_it_is_what_the_attention_of_the_model_says(
                     alive, could = oracles.alive(rows, horizon)
                     assert int(survival.alive[criterion, layer, head, n]) == alive
                     assert survival.tokens[n] == could
+
+
+def test_shares_of_attention_have_the_models_soft_cap() -> None:
+    torch.manual_seed(0)
+    q, k = 3 * torch.randn(1, 4, 19, 8), torch.randn(1, 2, 19, 8)
+    counts = []
+    for cap in (None, 0.8):
+        observer = InUseObserver((), MASS)
+        scale = LogitScale(0.4, cap, torch.tensor([3.0, -2.0, 0.0, 9.0]))
+        observer.update(0, q, k, k, q, torch.ones(1, 19, dtype=torch.bool), scale)
+        newest = observer.read(0)[:, 0]
+        for head in range(4):
+            logits = 0.4 * q[0, head].double() @ k[0, head // 2].double().T
+            logits = logits if cap is None else cap * torch.tanh(logits / cap)
+            weights = logits.masked_fill(torch.ones(19, 19).triu(1).bool(), -torch.inf).softmax(-1)
+            for criterion, share in enumerate(MASS):
+                rows = rows_of(weights, "mass", share)
+                expected = [max([p for p in range(19) if i in rows[p]] or [-1]) for i in range(19)]
+                assert newest[criterion, head].tolist() == expected
+        counts.append(newest)
+    assert not torch.equal(*counts)
 
 
 def test_equal_logits_go_to_the_more_recent_token() -> None:
