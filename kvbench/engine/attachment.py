@@ -15,22 +15,28 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from kvbench.engine.attend import attend
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.channels import reordered
 from kvbench.engine.contract import check_attention, check_consumed, check_keywords, check_mask, family_of
 from kvbench.engine.dense import dense_attention
+from kvbench.engine.implementations import (
+    EAGER,
+    FLASH,
+    SDPA,
+    StockAttention,
+    additive,
+    logit_scale,
+    register_attention,
+    registered_name,
+)
 from kvbench.engine.latent import absorb, expand_output, is_latent
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import attention_modules, decoder_of, reading_modules, visual_ids
 from kvbench.engine.pruning import prune_embeddings, prune_inside
 from kvbench.engine.reading import attend_few
 from kvbench.errors import UserError
-from kvbench.view.softmax import LogitScale
 
 NAME = "kvbench"
 
@@ -151,13 +157,12 @@ def _open_forward(
     return Forward(cache, start, n, token_mask, token_ranks, token_counts)
 
 
-def kvbench_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+def kvbench_mask(*args: Any, stock_mask: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
     """Return transformers' mask for sliding-window layers and for forwards without a ragged cache."""
     if _ACTIVE and kwargs.get("local_size") is None:
         check_mask(kwargs.get("config"), kwargs.get("mask_function"))
         return None
-    dense_mask: Tensor | None = sdpa_mask(*args, **kwargs)
-    return dense_mask
+    return stock_mask(*args, **kwargs)
 
 
 def kvbench_attention(
@@ -168,6 +173,8 @@ def kvbench_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    *,
+    implementation: str,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention of `query` `[B, H_q, n, d]` after RoPE; the output is `[B, n, H_q, d]`.
@@ -176,24 +183,15 @@ def kvbench_attention(
         UserError: kvbench does not implement the attention of this model family.
     """
     context: _AttentionContext | None = module.__dict__.get("_kvbench")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    if cap is not None or sinks is not None:
-        scale = LogitScale(scale, cap, sinks)
+    stock = StockAttention(implementation, module, scaling, dropout, kwargs)
     if context is None:
         check_keywords(module, kwargs)
-        if isinstance(scale, LogitScale):  # transformers' function would ignore the cap and the sinks
-            is_causal = attention_mask is None and query.shape[2] > 1
-            output = dense_attention(query, key, value, attention_mask, scale, is_causal=is_causal)
-            return output.transpose(1, 2).contiguous(), None
-        sdpa_result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-        return sdpa_result
+        return stock(query, key, value, attention_mask), None
+    scale = logit_scale(query, scaling, kwargs)
     forward, layer = context.forward, context.layer
     if context.is_reading:
         check_attention(module, key, value, attention_mask, kwargs, (key, value))
-        return _read_shared(query, context, scale).transpose(1, 2).contiguous(), None
+        return _read_shared(query, context, scale, stock).transpose(1, 2).contiguous(), None
     has_latents = is_latent(module)
     check_attention(module, key, value, attention_mask, kwargs, layer.pending, is_latent=has_latents)
     expanded = None
@@ -239,7 +237,9 @@ def kvbench_attention(
         if getattr(module, "store_full_length_kv", False):
             forward.shared_kv[id(layer)] = dense_kv
         inputs = (query, *dense_kv) if expanded is None else expanded
-        output = _dense_attention(*inputs, forward, scale, context.index)
+        # transformers has no attention over latents.
+        dense_stock = None if has_latents and expanded is None else stock
+        output = _dense_attention(*inputs, forward, scale, context.index, dense_stock)
         pruning = forward.cache.pruning
         if pruning is not None and context.index == pruning.layer - 1:
             forward.pruner = step
@@ -250,11 +250,11 @@ def kvbench_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _read_shared(query: Tensor, context: _AttentionContext, scale: float) -> Tensor:
+def _read_shared(query: Tensor, context: _AttentionContext, scale: float, stock: StockAttention) -> Tensor:
     """Compute attention of a layer without K and V of its own over those of an earlier layer."""
     forward, layer = context.forward, context.layer
     if id(layer) in forward.shared_kv:
-        return _dense_attention(query, *forward.shared_kv[id(layer)], forward, scale, context.index)
+        return _dense_attention(query, *forward.shared_kv[id(layer)], forward, scale, context.index, stock)
     if forward.cache.readings:
         raise UserError("a policy that reads selected entries does not support layers that share keys and values")
     # transformers may compute only the last columns of these layers.
@@ -296,13 +296,26 @@ def _prune_between(forward: Forward, output: Tensor) -> None:
 
 
 def _dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, forward: Forward, scale: float, layer_index: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    forward: Forward,
+    scale: float,
+    layer_index: int,
+    stock: StockAttention | None,
 ) -> Tensor:
     """Compute causal attention of the newest queries over all columns of an uncompressed layer."""
     cache = forward.cache
     hides_pruned = cache.pruned is not None and cache.pruning is not None and layer_index >= cache.pruning.layer
     query_count, column_count = query.shape[2], key.shape[2]
-    if not cache.padded and query_count in (1, column_count) and not hides_pruned:
+    implementation = SDPA if stock is None else stock.implementation
+    if stock is not None and implementation == FLASH:
+        if hides_pruned:
+            raise UserError("FlashAttention 2 cannot hide pruned tokens; use --attn sdpa")
+        padding_mask = cache.valid.to(query.device) if cache.padded and cache.valid is not None else None
+        return stock(query, key, value, padding_mask).transpose(1, 2)
+    is_plain_causal = not cache.padded and query_count in (1, column_count) and not hides_pruned
+    if is_plain_causal and implementation == SDPA:
         return dense_attention(query, key, value, None, scale, is_causal=query_count > 1)
     if forward.mask is None or forward.mask.device != query.device:
         column_indices = torch.arange(column_count, device=query.device)
@@ -323,11 +336,13 @@ def _dense_attention(
             self_columns = column_indices == column_indices[forward.first_column :, None]  # a pruned query sees itself
             forward.blind_mask = causal_mask & (~cache.pruned.to(query.device)[:, None, None] | self_columns)
         causal_mask = forward.blind_mask
-    return dense_attention(query, key, value, causal_mask[:, :, -query_count:], scale)
+    query_mask = causal_mask[:, :, -query_count:]
+    if stock is not None and implementation == EAGER:
+        return stock(query, key, value, additive(query_mask, query.dtype)).transpose(1, 2)
+    return dense_attention(query, key, value, query_mask, scale)
 
 
-AttentionInterface.register(NAME, kvbench_attention)
-AttentionMaskInterface.register(NAME, kvbench_mask)
+register_attention(NAME, kvbench_attention, kvbench_mask)
 
 
 class Attachment:
@@ -368,7 +383,7 @@ class Attachment:
         output_head = getattr(self.model, "get_output_embeddings", lambda: None)()
         if isinstance(output_head, nn.Module):
             self._handles.append(output_head.register_forward_pre_hook(_make_contiguous))
-        self.decoder.set_attn_implementation(NAME)
+        self.decoder.set_attn_implementation(registered_name(NAME, self.model))
         if self.model is not self.decoder:
             self._handles.append(self.model.register_forward_pre_hook(self._record_tokens, with_kwargs=True))
         self._handles += [

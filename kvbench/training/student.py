@@ -12,12 +12,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from kvbench.engine.contract import check_keywords, family_of
 from kvbench.engine.driver import check_supported
+from kvbench.engine.implementations import StockAttention, register_attention, registered_name
 from kvbench.engine.models import (
     attention_modules,
     decoder_of,
@@ -65,6 +63,8 @@ def training_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    *,
+    implementation: str,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Apply the student's attention: `query` `[B, H_q, T, d]` after RoPE, output `[B, T, H_q, d]`."""
@@ -89,10 +89,8 @@ def training_attention(
                 student.project(layer, hidden_states),
                 labels,
             )
-    plain_output: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-    )
-    return plain_output
+    stock = StockAttention(implementation, module, scaling, dropout, kwargs)
+    return stock(query, key, value, attention_mask), None
 
 
 def _check_trainable(module: nn.Module, key: Tensor, value: Tensor, keywords: Mapping[str, Any]) -> None:
@@ -111,8 +109,7 @@ def _check_trainable(module: nn.Module, key: Tensor, value: Tensor, keywords: Ma
             raise UserError(f"gates cannot be trained for {family_of(module)}, whose attention has {addition}")
 
 
-AttentionInterface.register(NAME, training_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+register_attention(NAME, training_attention)
 
 
 class Student(nn.Module):
@@ -150,7 +147,7 @@ class Student(nn.Module):
                 f"{layer_count} layers have full attention"
             )
         check_supported(model)
-        decoder_of(model).set_attn_implementation(NAME)
+        decoder_of(model).set_attn_implementation(registered_name(NAME, model))
         for layer, module in attention_modules(model):
             module.register_forward_pre_hook(
                 lambda hooked, positional, keywords, layer_index=layer: self._entering(
