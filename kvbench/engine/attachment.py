@@ -254,15 +254,17 @@ def _read_shared(query: Tensor, context: _AttentionContext, scale: float, stock:
     """Compute attention of a layer without K and V of its own over those of an earlier layer."""
     forward, layer = context.forward, context.layer
     if id(layer) in forward.shared_kv:
-        return _dense_attention(query, *forward.shared_kv[id(layer)], forward, scale, context.index, stock)
+        key, value = (tensor.to(query.device) for tensor in forward.shared_kv[id(layer)])
+        return _dense_attention(query, key, value, forward, scale, context.index, stock)
     if forward.cache.readings:
         raise UserError("a policy that reads selected entries does not support layers that share keys and values")
     # transformers may compute only the last columns of these layers.
     skipped_columns = forward.new_columns - query.shape[2]
-    token_mask = None if forward.valid is None else forward.valid[:, skipped_columns:].to(query.device)
+    token_mask = None if forward.valid is None else forward.valid[:, skipped_columns:].to(layer.device)
     decoded_layer = layer if layer.coding is None else layer.coding.decoded(layer)
     first_column = forward.first_column + skipped_columns
-    return attend(reordered(query, layer.order), decoded_layer, first_column, scale, (), token_mask)[0]
+    near_query = reordered(query.to(layer.device), layer.order)  # the layer may lie on another device
+    return attend(near_query, decoded_layer, first_column, scale, (), token_mask)[0].to(query.device)
 
 
 def _prune_before(forward: Forward, model_inputs: dict[str, Any]) -> dict[str, Any]:
