@@ -27,10 +27,19 @@ if TYPE_CHECKING:
     from kvbench.harness.protocol import LoadedTask
 
 KINDS = ("qwen2_vl", "qwen3_vl", "llava")
+WRAPPERS = ("qwen3_5", "mistral3", "internvl")
+"""Further kinds; the processor of InternVL needs torchvision."""
 
 SPECIAL = (
     "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|> <image>"
 ).split()
+MISTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+INTERNVL = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
 
 QWEN_TEMPLATE = (
     "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\n"
@@ -52,7 +61,14 @@ LLAVA_TEMPLATE = (
 )
 """As LLaVA-1.5's: all images of a message before its text; messages must be lists of parts."""
 
-_PATCH = {"qwen2_vl": 14, "qwen3_vl": 16, "llava": 14}
+PART_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for c in m['content'] %}{% if c['type'] == 'text' %}{{ c['text'] }}{% else %}PLACEHOLDER{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As Mistral's and InternVL's: a placeholder for each image, in its place."""
+
+_PATCH = {"qwen2_vl": 14, "qwen3_vl": 16, "qwen3_5": 16, "llava": 14}
 
 
 def installed(*packages: str) -> bool:
@@ -108,6 +124,10 @@ def tokenizer(template: str = QWEN_TEMPLATE) -> PreTrainedTokenizerFast:
 @functools.cache
 def processor(kind: str = "qwen2_vl") -> Any:
     """A processor for images of at most 112 x 112 pixels (Qwen) or of 56 x 56 (LLaVA)."""
+    if kind == "mistral3":
+        return _pixtral_processor()
+    if kind == "internvl":
+        return _internvl_processor()
     if kind == "llava":
         images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
         return transformers.LlavaProcessor(
@@ -125,6 +145,36 @@ def processor(kind: str = "qwen2_vl") -> Any:
         size={"shortest_edge": 4 * patch * patch, "longest_edge": 64 * patch * patch},
     )
     return images_only(kind, images, tokenizer())
+
+
+def _pixtral_processor() -> Any:
+    """A processor for images of at most 56 x 56 pixels, in patches of 7 that are merged two by two."""
+    template = PART_TEMPLATE.replace("PLACEHOLDER", MISTRAL[0])
+    words = tokenizer(template)
+    words.add_special_tokens({"additional_special_tokens": list(MISTRAL)})
+    images = transformers.PixtralImageProcessorPil(size={"longest_edge": 56}, patch_size={"height": 7, "width": 7})
+    return transformers.PixtralProcessor(images, words, patch_size=7, spatial_merge_size=2, chat_template=template)
+
+
+def _internvl_processor() -> Any:
+    """A processor for tiles of 28 x 28 pixels, with a whole view where there are several."""
+    template = PART_TEMPLATE.replace("PLACEHOLDER", INTERNVL["context_image_token"])
+    words = tokenizer(template)
+    words.add_special_tokens({"additional_special_tokens": list(INTERNVL.values())})
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=words.backend_tokenizer,
+        **{k: words.init_kwargs[k] for k in ("eos_token", "pad_token", "padding_side", "model_max_length")},
+        chat_template=template,
+        extra_special_tokens=INTERNVL,
+    )
+    size = {"height": 28, "width": 28}
+    return transformers.InternVLProcessor(
+        image_processor=transformers.GotOcr2ImageProcessorPil(size=size, crop_to_patches=True, max_patches=3),
+        tokenizer=words,
+        video_processor=transformers.InternVLVideoProcessor(size=size),
+        image_seq_length=4,
+        chat_template=template,
+    )
 
 
 def model(kind: str = "qwen2_vl") -> Any:
@@ -146,7 +196,31 @@ def model(kind: str = "qwen2_vl") -> Any:
     }
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return (_llava if kind == "llava" else _qwen)(kind, text, ids).eval()
+        build = {"llava": _llava, "mistral3": _mistral, "internvl": _internvl}.get(kind, _qwen)
+        return build(kind, text, ids).eval()
+
+
+def _mistral(kind: str, text: dict[str, Any], ids: dict[str, int]) -> Any:
+    config = transformers.Mistral3Config(
+        vision_config={**_TOWER, "model_type": "pixtral", "image_size": 56, "patch_size": 7},
+        text_config={**text, "model_type": "mistral", "head_dim": 16, "sliding_window": None},
+        image_token_index=processor(kind).image_token_id,
+        spatial_merge_size=2,
+    )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def _internvl(kind: str, text: dict[str, Any], ids: dict[str, int]) -> Any:
+    config = transformers.InternVLConfig(
+        vision_config={**_TOWER, "model_type": "internvl_vision", "image_size": 28, "patch_size": 7},
+        text_config={**text, "model_type": "qwen2"},
+        image_token_id=processor(kind).image_token_id,
+        image_seq_length=4,
+    )
+    return transformers.InternVLForConditionalGeneration(config)
+
+
+_TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def _llava(kind: str, text: dict[str, Any], ids: dict[str, int]) -> Any:
@@ -194,6 +268,21 @@ def _qwen(kind: str, text: dict[str, Any], ids: dict[str, int]) -> Any:
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0],
     }
+    if kind == "qwen3_5":
+        del vision["deepstack_visual_indexes"]
+        hybrid = {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        }
+        rope |= {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
+        hybrid_config = transformers.Qwen3_5Config(
+            text_config={**text, **hybrid, "head_dim": 16, "rope_parameters": rope}, vision_config=vision, **tokens
+        )
+        return transformers.Qwen3_5ForConditionalGeneration(hybrid_config)
     config = transformers.Qwen3VLConfig(
         text_config={
             **text,
@@ -210,7 +299,7 @@ def save(kind: str, folder: Path) -> str:
     """Write a model folder, as a user would have it."""
     model(kind).save_pretrained(folder)
     processor(kind).tokenizer.save_pretrained(folder)
-    if kind == "llava":
+    if kind in ("llava", "mistral3", "internvl"):
         processor(kind).save_pretrained(folder)
     else:  # a processor that was made for images only has a class of its own
         processor(kind).image_processor.save_pretrained(folder)

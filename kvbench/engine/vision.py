@@ -17,7 +17,7 @@ Pixels = Mapping[str, Tensor]
 """Processor outputs for media, as keywords of the model's forward: `pixel_values` and more."""
 
 _TEXT = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families whose processors need torchvision for videos."""
 _TILED = ("LlavaOnevision", "LlavaNext")
 """Processors whose tiling of an image can depend on the number of images."""
@@ -31,7 +31,7 @@ def images_only(family: str, image_processor: Any, tokenizer: Any) -> Any:
     from transformers import Qwen2VLProcessor, Qwen3VLProcessor
     from transformers.processing_utils import ProcessorMixin
 
-    processor_class: Any = Qwen3VLProcessor if family == "qwen3_vl" else Qwen2VLProcessor
+    processor_class: Any = Qwen2VLProcessor if family.startswith("qwen2") else Qwen3VLProcessor
 
     class ImagesOnly(processor_class):  # type: ignore[misc]
         # ProcessorMixin looks at the names of these parameters.
@@ -73,8 +73,12 @@ class Vision:
 
     def counts(self, media: Sequence[Medium]) -> list[int]:
         """Return the number of visual tokens of each medium."""
-        medium_tokens = zip(media, self._expansions(media), strict=True)
-        return [expansion.count(self._placeholder(medium)) for medium, expansion in medium_tokens]
+        expansions = self._expansions(media)
+        # InternVL shows the frames of a video as images.
+        return [
+            expansion.count(self._placeholder(medium)) or expansion.count(self.processor.image_token)
+            for medium, expansion in zip(media, expansions, strict=True)
+        ]
 
     def pixels(self, media: Sequence[Medium], device: torch.device) -> Pixels:
         """Return the forward's keywords for media, in their order; empty if there are none."""

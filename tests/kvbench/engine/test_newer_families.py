@@ -34,7 +34,7 @@ WIDER: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 64)
     },
-    "gemma4_text+shared": {"head_dim": 64, "global_head_dim": 64},
+    "gemma4_text+shared": {"head_dim": 64, "global_head_dim": 64, "hidden_size_per_layer_input": 64},
 }
 REFUSED = {
     ("deepseek_v3", "bnb-8bit"): "transformers itself cannot run it",
