@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvbench.engine.attend import attend
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.channels import reordered
-from kvbench.engine.contract import check_attention, check_consumed, check_keywords, check_mask, family_of
+from kvbench.engine.contract import check_attention, check_consumed, check_image_masks, check_keywords, check_mask
 from kvbench.engine.dense import dense_attention
 from kvbench.engine.implementations import (
     EAGER,
@@ -422,7 +422,9 @@ class Attachment:
     def _record_tokens(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
         self._token_ids = keywords.get("input_ids", arguments[0] if arguments else None)
         self._token_mask = keywords.get("attention_mask")
-        self._has_media = any(
+        # `generate` runs the vision tower before the model.
+        has_features = any((keywords.get("mm_encoder_outputs") or {}).values())
+        self._has_media = has_features or any(
             name.startswith("pixel_values") and pixels is not None for name, pixels in keywords.items()
         )
 
@@ -434,11 +436,10 @@ class Attachment:
         if not isinstance(cache, RaggedCache):
             return None
         cache.ready()
+        image_masks = None
         if isinstance(keywords.get("attention_mask"), dict):  # Gemma 3 and 4 make their masks before the decoder
-            if self._has_media:
-                raise UserError(
-                    f"{family_of(module)} lets image tokens see later ones, which kvbench does not implement"
-                )
+            if self._has_media and check_image_masks(module, is_first=cache.valid is None):
+                image_masks = {**keywords["attention_mask"], "full_attention": None}
             keywords = {**keywords, "attention_mask": self._token_mask}
         token_ids = keywords.get("input_ids", arguments[0] if arguments else None)
         model_input = token_ids if token_ids is not None else keywords["inputs_embeds"]
@@ -477,6 +478,8 @@ class Attachment:
             # Sliding-window layers of transformers do not know about earlier padding.
             assert cache.valid is not None
             keywords = {**keywords, "attention_mask": cache.valid.long()}
+        if image_masks is not None:
+            keywords = {**keywords, "attention_mask": image_masks}
         return arguments, keywords
 
     def _close_forward(self, module: nn.Module, arguments: Any, keywords: dict[str, Any], outputs: Any) -> None:

@@ -167,6 +167,14 @@ def _loaded(medium: Medium) -> Any:
 # --- positions ------------------------------------------------------------------------------------
 
 
+def token_kinds(model: nn.Module, token_ids: Tensor) -> Tensor:
+    """Return 1 for image tokens, 2 for video tokens and 0 for others: transformers' `mm_token_type_ids`."""
+    medium_kinds = torch.zeros_like(token_ids, dtype=torch.int32)
+    for kind_number, field_name in enumerate(("image_token_id", "video_token_id"), 1):
+        medium_kinds[token_ids == getattr(model.config, field_name)] = kind_number
+    return medium_kinds
+
+
 def media_positions(
     model: nn.Module, token_ids: Tensor, token_mask: Tensor | None, pixels: Pixels
 ) -> tuple[Tensor, Tensor]:
@@ -186,10 +194,7 @@ def media_positions(
     Returns:
         Positions `[3, B, n]`, and the difference between each sequence's next position and its token count, `[B]`.
     """
-    rope_model, config = rotary_model(model), model.config
-    medium_kinds = torch.zeros_like(token_ids, dtype=torch.int32)
-    for kind_number, field_name in enumerate(("image_token_id", "video_token_id"), 1):
-        medium_kinds[token_ids == getattr(config, field_name)] = kind_number
+    rope_model, medium_kinds = rotary_model(model), token_kinds(model, token_ids)
     rope_parameters = inspect.signature(rope_model.get_rope_index).parameters
     grids = {field_name: tensor for field_name, tensor in pixels.items() if field_name in rope_parameters}
     raw_positions, _ = rope_model.get_rope_index(

@@ -14,12 +14,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvbench
+from benchmarks.family_models import FAMILIES as FAMILY_MODELS
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.driver import engine, forward
 from kvbench.engine.models import decoder_of
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.vision import media_positions
+from kvbench.errors import UserError
 
 from .conftest import _KEPT, SIZE
 
@@ -40,7 +42,8 @@ CLIP = {
     "image_size": 32,
     "patch_size": 8,
 }
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_onevision", "qwen3_5", "mistral3", "internvl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_onevision", "qwen3_5", "mistral3", "internvl",
+            "gemma4", "gemma4_vision")  # fmt: skip
 HYBRID: dict[str, Any] = {
     "layer_types": ["full_attention", "linear_attention", "full_attention"],
     "linear_key_head_dim": 8,
@@ -68,6 +71,8 @@ def build(name: str) -> Family:
         return _mistral()
     if name == "internvl":
         return _internvl()
+    if name.startswith("gemma4"):
+        return _gemma("vision" if name == "gemma4_vision" else None)
     text = {**TEXT, "model_type": "llama" if name == "llava" else "qwen2"}
     if name == "llava":
         config: Any = transformers.LlavaConfig(
@@ -157,6 +162,44 @@ def _internvl() -> Family:
     return Family(_ready(model), 8, lambda noise: {"pixel_values": noise[:, :2].flatten(0, 1)})  # two tiles
 
 
+def _gemma(bidirectional: str | None) -> Family:
+    """A Gemma 4 of which layers with a window may let image tokens see later ones."""
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    config = transformers.Gemma4Config(
+        text_config={
+            **TEXT,
+            "num_hidden_layers": 4,
+            "layer_types": layer_types,
+            "sliding_window": 16,
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 0,
+            "use_bidirectional_attention": bidirectional,
+        },
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "position_embedding_size": 64,
+        },
+        audio_config=None,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
+    model = transformers.Gemma4ForConditionalGeneration(config)
+
+    def patches(noise: Tensor) -> dict[str, Tensor]:
+        places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).flip(-1)
+        rows = noise.flatten(1)[:, : 36 * 48].reshape(len(noise), 36, 48)
+        return {"pixel_values": rows, "image_position_ids": places.expand(len(noise), -1, -1)}
+
+    return Family(_ready(model), 4, patches)  # 3 x 3 patches make a token
+
+
 def _ready(model: Any) -> Any:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -179,7 +222,7 @@ def turn(family: Family, pads: list[int], images: int, seed: int) -> tuple[Tenso
     for row, pad in enumerate(pads):
         mask[row, :pad] = 0
     noise = torch.randn(len(pads) * images, 3, 3, 32, 32, generator=g)
-    return ids, mask, family.pixels(noise)
+    return ids, mask, family.pixels(noise) if images else {}
 
 
 def oracle_run(model: Any, chunks: list[tuple[Tensor, Any]], mask: Tensor, kept: list[Any]) -> list[Tensor]:
@@ -205,6 +248,8 @@ def oracle_run(model: Any, chunks: list[tuple[Tensor, Any]], mask: Tensor, kept:
             _KEPT.clear()
             _KEPT.update({i: k for i, k in enumerate(held or []) if k is not None})
             last = first + ids.shape[1]
+            if part and getattr(decoder.config, "use_bidirectional_attention", None):
+                part = {**part, "mm_token_type_ids": (ids == IMAGE).int()}
             out.append(
                 model(
                     input_ids=ids,
@@ -247,8 +292,10 @@ def _interleaved_positions(model: Any, chunks: Any, whole: Tensor, mask: Tensor)
 def test_eviction_equals_masking_over_two_turns_with_images(name: str, policy: str) -> None:
     family = build(name)
     ids, mask, pixels = turn(family, [0, 5], images=2, seed=0)
-    # Padding between tokens would change a recurrent state.
-    more, more_mask, more_pixels = turn(family, [0, 0 if name == "qwen3_5" else 3], images=2, seed=1)
+    # Padding between tokens would change a recurrent state, or be in a sliding window.
+    more_images = 0 if name == "gemma4_vision" else 2  # must be in the first forward
+    more_pads = [0, 0 if name == "qwen3_5" or name.startswith("gemma4") else 3]
+    more, more_mask, more_pixels = turn(family, more_pads, images=more_images, seed=1)
     last = torch.randint(1, 110, (2, 1), generator=torch.Generator().manual_seed(2))
     wish = Compression(kvbench.policy(policy), Budget.parse(0.3), "context", 0)
     with engine(family.model):
@@ -273,7 +320,7 @@ def test_generate_in_an_attachment_equals_masking(name: str) -> None:
     family = build(name)
     ids, mask, pixels = turn(family, [0, 5], images=1, seed=4)
     given = dict(pixels)
-    if name.startswith("qwen"):
+    if name.startswith(("qwen", "gemma4")):
         given["mm_token_type_ids"] = (ids == IMAGE).int()
     with kvbench.attach(family.model, "random", 0.4) as cache:
         made = family.model.generate(
@@ -295,6 +342,42 @@ def test_generate_in_an_attachment_equals_masking(name: str) -> None:
     theirs = torch.cat([masked[0][:, -1:], masked[1]], 1)
     ours = torch.stack(made.logits, 1)
     assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+@torch.no_grad()
+def test_image_tokens_that_see_later_ones_in_full_layers_are_refused() -> None:
+    model = next(family for family in FAMILY_MODELS if family.name == "gemma3").build()
+    ids = torch.tensor([[5, *[model.config.image_token_id] * 4, 6, 7]])
+    pixels = {"pixel_values": torch.zeros(1, 3, 32, 32)}
+    message = r"^gemma3_text lets image tokens see later ones, which kvbench does not implement$"
+    with engine(model), pytest.raises(UserError, match=message):
+        Prefix(model, frozenset()).extend(ids, pixels=pixels)
+    with pytest.raises(UserError, match=message), kvbench.attach(model, "random", 0.4) as cache:
+        model.generate(
+            ids,
+            past_key_values=cache,
+            token_type_ids=(ids == model.config.image_token_id).int(),
+            max_new_tokens=2,
+            **pixels,
+        )
+
+
+@torch.no_grad()
+def test_image_tokens_of_gemma_4_see_later_ones_in_sliding_layers_of_the_first_forward() -> None:
+    family, causal = build("gemma4_vision"), build("gemma4")
+    ids, mask, pixels = turn(family, [0], images=1, seed=9)
+    causal.model.load_state_dict(family.model.state_dict())
+    logits = []
+    for model in (family.model, causal.model):
+        with engine(model):
+            prefix = Prefix(model, frozenset())
+            logits.append(prefix.extend(ids, mask, pixels))
+            if model is family.model:
+                message = r"^gemma4_text cannot see images after its first tokens; put them first$"
+                with pytest.raises(UserError, match=message):
+                    prefix.extend(ids, mask, pixels)
+    build.cache_clear()
+    assert (logits[0] - logits[1]).abs().max() > 1e-2 * logits[0].abs().max()
 
 
 @torch.no_grad()
