@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from kvbench.harness.protocol import LoadedTask
 
 KINDS = ("qwen2_vl", "qwen3_vl", "llava")
-WRAPPERS = ("qwen3_5", "mistral3", "internvl")
-"""Further kinds; the processor of InternVL needs torchvision."""
+WRAPPERS = ("qwen3_5", "mistral3", "internvl", "gemma4")
+"""Further kinds."""
+VIDEO_PROCESSORS = ("internvl", "gemma4")
+"""Kinds whose processors need torchvision."""
 
 SPECIAL = (
     "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|> <image>"
@@ -69,6 +71,14 @@ PART_TEMPLATE = (
 """As Mistral's and InternVL's: a placeholder for each image, in its place."""
 
 _PATCH = {"qwen2_vl": 14, "qwen3_vl": 16, "qwen3_5": 16, "llava": 14}
+GEMMA = {
+    "image_token": "<|image|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
 
 
 def installed(*packages: str) -> bool:
@@ -128,6 +138,8 @@ def processor(kind: str = "qwen2_vl") -> Any:
         return _pixtral_processor()
     if kind == "internvl":
         return _internvl_processor()
+    if kind == "gemma4":
+        return _gemma_processor()
     if kind == "llava":
         images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
         return transformers.LlavaProcessor(
@@ -159,20 +171,38 @@ def _pixtral_processor() -> Any:
 def _internvl_processor() -> Any:
     """A processor for tiles of 28 x 28 pixels, with a whole view where there are several."""
     template = PART_TEMPLATE.replace("PLACEHOLDER", INTERNVL["context_image_token"])
-    words = tokenizer(template)
-    words.add_special_tokens({"additional_special_tokens": list(INTERNVL.values())})
-    words = PreTrainedTokenizerFast(
-        tokenizer_object=words.backend_tokenizer,
-        **{k: words.init_kwargs[k] for k in ("eos_token", "pad_token", "padding_side", "model_max_length")},
-        chat_template=template,
-        extra_special_tokens=INTERNVL,
-    )
+    words = _named_tokens(template, INTERNVL)
     size = {"height": 28, "width": 28}
     return transformers.InternVLProcessor(
         image_processor=transformers.GotOcr2ImageProcessorPil(size=size, crop_to_patches=True, max_patches=3),
         tokenizer=words,
         video_processor=transformers.InternVLVideoProcessor(size=size),
         image_seq_length=4,
+        chat_template=template,
+    )
+
+
+def _named_tokens(template: str, special: dict[str, str]) -> PreTrainedTokenizerFast:
+    """A tokenizer that has special tokens as attributes."""
+    words = tokenizer(template)
+    words.add_special_tokens({"additional_special_tokens": [*special.values(), "<|video|>"]})
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words.backend_tokenizer,
+        **{k: words.init_kwargs[k] for k in ("eos_token", "pad_token", "padding_side", "model_max_length")},
+        chat_template=template,
+        extra_special_tokens=special,
+    )
+
+
+def _gemma_processor() -> Any:
+    """A processor for images of at most 70 tokens of 3 x 3 patches of 4 x 4 pixels."""
+    template = PART_TEMPLATE.replace("PLACEHOLDER", GEMMA["image_token"])
+    return transformers.Gemma4Processor(
+        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
+        image_processor=transformers.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70),
+        tokenizer=_named_tokens(template, GEMMA),
+        video_processor=transformers.Gemma4VideoProcessor(patch_size=4, max_soft_tokens=70),
+        image_seq_length=70,
         chat_template=template,
     )
 
@@ -196,7 +226,7 @@ def model(kind: str = "qwen2_vl") -> Any:
     }
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        build = {"llava": _llava, "mistral3": _mistral, "internvl": _internvl}.get(kind, _qwen)
+        build = {"llava": _llava, "mistral3": _mistral, "internvl": _internvl, "gemma4": _gemma}.get(kind, _qwen)
         return build(kind, text, ids).eval()
 
 
@@ -208,6 +238,30 @@ def _mistral(kind: str, text: dict[str, Any], ids: dict[str, int]) -> Any:
         spatial_merge_size=2,
     )
     return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def _gemma(kind: str, text: dict[str, Any], ids: dict[str, int]) -> Any:
+    """A Gemma 4 with two full layers and two whose image tokens see later ones of their image."""
+    special = {
+        f"{name}_id": processor(kind).tokenizer.convert_tokens_to_ids(token)
+        for name, token in {**GEMMA, "video_token": "<|video|>"}.items()
+    }
+    config = transformers.Gemma4Config(
+        text_config={
+            **text,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 16,
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 0,
+            "use_bidirectional_attention": "vision",
+        },
+        vision_config={**_TOWER, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4},
+        audio_config=None,
+        **special,
+    )
+    return transformers.Gemma4ForConditionalGeneration(config)
 
 
 def _internvl(kind: str, text: dict[str, Any], ids: dict[str, int]) -> Any:
@@ -299,7 +353,7 @@ def save(kind: str, folder: Path) -> str:
     """Write a model folder, as a user would have it."""
     model(kind).save_pretrained(folder)
     processor(kind).tokenizer.save_pretrained(folder)
-    if kind in ("llava", "mistral3", "internvl"):
+    if kind in ("llava", "mistral3", *VIDEO_PROCESSORS):
         processor(kind).save_pretrained(folder)
     else:  # a processor that was made for images only has a class of its own
         processor(kind).image_processor.save_pretrained(folder)
