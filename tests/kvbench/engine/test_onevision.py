@@ -1,4 +1,4 @@
-"""LLaVA-OneVision and InternVL with their own processors: tiles of one image, several images, videos."""
+"""LLaVA-OneVision, InternVL and Gemma 4 with their own processors: tiles of one image, several images, videos."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ MEDIA = {
 PLACEHOLDERS = {
     "llava_onevision": {"image": "<image>", "video": "<video>"},
     "internvl": {"image": vision.INTERNVL["context_image_token"], "video": vision.INTERNVL["video_token"]},
+    "gemma4": {"image": vision.GEMMA["image_token"], "video": "<|video|>"},
 }
 
 
@@ -42,8 +43,8 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     if not vision.installed("torchvision"):
-        pytest.skip("the processors of LLaVA-OneVision and InternVL need torchvision")
-    if family == "internvl":
+        pytest.skip("the processors need torchvision")
+    if family in vision.VIDEO_PROCESSORS:
         return vision.save(family, tmp_path_factory.mktemp(family))
     words = vision.tokenizer(vision.LLAVA_TEMPLATE)
     words.add_special_tokens({"additional_special_tokens": ["<video>"]})
