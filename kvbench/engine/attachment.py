@@ -27,6 +27,7 @@ from kvbench.engine.implementations import (
     SDPA,
     StockAttention,
     additive,
+    chosen_attention,
     logit_scale,
     register_attention,
     registered_name,
@@ -439,6 +440,8 @@ class Attachment:
         image_masks = None
         if isinstance(keywords.get("attention_mask"), dict):  # Gemma 3 and 4 make their masks before the decoder
             if self._has_media and check_image_masks(module, is_first=cache.valid is None):
+                if chosen_attention(self.model) == FLASH:
+                    raise UserError("FlashAttention 2 does not let image tokens see later ones; use --attn sdpa")
                 image_masks = {**keywords["attention_mask"], "full_attention": None}
             keywords = {**keywords, "attention_mask": self._token_mask}
         token_ids = keywords.get("input_ids", arguments[0] if arguments else None)

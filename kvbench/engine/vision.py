@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.benchmark import Medium
-from kvbench.engine.models import rotary_model
+from kvbench.engine.models import decoder_of, rotary_model
 from kvbench.errors import UserError
 
 Pixels = Mapping[str, Tensor]
@@ -173,6 +173,14 @@ def token_kinds(model: nn.Module, token_ids: Tensor) -> Tensor:
     for kind_number, field_name in enumerate(("image_token_id", "video_token_id"), 1):
         medium_kinds[token_ids == getattr(model.config, field_name)] = kind_number
     return medium_kinds
+
+
+def mask_inputs(model: nn.Module, token_ids: Tensor) -> dict[str, Tensor]:
+    """Return what the forward of a model needs to let image tokens see later ones of their image; {} for most."""
+    config: Any = decoder_of(model).config
+    if getattr(config, "use_bidirectional_attention", None) != "vision":
+        return {}
+    return {"mm_token_type_ids": token_kinds(model, token_ids)}  # without it, Gemma 4 makes causal masks
 
 
 def media_positions(

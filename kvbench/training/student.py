@@ -23,7 +23,7 @@ from kvbench.engine.models import (
     model_info,
     rotary_model,
 )
-from kvbench.engine.vision import media_positions
+from kvbench.engine.vision import mask_inputs, media_positions
 from kvbench.errors import UserError
 from kvbench.plugin import Blocks
 from kvbench.training import losses
@@ -349,7 +349,7 @@ class Student(nn.Module):
         decoder: Any = decoder_of(self.base)
         if self._pixels:  # the decoder's parent module inserts the images into the embeddings
             decoder = self.base.model
-            kwargs |= self._pixels
+            kwargs |= {**self._pixels, **mask_inputs(self.base, input_ids)}
             if rotary_model(self.base) is not None:
                 positions, _ = media_positions(self.base, input_ids, valid, self._pixels)
                 kwargs["position_ids"] = positions

@@ -18,6 +18,7 @@ from benchmarks.family_models import FAMILIES as FAMILY_MODELS
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.driver import engine, forward
+from kvbench.engine.implementations import FLASH, SDPA, choose_attention
 from kvbench.engine.models import decoder_of, reading_modules
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.vision import media_positions
@@ -385,6 +386,10 @@ def test_image_tokens_of_gemma_4_see_later_ones_in_sliding_layers_of_the_first_f
                 message = r"^gemma4_text cannot see images after its first tokens; put them first$"
                 with pytest.raises(UserError, match=message):
                     prefix.extend(ids, mask, pixels)
+                choose_attention(family.model, FLASH)
+                with pytest.raises(UserError, match=r"^FlashAttention 2 does not let image tokens see later ones; u"):
+                    Prefix(family.model, frozenset()).extend(ids, mask, pixels)
+                choose_attention(family.model, SDPA)
     assert (logits[0] - logits[1]).abs().max() > 1e-2 * logits[0].abs().max()
 
 
