@@ -50,7 +50,7 @@ def test_gates_that_forget_nothing_leave_the_model_with_its_images(kind: str) ->
     assert abs(float(blank["ntp"]) - float(expected)) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "llava"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "llava", "mistral3"])
 def test_a_padded_batch_equals_its_sequences(kind: str) -> None:
     student = _student(vision.model(kind), bias=2.0)
     items = [
