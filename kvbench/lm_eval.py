@@ -30,7 +30,7 @@ from kvbench.engine.pruning import prunes
 from kvbench.errors import UserError
 from kvbench.harness.named_tasks.prompts import common_length, longest_passage
 from kvbench.moments import Moment
-from kvbench.runs.values import choice
+from kvbench.runs.values import attention, choice
 from kvbench.spelling import policy as build_policy
 
 MOMENTS = ("context", "question")
@@ -57,6 +57,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         revision: Revision of the model on the hub.
         dtype: Data type of the weights.
         device: The device; None for `auto`.
+        attn: Attention implementation, as `--attn` of `kvbench run`.
         options: Other options of lm-eval's `hf`, such as `max_length` or `add_bos_token`.
 
     Raises:
@@ -74,6 +75,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         revision: str | None = None,
         dtype: str = "auto",
         device: str | None = None,
+        attn: str = "auto",
         **options: Any,
     ) -> None:
         choice("moment", MOMENTS)(moment)
@@ -83,7 +85,8 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         if prunes(self.compression.policy):
             raise UserError(f"{policy} prunes images, which lm-eval's text tasks do not have; use another policy")
         torch_device = pick_device(device or "auto")
-        model = load_model(pretrained, revision, torch_device, pick_dtype(dtype, torch_device))
+        torch_dtype = pick_dtype(dtype, torch_device)
+        model = load_model(pretrained, revision, torch_device, torch_dtype, attn=attention(attn))
         super().__init__(pretrained=model, tokenizer=load_tokenizer(pretrained, revision), **options)
         self.context = context
         self._ends = end_tokens(model, self.tokenizer)

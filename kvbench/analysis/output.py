@@ -111,7 +111,7 @@ def write_all(
         UserError: A file cannot be written.
     """
     grid_values = {
-        option: option_value for option, option_value in grid.to_dict().items() if option not in ("full", "out", "attn")
+        option: option_value for option, option_value in grid.to_dict().items() if option not in ("full", "out")
     }
     return write_files(folder, f"kvbench {settings['analysis']}", {**grid_values, **settings}, findings, command)
 

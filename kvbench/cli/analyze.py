@@ -29,7 +29,7 @@ app = typer.Typer(
 
 _GRID = (
     *("policies", "budgets", "models", "tasks", "moments", "lengths", "samples", "seed"),
-    *("device", "dtype", "revision", "device_map", "quantization", "chat_template"),
+    *("device", "dtype", "attn", "revision", "device_map", "quantization", "chat_template"),
 )
 _HELP = {
     "moments": "When to compress, comma-separated: context, before the question (the default), or question, after it.",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @declared_options(FigureFlags, anchor="out")
 @grid_options("policies", "budgets")
 @grid_options("seed", anchor="repeats")
-@grid_options("device", "dtype", "revision", anchor="out")
+@grid_options("device", "dtype", "attn", "revision", anchor="out")
 def bench(
     model: Annotated[
         str,
@@ -68,6 +68,7 @@ def bench(
         seed=grid_values["seed"] or 0,
         device=grid_values["device"] or "auto",
         dtype=grid_values["dtype"] or "auto",
+        attn=grid_values["attn"] or "auto",
         revision=grid_values["revision"],
     )
 

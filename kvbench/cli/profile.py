@@ -27,7 +27,7 @@ def _root() -> None:
 
 
 _GRID = (
-    *("revision", "device", "dtype", "device_map", "quantization"),
+    *("revision", "device", "dtype", "attn", "device_map", "quantization"),
     *("samples", "lengths", "chat_template", "seed"),
 )
 _LENGTHS = "Total length of prompt and answer, comma-separated. Default: 1024."

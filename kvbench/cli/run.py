@@ -62,7 +62,6 @@ def run(
             autocompletion=complete.recipes,
         ),
     ] = None,
-    attn: Annotated[str | None, typer.Option(metavar="A", hidden=True)] = None,
     fresh: Annotated[bool, option(OUTPUT, FLAG, "Discard an earlier run in the folder.", "--fresh")] = False,
     extend: Annotated[
         bool,

@@ -25,7 +25,7 @@ def _root() -> None:
 
 
 @app.command()
-@grid_options("revision", "device", anchor="model")
+@grid_options("revision", "device", "attn", anchor="model")
 @declared_options(TrainingOptions, anchor="dtype")
 def gates(
     policy: Annotated[
@@ -92,6 +92,7 @@ def gates(
         out=out,
         device=grid_values["device"] or "auto",
         dtype=dtype,
+        attn=grid_values["attn"] or "auto",
         revision=grid_values["revision"],
     )
     if dry_run:

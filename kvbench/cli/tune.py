@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _GRID = (
     *("budgets", "models", "tasks", "moments", "lengths", "samples", "seed"),
-    *("device", "dtype", "revision", "device_map", "quantization", "batch_size", "chat_template"),
+    *("device", "dtype", "attn", "revision", "device_map", "quantization", "batch_size", "chat_template"),
 )
 _MACHINES = ("executor", "ray_address", "gpus_per_cell", "workers")
 _HELP = {

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from kvbench.engine.attend import attend
 from kvbench.engine.cache import RaggedCache
@@ -24,12 +22,22 @@ from kvbench.engine.channels import reordered
 from kvbench.engine.contract import (
     check_attention,
     check_consumed,
+    check_image_masks,
     check_keywords,
     check_mask,
-    family_of,
     logit_scale,
 )
-from kvbench.engine.dense import dense_attention, stock_attention
+from kvbench.engine.dense import dense_attention
+from kvbench.engine.implementations import (
+    EAGER,
+    FLASH,
+    SDPA,
+    StockAttention,
+    additive,
+    chosen_attention,
+    register_attention,
+    registered_name,
+)
 from kvbench.engine.latent import absorb, expand_output, is_latent
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import attention_modules, decoder_of, reading_modules, visual_ids
@@ -156,13 +164,12 @@ def _open_forward(
     return Forward(cache, start, n, token_mask, token_ranks, token_counts)
 
 
-def kvbench_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+def kvbench_mask(*args: Any, stock_mask: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
     """Return transformers' mask for sliding-window layers and for forwards without a ragged cache."""
     if _ACTIVE and kwargs.get("local_size") is None:
         check_mask(kwargs.get("config"), kwargs.get("mask_function"))
         return None
-    dense_mask: Tensor | None = sdpa_mask(*args, **kwargs)
-    return dense_mask
+    return stock_mask(*args, **kwargs)
 
 
 def kvbench_attention(
@@ -173,6 +180,8 @@ def kvbench_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    *,
+    implementation: str,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention of `query` `[B, H_q, n, d]` after RoPE; the output is `[B, n, H_q, d]`.
@@ -181,15 +190,15 @@ def kvbench_attention(
         UserError: kvbench does not implement the attention of this model family.
     """
     context: _AttentionContext | None = module.__dict__.get("_kvbench")
-    scale = logit_scale(query, scaling, kwargs)
+    stock = StockAttention(implementation, module, scaling, dropout, kwargs)
     if context is None:
         check_keywords(module, kwargs)
-        keywords = {"dropout": dropout, **kwargs}
-        return stock_attention(module, query, key, value, attention_mask, scale, keywords), None
+        return stock(query, key, value, attention_mask), None
+    scale = logit_scale(query, scaling, kwargs)
     forward, layer = context.forward, context.layer
     if context.is_reading:
         check_attention(module, key, value, attention_mask, kwargs, (key, value))
-        return _read_shared(query, context, scale).transpose(1, 2).contiguous(), None
+        return _read_shared(query, context, scale, stock).transpose(1, 2).contiguous(), None
     has_latents = is_latent(module)
     check_attention(module, key, value, attention_mask, kwargs, layer.pending, is_latent=has_latents)
     expanded = None
@@ -235,7 +244,9 @@ def kvbench_attention(
         if getattr(module, "store_full_length_kv", False):
             forward.shared_kv[id(layer)] = dense_kv
         inputs = (query, *dense_kv) if expanded is None else expanded
-        output = _dense_attention(*inputs, forward, scale, context.index)
+        # transformers has no attention over latents.
+        dense_stock = None if has_latents and expanded is None else stock
+        output = _dense_attention(*inputs, forward, scale, context.index, dense_stock)
         pruning = forward.cache.pruning
         if pruning is not None and context.index == pruning.layer - 1:
             forward.pruner = step
@@ -246,19 +257,21 @@ def kvbench_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _read_shared(query: Tensor, context: _AttentionContext, scale: float) -> Tensor:
+def _read_shared(query: Tensor, context: _AttentionContext, scale: float, stock: StockAttention) -> Tensor:
     """Compute attention of a layer without K and V of its own over those of an earlier layer."""
     forward, layer = context.forward, context.layer
     if id(layer) in forward.shared_kv:
-        return _dense_attention(query, *forward.shared_kv[id(layer)], forward, scale, context.index)
+        key, value = (tensor.to(query.device) for tensor in forward.shared_kv[id(layer)])
+        return _dense_attention(query, key, value, forward, scale, context.index, stock)
     if forward.cache.readings:
         raise UserError("a policy that reads selected entries does not support layers that share keys and values")
     # transformers may compute only the last columns of these layers.
     skipped_columns = forward.new_columns - query.shape[2]
-    token_mask = None if forward.valid is None else forward.valid[:, skipped_columns:].to(query.device)
+    token_mask = None if forward.valid is None else forward.valid[:, skipped_columns:].to(layer.device)
     decoded_layer = layer if layer.coding is None else layer.coding.decoded(layer)
     first_column = forward.first_column + skipped_columns
-    return attend(reordered(query, layer.order), decoded_layer, first_column, scale, (), token_mask)[0]
+    near_query = reordered(query.to(layer.device), layer.order)  # the layer may lie on another device
+    return attend(near_query, decoded_layer, first_column, scale, (), token_mask)[0].to(query.device)
 
 
 def _prune_before(forward: Forward, model_inputs: dict[str, Any]) -> dict[str, Any]:
@@ -292,13 +305,26 @@ def _prune_between(forward: Forward, output: Tensor) -> None:
 
 
 def _dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, forward: Forward, scale: float, layer_index: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    forward: Forward,
+    scale: float,
+    layer_index: int,
+    stock: StockAttention | None,
 ) -> Tensor:
     """Compute causal attention of the newest queries over all columns of an uncompressed layer."""
     cache = forward.cache
     hides_pruned = cache.pruned is not None and cache.pruning is not None and layer_index >= cache.pruning.layer
     query_count, column_count = query.shape[2], key.shape[2]
-    if not cache.padded and query_count in (1, column_count) and not hides_pruned:
+    implementation = SDPA if stock is None else stock.implementation
+    if stock is not None and implementation == FLASH:
+        if hides_pruned:
+            raise UserError("FlashAttention 2 cannot hide pruned tokens; use --attn sdpa")
+        padding_mask = cache.valid.to(query.device) if cache.padded and cache.valid is not None else None
+        return stock(query, key, value, padding_mask).transpose(1, 2)
+    is_plain_causal = not cache.padded and query_count in (1, column_count) and not hides_pruned
+    if is_plain_causal and implementation == SDPA:
         return dense_attention(query, key, value, None, scale, is_causal=query_count > 1)
     if forward.mask is None or forward.mask.device != query.device:
         column_indices = torch.arange(column_count, device=query.device)
@@ -319,11 +345,13 @@ def _dense_attention(
             self_columns = column_indices == column_indices[forward.first_column :, None]  # a pruned query sees itself
             forward.blind_mask = causal_mask & (~cache.pruned.to(query.device)[:, None, None] | self_columns)
         causal_mask = forward.blind_mask
-    return dense_attention(query, key, value, causal_mask[:, :, -query_count:], scale)
+    query_mask = causal_mask[:, :, -query_count:]
+    if stock is not None and implementation == EAGER:
+        return stock(query, key, value, additive(query_mask, query.dtype)).transpose(1, 2)
+    return dense_attention(query, key, value, query_mask, scale)
 
 
-AttentionInterface.register(NAME, kvbench_attention)
-AttentionMaskInterface.register(NAME, kvbench_mask)
+register_attention(NAME, kvbench_attention, kvbench_mask)
 
 
 class Attachment:
@@ -364,7 +392,7 @@ class Attachment:
         output_head = getattr(self.model, "get_output_embeddings", lambda: None)()
         if isinstance(output_head, nn.Module):
             self._handles.append(output_head.register_forward_pre_hook(_make_contiguous))
-        self.decoder.set_attn_implementation(NAME)
+        self.decoder.set_attn_implementation(registered_name(NAME, self.model))
         if self.model is not self.decoder:
             self._handles.append(self.model.register_forward_pre_hook(self._record_tokens, with_kwargs=True))
         self._handles += [
@@ -401,7 +429,9 @@ class Attachment:
     def _record_tokens(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
         self._token_ids = keywords.get("input_ids", arguments[0] if arguments else None)
         self._token_mask = keywords.get("attention_mask")
-        self._has_media = any(
+        # `generate` runs the vision tower before the model.
+        has_features = any((keywords.get("mm_encoder_outputs") or {}).values())
+        self._has_media = has_features or any(
             name.startswith("pixel_values") and pixels is not None for name, pixels in keywords.items()
         )
 
@@ -413,11 +443,12 @@ class Attachment:
         if not isinstance(cache, RaggedCache):
             return None
         cache.ready()
+        image_masks = None
         if isinstance(keywords.get("attention_mask"), dict):  # Gemma 3 and 4 make their masks before the decoder
-            if self._has_media:
-                raise UserError(
-                    f"{family_of(module)} lets image tokens see later ones, which kvbench does not implement"
-                )
+            if self._has_media and check_image_masks(module, is_first=cache.valid is None):
+                if chosen_attention(self.model) == FLASH:
+                    raise UserError("FlashAttention 2 does not let image tokens see later ones; use --attn sdpa")
+                image_masks = {**keywords["attention_mask"], "full_attention": None}
             keywords = {**keywords, "attention_mask": self._token_mask}
         token_ids = keywords.get("input_ids", arguments[0] if arguments else None)
         model_input = token_ids if token_ids is not None else keywords["inputs_embeds"]
@@ -456,6 +487,8 @@ class Attachment:
             # Sliding-window layers of transformers do not know about earlier padding.
             assert cache.valid is not None
             keywords = {**keywords, "attention_mask": cache.valid.long()}
+        if image_masks is not None:
+            keywords = {**keywords, "attention_mask": image_masks}
         return arguments, keywords
 
     def _close_forward(self, module: nn.Module, arguments: Any, keywords: dict[str, Any], outputs: Any) -> None:

@@ -19,6 +19,9 @@ from kvbench.view.softmax import LogitScale
 IMPLEMENTED = frozenset({"s_aux", "sliding_window", "softcap"})
 """Keywords that change attention and that kvbench implements: sinks, soft caps, and windows through their mask."""
 
+CAUSAL_FULL_LAYERS = frozenset({"gemma4_text"})
+"""Families that make masks for images, and whose full layers are causal nevertheless."""
+
 HARMLESS = frozenset(
     {
         "cache_position",
@@ -129,6 +132,26 @@ def check_mask(config: Any, mask_function: Callable[..., Any] | None) -> None:
     if mask_function is not None and mask_function is not causal_mask_function:
         family = getattr(config, "model_type", "this model's")
         raise UserError(f"{family} attention uses a mask that is not causal, which kvbench does not implement yet")
+
+
+def check_image_masks(decoder: nn.Module, is_first: bool) -> bool:
+    """Return whether layers with a window let image tokens see later ones, for a forward with media.
+
+    In Gemma 4 only these layers do, and nothing is evicted from them; in Gemma 3 full layers do as well.
+
+    Args:
+        is_first: Whether the forward is the first on its cache.
+
+    Raises:
+        UserError: kvbench does not implement the masks.
+    """
+    config: Any = decoder.config
+    kind = getattr(config, "use_bidirectional_attention", None)
+    if config.model_type not in CAUSAL_FULL_LAYERS or kind not in (None, "vision"):
+        raise UserError(f"{family_of(decoder)} lets image tokens see later ones, which kvbench does not implement")
+    if kind == "vision" and not is_first:
+        raise UserError(f"{family_of(decoder)} cannot see images after its first tokens; put them first")
+    return kind == "vision"
 
 
 def check_consumed(module: nn.Module, pending: object) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from torch import Tensor
 
 from kvbench.view.softmax import attention_weights, cap_of, capped, is_plain, sinks_of
 
@@ -50,27 +46,6 @@ def dense_attention(
         output, log_total = flash_attention(query, key, value, mask, scale, is_causal=is_causal)
         return with_sinks(output, log_total, sinks[:, None])
     return materialised_attention(query, key, value, mask, scale, is_causal=is_causal)
-
-
-def stock_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    keywords: Mapping[str, Any],
-) -> Tensor:
-    """Compute attention as transformers' SDPA does, but with the soft cap and the sinks, which that ignores.
-
-    Returns:
-        `[B, n, H_q, d_v]`.
-    """
-    if not is_plain(scale):
-        is_causal = mask is None and query.shape[2] > 1
-        return dense_attention(query, key, value, mask, scale, is_causal=is_causal).transpose(1, 2).contiguous()
-    output: Tensor = sdpa_attention_forward(module, query, key, value, mask, scaling=scale, **keywords)[0]
-    return output
 
 
 def has_flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:

@@ -21,7 +21,7 @@ from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, head_of, rotary_model
 from kvbench.engine.observers import SurprisalObserver, is_built_in, measured, observer_for
 from kvbench.engine.showing import ViewBuilder
-from kvbench.engine.vision import media_positions
+from kvbench.engine.vision import mask_inputs, media_positions
 from kvbench.errors import UserError
 from kvbench.view import AttentionMass, ModelInfo, Need, PerToken
 
@@ -171,6 +171,8 @@ def forward(
         # As `generate` does: Bamba counts from 0 in every forward without them.
         start, end = cache.valid.shape[1], cache.valid.shape[1] + token_ids.shape[1]
         model_inputs["position_ids"] = torch.arange(start, end, device=token_ids.device)[None]
+    if pixels:
+        model_inputs |= mask_inputs(model, token_ids)
     if token_mask is not None and cache.valid is not None:
         token_mask = torch.cat([cache.valid, token_mask.bool()], 1)
     # The attachment supplies positions and the mask of cached columns.

@@ -32,7 +32,9 @@ def expansion(attention: Any) -> tuple[Tensor, Tensor]:
     key_dim, value_dim, rank = (
         int(size) for size in (attention.qk_nope_head_dim, attention.v_head_dim, attention.kv_lora_rank)
     )
-    weight = plain_weight(attention.kv_b_proj, rank, next(attention.parameters()).dtype)
+    # The parameters of quantised layers can be integers.
+    dtypes = (parameter.dtype for parameter in attention.parameters() if parameter.is_floating_point())
+    weight = plain_weight(attention.kv_b_proj, rank, next(dtypes, torch.float32))
     head_weights = weight.view(-1, key_dim + value_dim, rank)
     return head_weights[:, :key_dim], head_weights[:, key_dim:]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
 )
+from transformers.utils import is_flash_attn_2_available
 
 from kvbench.data.hub import unreachable
 from kvbench.engine.gguf import converted, described
+from kvbench.engine.implementations import EAGER, FLASH, SDPA, choose_attention
 from kvbench.engine.model_check import Checked, check_model
 from kvbench.engine.models import decoder_of, devices_of, is_vision
 from kvbench.engine.quantization import check_quantization, scheme_config
@@ -25,11 +28,8 @@ from kvbench.engine.weights import check_weights
 from kvbench.errors import UserError, first_lines, out_of_memory
 from kvbench.named import is_gguf, model_digest, resolve_model
 
-ATTENTION = "sdpa"
-"""Attention implementation that the stock model is built with, if its family has it; otherwise eager."""
-
-_NO_IMPLEMENTATION = "does not support an attention implementation"
-"""Part of transformers' error for a family that lacks one."""
+_NO_IMPLEMENTATION = re.compile("does not support (an attention implementation|Flash Attention)")
+"""Part of transformers' error for a family that lacks an attention implementation."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -62,6 +62,24 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype not in _DTYPES:
         raise UserError(f"unknown dtype {dtype!r}; use auto, {', '.join(_DTYPES)}")
     return _DTYPES[dtype]
+
+
+def pick_attention(attn: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the attention implementation that is recorded: `auto` is SDPA, and eager in families without it.
+
+    Raises:
+        UserError: The implementation cannot be used here.
+    """
+    if attn == FLASH:
+        if device.type != "cuda":
+            raise UserError(f"--attn {FLASH} needs a GPU, not device {device.type}; use --attn sdpa")
+        if dtype == torch.float32:
+            raise UserError(f"--attn {FLASH} needs float16 or bfloat16, not float32; use --dtype bfloat16")
+        if not is_flash_attn_2_available():
+            raise UserError(
+                f"--attn {FLASH} needs the package flash-attn; run pip install flash-attn, or use --attn sdpa"
+            )
+    return SDPA if attn == "auto" else attn
 
 
 def dtype_label(dtype: torch.dtype, quantised: str) -> str:
@@ -114,6 +132,7 @@ def load_model(
     *,
     device_map: str | Mapping[str, Any] | None = None,
     quantization: str | None = None,
+    attn: str = "auto",
     check: bool = True,
 ) -> nn.Module:
     """Load a causal or vision-language model for inference.
@@ -125,6 +144,7 @@ def load_model(
         dtype: Dtype of everything that is not quantised, and of the cache.
         device_map: As in transformers: `auto`, or module names to devices.
         quantization: One of `kvbench.engine.weight_schemes.PACKAGES`, for weights that are not quantised on disk.
+        attn: Attention of the prefill and of all that kvbench leaves to transformers; see `pick_attention`.
         check: Whether to compare its attention with transformers' own, unless it passed before; see `check_model`.
 
     Raises:
@@ -132,6 +152,7 @@ def load_model(
             its attention.
     """
     load_options: dict[str, Any] = {}
+    attention = pick_attention(attn, device, dtype)
     config = load_config(model_name, revision)
     quantised = check_quantization(model_name, config, quantization, device_map)
     if quantised:
@@ -146,6 +167,7 @@ def load_model(
         AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM,
         model_name,
         revision,
+        attn,
         dtype=dtype,
         use_safetensors=True,
         output_loading_info=True,
@@ -158,9 +180,10 @@ def load_model(
     if is_gguf(source := resolve_model(model_name)) or is_vision(config):
         decoder_of(model).config._name_or_path = source  # the key of its gates and profiles
     loaded_model: nn.Module = model.eval().requires_grad_(False)
+    choose_attention(loaded_model, attention)
     if check:
         revision_digest = model_revision(model_name, config)
-        check_model(loaded_model, Checked(revision_digest, dtype_label(dtype, quantised), device.type, ATTENTION))
+        check_model(loaded_model, Checked(revision_digest, dtype_label(dtype, quantised), device.type, attention))
     return loaded_model
 
 
@@ -214,14 +237,25 @@ def read_model(auto_class: Any, model_name: str, revision: str | None, **options
         raise UserError(f"model {model_name} cannot be loaded: {_reason(error)}") from error
 
 
-def _read_weights(auto_class: Any, model_name: str, revision: str | None, **options: Any) -> Any:
-    """Call `read_model` with SDPA, or with eager attention for families without SDPA (attention sinks or soft caps)."""
+def _read_weights(auto_class: Any, model_name: str, revision: str | None, attn: str, **options: Any) -> Any:
+    """Call `read_model` with an attention implementation.
+
+    With `auto`, that is SDPA, or eager attention for families without SDPA (attention sinks or soft caps).
+
+    Raises:
+        UserError: As `read_model`, or the family lacks the implementation.
+    """
+    implementation = SDPA if attn == "auto" else attn
     try:
-        return read_model(auto_class, model_name, revision, attn_implementation=ATTENTION, **options)
+        return read_model(auto_class, model_name, revision, attn_implementation=implementation, **options)
     except UserError as error:
-        if _NO_IMPLEMENTATION not in str(error.__cause__):
+        if not _NO_IMPLEMENTATION.search(str(error.__cause__)):
             raise
-    return read_model(auto_class, model_name, revision, attn_implementation="eager", **options)
+        if attn != "auto":
+            raise UserError(
+                f"model {model_name}: transformers has no {attn} attention for this family; use --attn auto or eager"
+            ) from None
+    return read_model(auto_class, model_name, revision, attn_implementation=EAGER, **options)
 
 
 def _reason(error: Exception) -> str:

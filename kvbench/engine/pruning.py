@@ -262,6 +262,9 @@ def _images(calls: list[Call]) -> Iterator[Call]:
             yield q, k, scale
 
 
+_UNREADABLE_TOWERS = {"qwen2_5_vl": "Qwen2.5-VL's windows", "pixtral": "Pixtral's joint sequence of all images"}
+"""What cannot be read, by the `model_type` of the model or of its tower."""
+
 _WATCHED: list[TowerFacts] = []
 
 
@@ -296,11 +299,12 @@ def watching(model: nn.Module, pruning: Pruning | None) -> Iterator[TowerFacts |
     inner_model: Any = getattr(model, "model", model)
     config: Any = model.config
     tower = getattr(inner_model, "visual", None)
-    if config.model_type == "qwen2_5_vl":
-        raise UserError(
-            "a policy that reads the attention of the vision tower does not support Qwen2.5-VL's windows; "
-            "use divprune, fastv or dart"
-        )
+    for model_type in (config.model_type, config.vision_config.model_type):
+        if model_type in _UNREADABLE_TOWERS:
+            raise UserError(
+                f"a policy that reads the attention of the vision tower does not support "
+                f"{_UNREADABLE_TOWERS[model_type]}; use divprune, fastv or dart"
+            )
     merged_patches, layer_index = 1, -1
     if tower is None:
         tower = inner_model.vision_tower

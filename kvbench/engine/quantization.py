@@ -103,6 +103,9 @@ def plain_weight(module: nn.Module, input_count: int, dtype: torch.dtype) -> Ten
         if stored_weight.is_floating_point() and stored_weight.element_size() > 1 and stored_weight.dim() == 2:
             matrix = stored_weight
             return matrix
+    elif getattr(getattr(stored_weight, "quant_state", None), "packing_format_for_cpu", False):
+        # The first forward on a CPU with AVX-512 reorders the weight, which transformers would dequantise wrongly.
+        return _probed(module, input_count, dtype)
     elif weight_type.__name__ in ("Params4bit", "Int8Params"):
         from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.benchmark import Medium
-from kvbench.engine.models import rotary_model
+from kvbench.engine.models import decoder_of, rotary_model
 from kvbench.errors import UserError
 
 Pixels = Mapping[str, Tensor]
 """Processor outputs for media, as keywords of the model's forward: `pixel_values` and more."""
 
 _TEXT = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families whose processors need torchvision for videos."""
 _TILED = ("LlavaOnevision", "LlavaNext")
 """Processors whose tiling of an image can depend on the number of images."""
@@ -31,7 +31,7 @@ def images_only(family: str, image_processor: Any, tokenizer: Any) -> Any:
     from transformers import Qwen2VLProcessor, Qwen3VLProcessor
     from transformers.processing_utils import ProcessorMixin
 
-    processor_class: Any = Qwen3VLProcessor if family == "qwen3_vl" else Qwen2VLProcessor
+    processor_class: Any = Qwen2VLProcessor if family.startswith("qwen2") else Qwen3VLProcessor
 
     class ImagesOnly(processor_class):  # type: ignore[misc]
         # ProcessorMixin looks at the names of these parameters.
@@ -73,8 +73,12 @@ class Vision:
 
     def counts(self, media: Sequence[Medium]) -> list[int]:
         """Return the number of visual tokens of each medium."""
-        medium_tokens = zip(media, self._expansions(media), strict=True)
-        return [expansion.count(self._placeholder(medium)) for medium, expansion in medium_tokens]
+        expansions = self._expansions(media)
+        # InternVL shows the frames of a video as images.
+        return [
+            expansion.count(self._placeholder(medium)) or expansion.count(self.processor.image_token)
+            for medium, expansion in zip(media, expansions, strict=True)
+        ]
 
     def pixels(self, media: Sequence[Medium], device: torch.device) -> Pixels:
         """Return the forward's keywords for media, in their order; empty if there are none."""
@@ -163,6 +167,22 @@ def _loaded(medium: Medium) -> Any:
 # --- positions ------------------------------------------------------------------------------------
 
 
+def token_kinds(model: nn.Module, token_ids: Tensor) -> Tensor:
+    """Return 1 for image tokens, 2 for video tokens and 0 for others: transformers' `mm_token_type_ids`."""
+    medium_kinds = torch.zeros_like(token_ids, dtype=torch.int32)
+    for kind_number, field_name in enumerate(("image_token_id", "video_token_id"), 1):
+        medium_kinds[token_ids == getattr(model.config, field_name)] = kind_number
+    return medium_kinds
+
+
+def mask_inputs(model: nn.Module, token_ids: Tensor) -> dict[str, Tensor]:
+    """Return what the forward of a model needs to let image tokens see later ones of their image; {} for most."""
+    config: Any = decoder_of(model).config
+    if getattr(config, "use_bidirectional_attention", None) != "vision":
+        return {}
+    return {"mm_token_type_ids": token_kinds(model, token_ids)}  # without it, Gemma 4 makes causal masks
+
+
 def media_positions(
     model: nn.Module, token_ids: Tensor, token_mask: Tensor | None, pixels: Pixels
 ) -> tuple[Tensor, Tensor]:
@@ -182,10 +202,7 @@ def media_positions(
     Returns:
         Positions `[3, B, n]`, and the difference between each sequence's next position and its token count, `[B]`.
     """
-    rope_model, config = rotary_model(model), model.config
-    medium_kinds = torch.zeros_like(token_ids, dtype=torch.int32)
-    for kind_number, field_name in enumerate(("image_token_id", "video_token_id"), 1):
-        medium_kinds[token_ids == getattr(config, field_name)] = kind_number
+    rope_model, medium_kinds = rotary_model(model), token_kinds(model, token_ids)
     rope_parameters = inspect.signature(rope_model.get_rope_index).parameters
     grids = {field_name: tensor for field_name, tensor in pixels.items() if field_name in rope_parameters}
     raw_positions, _ = rope_model.get_rope_index(

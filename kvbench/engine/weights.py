@@ -43,6 +43,8 @@ def _finite(tensor: object) -> bool:
         return True
     if not tensor.is_floating_point() or tensor.element_size() < 2:  # integers; float8 has separate scales
         return True
+    if type(tensor) not in (torch.Tensor, nn.Parameter):  # a quantised tensor of torchao
+        tensor = tensor.dequantize()
     return bool(torch.isfinite(tensor).all())
 
 

@@ -16,11 +16,11 @@ from kvbench.budget import Budget
 from kvbench.engine.block_quantizers import check_quantizer
 from kvbench.engine.driver import engine
 from kvbench.engine.loading import (
-    ATTENTION,
     load_config,
     load_model,
     load_processor,
     load_tokenizer,
+    pick_attention,
     pick_device,
     pick_dtype,
 )
@@ -43,7 +43,7 @@ from kvbench.runs.executors.base import answer
 from kvbench.runs.index import Key
 from kvbench.runs.prompts import Window, prompt_of
 from kvbench.runs.schema import Response
-from kvbench.runs.values import batch, choice
+from kvbench.runs.values import attention, batch, choice
 from kvbench.runs.worker import Worker
 from kvbench.spelling import policy as build_policy
 
@@ -67,6 +67,7 @@ class KVBenchLMM(lmms):  # type: ignore[misc]
         revision: Revision of the model on the hub.
         dtype: Data type of the weights.
         device: The device; None for `auto`.
+        attn: Attention implementation, as `--attn` of `kvbench run`.
         batch_size: Maximum number of responses decoded together, or `auto`.
         options: Arguments that have no meaning here; any that lmms-eval does not pass by itself is refused.
 
@@ -86,12 +87,24 @@ class KVBenchLMM(lmms):  # type: ignore[misc]
         revision: str | None = None,
         dtype: str = "auto",
         device: str | None = None,
+        attn: str = "auto",
         batch_size: int | str = "auto",
         **options: Any,
     ) -> None:
         super().__init__()
         for option in options.keys() - {*_IGNORED}:
-            known = ("pretrained", "policy", "budget", "moment", "seed", "revision", "dtype", "device", "batch_size")
+            known = (
+                "pretrained",
+                "policy",
+                "budget",
+                "moment",
+                "seed",
+                "revision",
+                "dtype",
+                "attn",
+                "device",
+                "batch_size",
+            )
             raise UserError(f"model kvbench has no argument {option!r}{nearest(option, known)}")
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError("model kvbench runs in one process; start lmms-eval without accelerate or torchrun")
@@ -112,7 +125,9 @@ class KVBenchLMM(lmms):  # type: ignore[misc]
         self.tokenizer = load_tokenizer(pretrained, revision)
         self._vision = Vision(load_processor(pretrained, revision, config.model_type, self.tokenizer), pretrained)
         self._window = Window(pretrained, int(getattr(text_config, "max_position_embeddings", 0) or 0))
-        self._load: Callable[[], Any] = partial(load_model, pretrained, revision, torch_device, torch_dtype)
+        self._load: Callable[[], Any] = partial(
+            load_model, pretrained, revision, torch_device, torch_dtype, attn=attention(attn)
+        )
         self.model = self._load()
         self._cell = Cell(
             variant=variant,
@@ -124,7 +139,7 @@ class KVBenchLMM(lmms):  # type: ignore[misc]
             seed=int(seed),
             dtype=str(torch_dtype).removeprefix("torch."),
             device=torch_device.type,
-            attention=ATTENTION,
+            attention=pick_attention(attn, torch_device, torch_dtype),
             chat_template="",
             data_hash="",
             task_version="",

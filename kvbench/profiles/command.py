@@ -53,7 +53,7 @@ def profile_heads(
     Args:
         model: `reference`, a folder or a hub id.
         kind: `ablation`, `reason` or `copy`.
-        options: Further flags of a grid: task, length, samples, seed, device, dtype, revision,
+        options: Further flags of a grid: task, length, samples, seed, device, dtype, attn, revision,
             chat_template.
         output_path: The file; None writes to the user's cache.
         reporter: Told of the progress.
@@ -179,6 +179,7 @@ def _load_stage(model: str, options: Mapping[str, Any], reporter: Reporter) -> t
         stage.dtype,
         device_map=grid.device_map,
         quantization=grid.quantization,
+        attn=grid.attn,
     )
     return grid, stage, network
 

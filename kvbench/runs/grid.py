@@ -30,8 +30,6 @@ ALL = "all"
 
 _MOST_VARIANTS = 100_000
 _ON_RAY = ("ray_address", "gpus_per_cell", "workers")
-_RETIRED = {"attn": "auto"}
-"""Fields of earlier versions. They stay in the digest, and files may still contain them."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +106,6 @@ class Grid(GridOptions):
         flag_names = {option_name: option.flag or option_name for option_name, option in options()}
         for key, value in data.items():
             option_name = field_of(key)
-            if option_name in _RETIRED:
-                continue
             if option_name not in flag_names:
                 raise UserError(f"{location_of(key)}{unknown('key', key, {*flag_names, *flag_names.values()})}")
             if option_name in values:
@@ -171,7 +167,7 @@ class Grid(GridOptions):
         `samples`, `repeats`, `batch_size`, `cache_memory`, `prefill_batch`, `device_map`, `judge`, `out` and the fields
         of the executor do not count: a run continues if they change.
         """
-        return digest_of(self._counting | _RETIRED)
+        return digest_of(self._counting)
 
     @property
     def _counting(self) -> dict[str, Any]:

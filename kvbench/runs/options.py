@@ -142,6 +142,11 @@ class GridOptions(Options):
         "auto", values.dtype, str, MODEL, "TYPE",
         "float32, bfloat16, float16 or auto (the default).",
     )  # fmt: skip
+    attn: str = declare(
+        "auto", values.attention, str, MODEL, "NAME",
+        "Attention of the prefill and of all that kvbench leaves to transformers: sdpa, eager, flash_attention_2 or "
+        "auto (the default: sdpa where the family has it).",
+    )  # fmt: skip
     device_map: str | dict[str, str | int] | None = declare(
         None, values.optional(values.device_map), str, MODEL, "MAP",
         "auto: spread the model over all GPUs. Replaces --device.", digest="never",

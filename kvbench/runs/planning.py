@@ -17,12 +17,12 @@ from kvbench.decoding import Thinking
 from kvbench.engine.block_quantizers import check_quantizer
 from kvbench.engine.gguf import gguf_packages
 from kvbench.engine.loading import (
-    ATTENTION,
     dtype_label,
     load_config,
     load_processor,
     load_tokenizer,
     model_revision,
+    pick_attention,
     pick_device,
     pick_dtype,
 )
@@ -163,6 +163,7 @@ class _Model:
         name: As the user names it.
         vision: Turns images into tokens and pixels; None for a text model.
         dtype_label: The dtype, with the quantisation in brackets.
+        attention: Attention implementation.
         revision: Commit of a hub model, or digest of a local one.
         window: Its maximum number of tokens.
         template: Whether its chat template is applied.
@@ -176,6 +177,7 @@ class _Model:
     device: torch.device
     dtype: torch.dtype
     dtype_label: str
+    attention: str
     revision: str
     window: Window
     template: bool
@@ -275,7 +277,7 @@ class _Planner:
             seed=grid.seed,
             dtype=model.dtype_label,
             device=model.device.type,
-            attention=ATTENTION,
+            attention=model.attention,
             chat_template=self._template_hash(model, task_name, benchmark),
             data_hash=task.data_hash,
             task_version=task.version,
@@ -409,6 +411,7 @@ def _model_facts(grid: Grid, model_name: str) -> _Model:
         device=device,
         dtype=dtype,
         dtype_label=dtype_label(dtype, quantised),
+        attention=pick_attention(grid.attn, device, dtype),
         revision=model_revision(model_name, config),
         window=Window(model_name, int(getattr(text_config, "max_position_embeddings", 0) or 0)),
         template=uses_template,

@@ -17,6 +17,9 @@ from kvbench.runs.generation import Truncation
 from kvbench.runs.yaml_loader import Loader, read_text
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
+"""Attention implementations of transformers."""
+
 _EXECUTORS = ("local", "ray")
 DEFAULT_TEMPLATE = "default"
 """What `--apply-chat-template` without a name stands for."""
@@ -204,6 +207,12 @@ def folder(value: Any) -> str:
 def dtype(value: Any) -> str:
     if value not in _DTYPES:
         raise unknown("dtype", value, _DTYPES)
+    return str(value)
+
+
+def attention(value: Any) -> str:
+    if value not in ATTENTIONS:
+        raise unknown("attn", value, ATTENTIONS)
     return str(value)
 
 

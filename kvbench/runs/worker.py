@@ -347,6 +347,7 @@ def model_of(stage: Stage, grid: Grid) -> nn.Module:
         stage.dtype,
         device_map=grid.device_map,
         quantization=grid.quantization,
+        attn=grid.attn,
     )
 
 

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from kvbench import reference
+from kvbench.engine.implementations import SDPA
 from kvbench.engine.loading import (
     load_config,
     load_model,
     load_tokenizer,
+    pick_attention,
     pick_device,
     pick_dtype,
 )
@@ -68,6 +70,7 @@ class GateTraining:
         out: The folder.
         device: The device.
         dtype: Data type of the base model's weights; gates are float32.
+        attn: Attention implementation of the base model.
     """
 
     model: str
@@ -78,6 +81,7 @@ class GateTraining:
     out: Path
     device: torch.device
     dtype: torch.dtype
+    attn: str = "auto"
 
     @property
     def sequences(self) -> int:
@@ -103,6 +107,9 @@ class GateTraining:
 
     def identity(self) -> dict[str, Any]:
         """Everything that can change the gates, as the folder's `training.json` stores it."""
+        attention = pick_attention(self.attn, self.device, self.dtype)
+        # Only what is not the default, so that earlier trainings can be resumed.
+        recorded_attention = {} if attention == SDPA else {"attention": attention}
         return {
             "policy": self.method.name,
             "model": self.model,
@@ -111,6 +118,7 @@ class GateTraining:
             "data": self.data,
             "device": self.device.type,
             "dtype": str(self.dtype).removeprefix("torch."),
+            **recorded_attention,
             **self.settings,
         }
 
@@ -157,6 +165,7 @@ def plan(
     out: Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    attn: str = "auto",
     revision: str | None = None,
 ) -> GateTraining:
     """Check what was given and fill in the rest.
@@ -169,6 +178,7 @@ def plan(
         out: The folder; None for the one where the policy looks.
         device: Device, as for a run.
         dtype: Data type, as for a run; `auto` is that of the model's recipe, where it names one.
+        attn: Attention implementation, as for a run.
         revision: Revision of a hub model.
 
     Raises:
@@ -190,6 +200,8 @@ def plan(
     output_folder = (out or method.place(model)).expanduser()
     if dtype == "auto":
         dtype = recipe.get("dtype", dtype)
+    model_dtype = pick_dtype(dtype, target_device)
+    pick_attention(attn, target_device, model_dtype)  # refused before anything is loaded
     return GateTraining(
         model,
         revision,
@@ -198,7 +210,8 @@ def plan(
         settings,
         output_folder,
         target_device,
-        pick_dtype(dtype, target_device),
+        model_dtype,
+        attn,
     )
 
 
@@ -237,7 +250,7 @@ def train(training: GateTraining, reporter: Reporter, *, fresh: bool = False) ->
     data_streams = _streams(training, tokenizer, reporter)
     sequences = Sequences(data_streams, training.sequences, training.passes, settings["seed"])
     sequences[0]  # data that does not fit fails here, before the model is loaded
-    base_model = load_model(training.model, training.revision, training.device, training.dtype)
+    base_model = load_model(training.model, training.revision, training.device, training.dtype, attn=training.attn)
     student = _student(training, base_model)
     training_args = arguments(settings, folder / CHECKPOINTS, training.device)
     with training_args.main_process_first(local=False):

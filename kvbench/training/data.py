@@ -157,10 +157,20 @@ def collate(batch_items: Sequence[Item], pad_token: int = 0) -> Item:
     }
     for field_name in dict.fromkeys(field_name for item in batch_items for field_name in item):
         if field_name not in batch:
-            batch[field_name] = torch.cat([item[field_name] for item in batch_items if field_name in item])
+            batch[field_name] = _joined([item[field_name] for item in batch_items if field_name in item])
     if any(padding_counts):
         batch["valid"] = torch.arange(max_length) >= torch.tensor(padding_counts)[:, None]
     return batch
+
+
+def _joined(image_inputs: Sequence[Tensor]) -> Tensor:
+    """Concatenate inputs of images, padded at the end as Mistral 3's processor pads images of different sizes."""
+    sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in image_inputs), strict=True)]
+    padded = []
+    for tensor in image_inputs:
+        missing = [size - present for size, present in zip(sizes, tensor.shape[1:], strict=True)]
+        padded.append(pad_tensor(tensor, [amount for count in reversed(missing) for amount in (0, count)]))
+    return torch.cat(padded)
 
 
 def open_streams(

@@ -12,12 +12,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from kvbench.engine.contract import check_keywords, family_of, logit_scale
-from kvbench.engine.dense import stock_attention
 from kvbench.engine.driver import check_supported
+from kvbench.engine.implementations import StockAttention, register_attention, registered_name
 from kvbench.engine.latent import is_latent
 from kvbench.engine.models import (
     attention_modules,
@@ -26,7 +24,7 @@ from kvbench.engine.models import (
     model_info,
     rotary_model,
 )
-from kvbench.engine.vision import media_positions
+from kvbench.engine.vision import mask_inputs, media_positions
 from kvbench.errors import UserError
 from kvbench.plugin import Blocks
 from kvbench.training import losses
@@ -66,6 +64,8 @@ def training_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    *,
+    implementation: str,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Apply the student's attention: `query` `[B, H_q, T, d]` after RoPE, output `[B, T, H_q, d]`."""
@@ -90,12 +90,11 @@ def training_attention(
                 student.project(layer, hidden_states),
                 labels,
             )
-    keywords = {"dropout": dropout, **kwargs}
-    return stock_attention(module, query, key, value, attention_mask, scale, keywords), None
+    stock = StockAttention(implementation, module, scaling, dropout, kwargs)
+    return stock(query, key, value, attention_mask), None
 
 
-AttentionInterface.register(NAME, training_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+register_attention(NAME, training_attention)
 
 
 class Student(nn.Module):
@@ -134,7 +133,7 @@ class Student(nn.Module):
                 f"{layer_count} layers have full attention"
             )
         check_supported(model)
-        decoder_of(model).set_attn_implementation(NAME)
+        decoder_of(model).set_attn_implementation(registered_name(NAME, model))
         for layer, module in attention_modules(model):
             module.register_forward_pre_hook(
                 lambda hooked, positional, keywords, layer_index=layer: self._entering(
@@ -358,7 +357,7 @@ class Student(nn.Module):
         decoder: Any = decoder_of(self.base)
         if self._pixels:  # the decoder's parent module inserts the images into the embeddings
             decoder = self.base.model
-            kwargs |= self._pixels
+            kwargs |= {**self._pixels, **mask_inputs(self.base, input_ids)}
             if rotary_model(self.base) is not None:
                 positions, _ = media_positions(self.base, input_ids, valid, self._pixels)
                 kwargs["position_ids"] = positions

@@ -51,6 +51,7 @@ class SpeedSettings:
         seed: Seed of prompts, order and noise.
         device: As for a run.
         dtype: As for a run.
+        attn: As for a run.
         revision: Revision of a hub model.
     """
 
@@ -64,6 +65,7 @@ class SpeedSettings:
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
+    attn: str = "auto"
     revision: str | None = None
 
     def settings(self) -> list[Setting]:

@@ -79,7 +79,7 @@ def run_bench(bench: SpeedSettings, reporter: Reporter) -> pd.DataFrame:
         )
     device = pick_device(bench.device)
     dtype = pick_dtype(bench.dtype, device)
-    model = load_model(bench.model, bench.revision, device, dtype)
+    model = load_model(bench.model, bench.revision, device, dtype, attn=bench.attn)
     measured_rows: list[dict[str, Any]] = []
     with torch.no_grad(), thread_budget(model, reporter.message), engine(model):
         reporter.start(len(settings) * bench.repeats, bench.model)

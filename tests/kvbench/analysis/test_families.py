@@ -67,7 +67,9 @@ def saved(
 
 
 def perturbation(saved: Saved) -> dict[str, str]:
-    found = probe.analyze(make_grid(saved.grid(policies="snapkv:window=4,criticalkv:window=4", budgets="0.5")), Silent())
+    found = probe.analyze(
+        make_grid(saved.grid(policies="snapkv:window=4,criticalkv:window=4", budgets="0.5")), Silent()
+    )
     assert (found.heads["l1"] <= found.heads["bound1"] * 1.001 + 1e-6).all()
     in_the_first = found.layers[found.layers["layer"] == found.layers["layer"].min()]
     error = (in_the_first["l1"] - in_the_first["l1_forward"]).abs() / in_the_first["output"]
@@ -130,6 +132,7 @@ FEATURES: dict[str, Callable[[Saved], dict[str, str]]] = {
     "scores": cells("expected_attention,kvzip,compactor,curdkv,lagkv,cake,d2o,cam,pyramidinfer", "0.5", "context"),
 }
 
+
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_works_or_is_refused_in_one_line(
@@ -140,5 +143,4 @@ def test_a_feature_works_or_is_refused_in_one_line(
         refusals = FEATURES[feature](saved)
     except UserError as error:
         refusals = {"": str(error)}
-    import sys
-    print("FOUND", saved.name, feature, refusals, file=open("/tmp/found.txt","a"))
+    print("FOUND", saved.name, feature, refusals, file=open("/tmp/found.txt", "a"))

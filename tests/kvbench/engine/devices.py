@@ -90,7 +90,7 @@ def spread(model: Any, devices: Sequence[str]) -> None:
     homes = [torch.device(devices[i * len(devices) // count]) for i in range(count)]
     places = list(zip(decoder.layers, homes, strict=True))
     places += [(decoder.norm, last), (model.lm_head, first if tied else last)]
-    places += [(decoder.embed_tokens, first), (decoder.rotary_emb, first)]
+    places += [(child, first) for name, child in decoder.named_children() if name not in ("layers", "norm")]
     for module, device in places:
         for x in (*module.parameters(), *module.buffers()):
             put(x, device)
@@ -100,7 +100,7 @@ def spread(model: Any, devices: Sequence[str]) -> None:
 def _fetching(device: torch.device) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         def near(x: Any) -> Any:
-            return x.to(device) if isinstance(x, Tensor) else x
+            return x.to(device) if hasattr(x, "to") else x  # as `accelerate.utils.send_to_device`
 
         own = {k: v if k == "past_key_values" else tree_map(near, v) for k, v in kwargs.items()}
         return tree_map(near, args), own

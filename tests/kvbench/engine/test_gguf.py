@@ -282,6 +282,8 @@ def test_an_architecture_that_transformers_cannot_read_is_refused(write: Write) 
     [
         {"more": {"llama.rope.scaling.type": "linear"}},
         {"extra": {"rope_freqs.weight": np.ones(8, np.float32)}},
+        # transformers takes the length of the key for its value.
+        {"architecture": "gpt-oss", "more": {"gpt-oss.rope.scaling.type": "yarn"}},
     ],
 )
 def test_scaled_rotary_embeddings_are_refused(write: Write, options: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +17,7 @@ from kvbench.engine import quantization
 from kvbench.engine.loading import load_config, load_model, load_tokenizer, pick_device
 from kvbench.engine.models import model_info
 from kvbench.engine.quantization import plain_weight
+from kvbench.engine.weights import check_weights
 from kvbench.errors import UserError
 from kvbench.named import resolve_model
 from kvbench.runs.grid import Grid
@@ -198,3 +200,39 @@ def test_a_scheme_quantises_and_criticalkv_runs(scheme: str, llama_folder: str, 
     kept = kvbench.kept(model, IDS, "criticalkv:window=4", 0.4)
     assert [int(layer.sum()) for layer in kept if layer is not None] == [32, 32]
     assert {x.dtype for x in (logits(model), weight)} == {torch.float32}
+
+
+def test_a_weight_that_a_forward_has_reordered_is_read_through_the_layer() -> None:
+    """bitsandbytes reorders 4-bit weights in the first forward on a CPU with AVX-512."""
+    linear = nn.Linear(6, 4, bias=False)
+    expected = linear.weight.detach().clone()
+    reordered = nn.Linear(6, 4, bias=False)
+    reordered.register_forward_hook(lambda module, inputs, output: linear(inputs[0]))
+    reordered.weight.quant_state = SimpleNamespace(packing_format_for_cpu=True)  # type: ignore[assignment]
+    reordered.weight.__class__ = type("Params4bit", (nn.Parameter,), {})
+    torch.testing.assert_close(plain_weight(reordered, 6, torch.float32), expected)
+
+
+class _Quantised(Tensor):
+    """A tensor that can be dequantised but not compared, as torchao's."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.isfinite, torch.abs, Tensor.abs):
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    def dequantize(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_quantised_tensors_are_checked_as_the_numbers_that_they_stand_for(value: float) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    model.weight = nn.Parameter(torch.full((2, 2), value).as_subclass(_Quantised), requires_grad=False)
+    assert type(model.state_dict()["weight"]) is _Quantised
+    if value == 1.0:
+        check_weights("tiny", model, {}, "torchao-int8")
+    else:
+        with pytest.raises(UserError, match="weights are NaN or infinite: weight"):
+            check_weights("tiny", model, {}, "torchao-int8")

@@ -1,4 +1,4 @@
-"""LLaVA-OneVision with its own processor: tiles of one image, several images, videos."""
+"""LLaVA-OneVision, InternVL and Gemma 4 with their own processors: tiles of one image, several images, videos."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests import vision
 
 FRAMES = [Image.new("RGB", (40, 40), (40 * i, 0, 0)) for i in range(3)]
 MEDIA = {
-    "one image": (Medium("image", "a", lambda: vision.picture("red", (64, 48))),),
+    "one image": (Medium("image", "a", lambda: vision.picture("red", (64, 30))),),
     "two images": (
         Medium("image", "a", lambda: vision.picture("red", (64, 48))),
         Medium("image", "b", lambda: vision.picture("blue", (40, 90))),
@@ -28,10 +28,24 @@ MEDIA = {
 }
 
 
+PLACEHOLDERS = {
+    "llava_onevision": {"image": "<image>", "video": "<video>"},
+    "internvl": {"image": vision.INTERNVL["context_image_token"], "video": vision.INTERNVL["video_token"]},
+    "gemma4": {"image": vision.GEMMA["image_token"], "video": "<|video|>"},
+}
+
+
+@pytest.fixture(scope="module", params=PLACEHOLDERS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     if not vision.installed("torchvision"):
-        pytest.skip("the processor of LLaVA-OneVision needs torchvision")
+        pytest.skip("the processors need torchvision")
+    if family in vision.VIDEO_PROCESSORS:
+        return vision.save(family, tmp_path_factory.mktemp(family))
     words = vision.tokenizer(vision.LLAVA_TEMPLATE)
     words.add_special_tokens({"additional_special_tokens": ["<video>"]})
     words.chat_template = vision.LLAVA_TEMPLATE
@@ -71,10 +85,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("name", MEDIA)
 @torch.no_grad()
-def test_tokens_and_logits_are_those_of_transformers(name: str, folder: str) -> None:
-    processor = load_processor(folder, None, "llava_onevision", load_tokenizer(folder))
+def test_tokens_and_logits_are_those_of_transformers(name: str, family: str, folder: str) -> None:
+    processor = load_processor(folder, None, family, load_tokenizer(folder))
     seer, media = Vision(processor, folder), MEDIA[name]
-    prompt = "".join(f"<{medium.kind}>\n" for medium in media) + "what is it?"
+    prompt = "".join(f"{PLACEHOLDERS[family][medium.kind]}\n" for medium in media) + "what is it?"
     shown = [medium.load() for medium in media]
     given: dict[str, Any] = {"images": shown}
     if name == "a video":
@@ -88,4 +102,4 @@ def test_tokens_and_logits_are_those_of_transformers(name: str, folder: str) -> 
         pixels = seer.pixels(media, torch.device("cpu"))
         logits = prefix.extend(torch.tensor([ids]), pixels=pixels)
     assert torch.allclose(logits, model(**inputs).logits[:, -1], atol=2e-5)
-    assert prefix.cache.visual_tokens()[0] > 10
+    assert prefix.cache.visual_tokens()[0] == sum(seer.counts(media)) > 10

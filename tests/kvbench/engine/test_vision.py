@@ -14,12 +14,15 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvbench
+from benchmarks.family_models import FAMILIES as FAMILY_MODELS
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.driver import engine, forward
-from kvbench.engine.models import decoder_of
+from kvbench.engine.implementations import FLASH, SDPA, choose_attention
+from kvbench.engine.models import decoder_of, reading_modules
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.vision import media_positions
+from kvbench.errors import UserError
 
 from .conftest import _KEPT, SIZE
 
@@ -40,7 +43,15 @@ CLIP = {
     "image_size": 32,
     "patch_size": 8,
 }
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_onevision")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_onevision", "qwen3_5", "mistral3", "internvl",
+            "gemma4", "gemma4_vision")  # fmt: skip
+HYBRID: dict[str, Any] = {
+    "layer_types": ["full_attention", "linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,12 @@ def build(name: str) -> Family:
     torch.manual_seed(3)
     if name.startswith("qwen"):
         return _qwen(name)
+    if name == "mistral3":
+        return _mistral()
+    if name == "internvl":
+        return _internvl()
+    if name.startswith("gemma4"):
+        return _gemma("vision" if name == "gemma4_vision" else None)
     text = {**TEXT, "model_type": "llama" if name == "llava" else "qwen2"}
     if name == "llava":
         config: Any = transformers.LlavaConfig(
@@ -100,6 +117,11 @@ def _qwen(name: str) -> Family:
         vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
         config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **QWEN)
         model = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    elif name == "qwen3_5":
+        vision |= {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "num_position_embeddings": 64}
+        text |= {**HYBRID, "head_dim": 16, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}
+        config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, **QWEN)
+        model = transformers.Qwen3_5ForConditionalGeneration(config)
     else:
         vision |= {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48}
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
@@ -113,6 +135,74 @@ def _qwen(name: str) -> Family:
         return {"pixel_values": rows, "image_grid_thw": grid}
 
     return Family(_ready(model), 6, patches)
+
+
+def _mistral() -> Family:
+    config = transformers.Mistral3Config(
+        vision_config={**CLIP, "model_type": "pixtral", "patch_size": 4},
+        text_config={**TEXT, "model_type": "mistral", "head_dim": 8, "sliding_window": None},
+        image_token_index=IMAGE,
+        spatial_merge_size=2,
+    )
+    model = transformers.Mistral3ForConditionalGeneration(config)
+
+    def cropped(noise: Tensor) -> dict[str, Tensor]:
+        return {"pixel_values": noise[:, 0], "image_sizes": torch.tensor([[24, 16]] * len(noise))}  # padded to a square
+
+    return Family(_ready(model), 6, cropped)
+
+
+def _internvl() -> Family:
+    config = transformers.InternVLConfig(
+        vision_config={**CLIP, "model_type": "internvl_vision"},
+        text_config={**TEXT, "model_type": "qwen2"},
+        image_token_id=IMAGE,
+        image_seq_length=4,
+    )
+    model = transformers.InternVLForConditionalGeneration(config)
+    return Family(_ready(model), 8, lambda noise: {"pixel_values": noise[:, :2].flatten(0, 1)})  # two tiles
+
+
+def _gemma(bidirectional: str | None) -> Family:
+    """A Gemma 4 like the larger models, whose image tokens see later ones, or like the smaller ones.
+
+    Those share keys and values among layers, and have embeddings for each layer.
+    """
+    layer_types = ["sliding_attention", "full_attention"] * (2 if bidirectional else 3)
+    small = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+    config = transformers.Gemma4Config(
+        text_config={
+            **TEXT,
+            "num_hidden_layers": len(layer_types),
+            "layer_types": layer_types,
+            "sliding_window": 16,
+            "head_dim": 16,
+            "global_head_dim": 16,
+            **({"hidden_size_per_layer_input": 0} if bidirectional else small),
+            "use_bidirectional_attention": bidirectional,
+        },
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "position_embedding_size": 64,
+        },
+        audio_config=None,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
+    model = transformers.Gemma4ForConditionalGeneration(config)
+
+    def patches(noise: Tensor) -> dict[str, Tensor]:
+        places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).flip(-1)
+        rows = noise.flatten(1)[:, : 36 * 48].reshape(len(noise), 36, 48)
+        return {"pixel_values": rows, "image_position_ids": places.expand(len(noise), -1, -1)}
+
+    return Family(_ready(model), 4, patches)  # 3 x 3 patches make a token
 
 
 def _ready(model: Any) -> Any:
@@ -137,7 +227,7 @@ def turn(family: Family, pads: list[int], images: int, seed: int) -> tuple[Tenso
     for row, pad in enumerate(pads):
         mask[row, :pad] = 0
     noise = torch.randn(len(pads) * images, 3, 3, 32, 32, generator=g)
-    return ids, mask, family.pixels(noise)
+    return ids, mask, family.pixels(noise) if images else {}
 
 
 def oracle_run(model: Any, chunks: list[tuple[Tensor, Any]], mask: Tensor, kept: list[Any]) -> list[Tensor]:
@@ -162,7 +252,12 @@ def oracle_run(model: Any, chunks: list[tuple[Tensor, Any]], mask: Tensor, kept:
         for (ids, part), held in zip(chunks, kept, strict=True):
             _KEPT.clear()
             _KEPT.update({i: k for i, k in enumerate(held or []) if k is not None})
+            for source, reader in reading_modules(model):
+                if source in _KEPT:
+                    _KEPT[int(reader.layer_idx)] = _KEPT[source]  # type: ignore[arg-type]
             last = first + ids.shape[1]
+            if part and getattr(decoder.config, "use_bidirectional_attention", None):
+                part = {**part, "mm_token_type_ids": (ids == IMAGE).int()}
             out.append(
                 model(
                     input_ids=ids,
@@ -205,7 +300,10 @@ def _interleaved_positions(model: Any, chunks: Any, whole: Tensor, mask: Tensor)
 def test_eviction_equals_masking_over_two_turns_with_images(name: str, policy: str) -> None:
     family = build(name)
     ids, mask, pixels = turn(family, [0, 5], images=2, seed=0)
-    more, more_mask, more_pixels = turn(family, [0, 3], images=2, seed=1)
+    # Padding between tokens would change a recurrent state, or be in a sliding window.
+    more_images = 0 if name == "gemma4_vision" else 2  # must be in the first forward
+    more_pads = [0, 0 if name == "qwen3_5" or name.startswith("gemma4") else 3]
+    more, more_mask, more_pixels = turn(family, more_pads, images=more_images, seed=1)
     last = torch.randint(1, 110, (2, 1), generator=torch.Generator().manual_seed(2))
     wish = Compression(kvbench.policy(policy), Budget.parse(0.3), "context", 0)
     with engine(family.model):
@@ -230,7 +328,7 @@ def test_generate_in_an_attachment_equals_masking(name: str) -> None:
     family = build(name)
     ids, mask, pixels = turn(family, [0, 5], images=1, seed=4)
     given = dict(pixels)
-    if name.startswith("qwen"):
+    if name.startswith(("qwen", "gemma4")):
         given["mm_token_type_ids"] = (ids == IMAGE).int()
     with kvbench.attach(family.model, "random", 0.4) as cache:
         made = family.model.generate(
@@ -243,7 +341,7 @@ def test_generate_in_an_attachment_equals_masking(name: str) -> None:
             return_dict_in_generate=True,
             **given,
         )
-        kept = [k[..., : ids.shape[1]] for k in cache.kept() if k is not None]
+        kept = [None if k is None else k[..., : ids.shape[1]] for k in cache.kept()]
         assert cache.visual is not None and cache.visual[:, : ids.shape[1]].equal(ids == IMAGE)
     answer = made.sequences[:, ids.shape[1] :]
     whole = torch.cat([mask, torch.ones(2, 3, dtype=mask.dtype)], 1)
@@ -252,6 +350,47 @@ def test_generate_in_an_attachment_equals_masking(name: str) -> None:
     theirs = torch.cat([masked[0][:, -1:], masked[1]], 1)
     ours = torch.stack(made.logits, 1)
     assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+@torch.no_grad()
+def test_image_tokens_that_see_later_ones_in_full_layers_are_refused() -> None:
+    model = next(family for family in FAMILY_MODELS if family.name == "gemma3").build()
+    ids = torch.tensor([[5, *[model.config.image_token_id] * 4, 6, 7]])
+    pixels = {"pixel_values": torch.zeros(1, 3, 32, 32)}
+    message = r"^gemma3_text lets image tokens see later ones, which kvbench does not implement$"
+    with engine(model), pytest.raises(UserError, match=message):
+        Prefix(model, frozenset()).extend(ids, pixels=pixels)
+    with pytest.raises(UserError, match=message), kvbench.attach(model, "random", 0.4) as cache:
+        model.generate(
+            ids,
+            past_key_values=cache,
+            token_type_ids=(ids == model.config.image_token_id).int(),
+            max_new_tokens=2,
+            **pixels,
+        )
+
+
+@torch.no_grad()
+def test_image_tokens_of_gemma_4_see_later_ones_in_sliding_layers_of_the_first_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    family = build("gemma4_vision")
+    ids, mask, pixels = turn(family, [0], images=1, seed=9)
+    logits = []
+    for kind in ("vision", None):
+        monkeypatch.setattr(decoder_of(family.model).config, "use_bidirectional_attention", kind)
+        with engine(family.model):
+            prefix = Prefix(family.model, frozenset())
+            logits.append(prefix.extend(ids, mask, pixels))
+            if kind == "vision":
+                message = r"^gemma4_text cannot see images after its first tokens; put them first$"
+                with pytest.raises(UserError, match=message):
+                    prefix.extend(ids, mask, pixels)
+                choose_attention(family.model, FLASH)
+                with pytest.raises(UserError, match=r"^FlashAttention 2 does not let image tokens see later ones; u"):
+                    Prefix(family.model, frozenset()).extend(ids, mask, pixels)
+                choose_attention(family.model, SDPA)
+    assert (logits[0] - logits[1]).abs().max() > 1e-2 * logits[0].abs().max()
 
 
 @torch.no_grad()

@@ -95,7 +95,16 @@ def _with_metric(row: Doc) -> Doc:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     base = tmp_path_factory.mktemp("vl")
-    return {kind: vision.save(kind, base / kind) for kind in ("qwen2_vl", "qwen3_vl")}
+    kinds = ["qwen2_vl", "qwen3_vl", *vision.WRAPPERS]
+    if not vision.installed("torchvision"):
+        kinds = [kind for kind in kinds if kind not in vision.VIDEO_PROCESSORS]
+    return {kind: vision.save(kind, base / kind) for kind in kinds}
+
+
+def models_or_skip(models: dict[str, str], kind: str) -> str:
+    if kind not in models:
+        pytest.skip(f"the processor of {kind} needs torchvision")
+    return models[kind]
 
 
 def run(out: Path, model: str, **changes: Any) -> Run:
@@ -108,10 +117,10 @@ def texts(made: Run) -> dict[tuple[Any, ...], str]:
     return dict(zip(frame.index, frame["response"], strict=True))
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", *vision.WRAPPERS])
 @torch.no_grad()
 def test_the_full_cache_answers_like_the_model_itself(kind: str, models: dict[str, str], tmp_path: Path) -> None:
-    made = run(tmp_path, models[kind], policy="full")
+    made = run(tmp_path, models_or_skip(models, kind), policy="full")
     processor, model = vision.processor(kind), vision.model(kind)
     for row, doc in zip(made.samples.itertuples(), docs("pictures"), strict=True):
         seed = int(row.sample_id)
@@ -158,8 +167,9 @@ def test_responses_depend_neither_on_the_batch_nor_on_the_other_cells(
     assert len(set(shared.values())) > 2
 
 
-def test_a_visual_budget_is_held_to_the_entry(models: dict[str, str], tmp_path: Path) -> None:
-    made = run(tmp_path, models["qwen2_vl"], policy="divprune,random", budget="visual:3")
+@pytest.mark.parametrize("kind", ["qwen2_vl", *vision.WRAPPERS])
+def test_a_visual_budget_is_held_to_the_entry(kind: str, models: dict[str, str], tmp_path: Path) -> None:
+    made = run(tmp_path, models_or_skip(models, kind), policy="divprune,random", budget="visual:3")
     heads = 2 * 2
     for row in made.samples[made.samples["policy"] != "full"].itertuples():
         text = row.context_tokens - row.visual_tokens

@@ -13,30 +13,34 @@ from tests import vision
 
 from .test_student import _student
 
+PIXELS = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
+
 
 def item(kind: str, color: str, words: str, size: tuple[int, int] = (64, 48)) -> Item:
     """A prompt with an image, of which the last five tokens are learned."""
     processor = vision.processor(kind)
-    prompt = f"<|vision_start|><|image_pad|><|vision_end|>{words}"
-    if kind == "llava":
-        prompt = f"<image>{words}"
+    prompt = f"{processor.image_token}{words}"
+    if kind.startswith("qwen"):
+        prompt = f"<|vision_start|>{processor.image_token}<|vision_end|>{words}"
     made = processor(text=[prompt], images=[vision.picture(color, size)], return_tensors="pt")
     ids = made.pop("input_ids")[0]
     supervised = torch.zeros(len(ids), dtype=torch.bool)
     supervised[-6:-1] = True
-    pixels = {k: v for k, v in made.items() if k in ("pixel_values", "image_grid_thw")}
+    pixels = {k: v for k, v in made.items() if k in PIXELS}
     return {"input_ids": ids, "supervised": supervised, **pixels}
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "llava"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "llava", *vision.WRAPPERS])
 def test_gates_that_forget_nothing_leave_the_model_with_its_images(kind: str) -> None:
+    if kind in vision.VIDEO_PROCESSORS and not vision.installed("torchvision"):
+        pytest.skip(f"the processor of {kind} needs torchvision")
     student = _student(vision.model(kind), bias=60.0)
     batch = collate([item(kind, "red", "what is that")])
     result = student(**batch)
     assert float(result["kl"]) == pytest.approx(0.0, abs=1e-5)
     ids, rows = batch["input_ids"], batch["supervised"][:, :-1]
     given: dict[str, Any] = {k: batch[k] for k in batch if k not in ("input_ids", "supervised")}
-    if kind != "llava":
+    if kind.startswith(("qwen", "gemma")):
         token = vision.processor(kind).image_token_id
         given["mm_token_type_ids"] = (ids == token).int()
     logits = vision.model(kind)(input_ids=ids, **given).logits[:, :-1][rows]
@@ -46,7 +50,7 @@ def test_gates_that_forget_nothing_leave_the_model_with_its_images(kind: str) ->
     assert abs(float(blank["ntp"]) - float(expected)) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "llava"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "llava", "mistral3"])
 def test_a_padded_batch_equals_its_sequences(kind: str) -> None:
     student = _student(vision.model(kind), bias=2.0)
     items = [

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
 from benchmarks.family_models import FAMILIES
+from kvbench.engine.implementations import EAGER, choose_attention
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.errors import UserError
 from kvbench.registry import TRAINERS, get
@@ -72,6 +74,24 @@ def test_gates_that_forget_nothing_leave_the_teacher(tiny_llama: nn.Module) -> N
     result = student(*_batch())
     assert float(result["kl"]) == pytest.approx(0.0, abs=1e-6)
     assert float(result["retained"]) == pytest.approx(1.0)
+
+
+def test_the_model_can_use_eager_attention(tiny_llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    original = modeling_llama.eager_attention_forward
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(1)
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", counted)
+    expected = _student(tiny_llama, bias=1.0)(*_batch())["loss"]
+    assert not calls
+    network = copy.deepcopy(tiny_llama)
+    choose_attention(network, EAGER)
+    loss = _student(network, bias=1.0)(*_batch())["loss"]
+    assert calls
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("gating", ["additive", "multiplicative"])
