@@ -13,10 +13,13 @@ from kvbench.report.frames import prepare
 from kvbench.report.last_queries import low_before_question
 from kvbench.report.terminal import run_table
 
+Frames = tuple[pd.DataFrame, pd.DataFrame]
 BOTH = ("context", "question")
 
 
-def scored(frames: tuple[pd.DataFrame, pd.DataFrame], scores: dict[str, float], moment: str = "context") -> pd.DataFrame:
+def scored(
+    frames: tuple[pd.DataFrame, pd.DataFrame], scores: dict[str, float], moment: str = "context"
+) -> pd.DataFrame:
     """The cells of a run in which some policies have other scores at a moment."""
     cells = frames[0].copy()
     for policy, score in scores.items():
