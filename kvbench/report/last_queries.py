@@ -59,8 +59,8 @@ def low_before_question(results: Results) -> LowBeforeQuestion:
 
 def _means(rows: pd.DataFrame) -> dict[str, float]:
     """Return the mean score of every policy over tasks, budgets and whatever else differs."""
-    means: dict[str, float] = rows.groupby(rows["policy"].astype(str), sort=False)["score"].mean().to_dict()
-    return means
+    means = rows.groupby(rows["policy"].astype(str), sort=False)["score"].mean()
+    return {str(policy_name): float(mean_score) for policy_name, mean_score in means.items()}
 
 
 def _reads_last_queries(policy_name: str) -> bool:

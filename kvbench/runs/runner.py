@@ -120,8 +120,11 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
             hardware += _hardware(jobs)
         facts = {"samples": grid.samples, "repeats": grid.repeats, "hardware": list(dict.fromkeys(hardware))}
         tasks = [job.task for job in jobs]
-        cells = store.write_scored(scored(jobs, store.responses_of), facts, functools.partial(group_rows, tasks))
+        reporter.busy("scoring")
+        scored_cells = scored(jobs, store.responses_of, reporter)
+        cells = store.write_scored(scored_cells, facts, functools.partial(group_rows, tasks))
         samples = store.samples()
+        reporter.stop()
     failures = {str(cell_row.cell): str(cell_row.error) for cell_row in cells.itertuples() if cell_row.status != "ok"}
     return Run(folder, cells, failures, planned.left_out, _samples=samples)
 

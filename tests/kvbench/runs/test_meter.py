@@ -12,7 +12,7 @@ import torch
 
 from kvbench.engine import driver
 from kvbench.errors import UserError
-from kvbench.progress import Silent
+from kvbench.progress import Late, Silent
 from kvbench.runs.meter import Meter
 from kvbench.runs.planning import plan
 from kvbench.runs.runner import execute
@@ -212,3 +212,23 @@ def test_an_error_in_a_job_is_not_counted_as_done() -> None:
     with pytest.raises(UserError), meter.running(Work(10, 10), "model"), meter.job(Work(10, 10)):
         raise UserError("too little memory")
     assert recorder.counted == 0
+
+
+def test_scoring_counts_cells_once_it_takes_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, int]] = []
+
+    class Scoring(Silent):
+        counted = 0
+
+        def start(self, total_units: int, description: str, unit: str = "") -> None:
+            started.append((description, total_units))
+            self.counted = 0
+
+        def advance(self, n: int = 1, seconds_left: float | None = None) -> None:
+            self.counted += n
+
+    execute(small_grid(tmp_path, samples=1))
+    monkeypatch.setattr(Late, "AFTER", 0.0)
+    recorder = Scoring()
+    execute(small_grid(tmp_path, samples=1), recorder)
+    assert started[-1] == ("scoring cells", 6) and recorder.counted == 6
