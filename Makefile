@@ -6,20 +6,25 @@ SMOKE := .smoke
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP_INSTALL := -m pip install --disable-pip-version-check
 
-# The line to type next: `$(call next,PREFIX)` names the newest run whose folder begins with results/PREFIX.
-next = @printf '\nnext, in this shell:\n  . $(VENV)/bin/activate && kvbench report %s\n' "$$(ls -td results/$(1)* | head -1)"
+# The line to type next: `$(call next,RUN)`.
+next = @printf '\nnext, in this shell:\n  . $(VENV)/bin/activate && kvbench report $(1)\n'
 
 .PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-slow test-oldest faults families lint format docs docs-check smoke clean
 
+# The main command; then more policies on two of its tasks, before and after the question, where the difference shows.
 run: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --policy criticalkv --budget 0.2 --task ruler
-	$(call next,reference-ruler-)
+	@printf '\nThat was before the question. The same after it, and beside other policies, on two of these tasks:\n\n'
+	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --policy random,criticalkv,snapkv,keydiff,trimkv --budget 0.2,0.4 \
+	    --moment context,question --task niah_single_2,niah_multikey_1 --length 512 --samples 10 --out results/first
+	$(call next,results/first)
 
 # A pretrained model that comes from the package index: no hub, no GPU, minutes.
 real: $(VENV)/.smollm2
-	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --model smollm2 --policy streaming_llm,snapkv,criticalkv \
-	    --budget 0.5 --task smollm2 --samples 3
-	$(call next,smollm2-smollm2-)
+	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --model smollm2 --policy random,criticalkv,snapkv,keydiff,kvzap,kvzip \
+	    --budget 0.5 --moment context,question --task niah_single_1,niah_single_2,niah_multikey_1 --length 1024 \
+	    --samples 3 --out results/real
+	$(call next,results/real)
 
 real-smoke: $(VENV)/.smollm2
 	HF_HUB_OFFLINE=1 $(VENV)/bin/kvbench run --model smollm2 --policy snapkv --budget 0.5 --moment question --no-full \

@@ -75,6 +75,8 @@ SLOW = {
     ("kvbench.data.sources", "kvbench.data.fetching"),  # imports `datasets`
     ("kvbench.training.command", "kvbench.training.trainer"),  # needs `accelerate`
     ("kvbench.report.equal", "kvbench.spelling"),  # imports `torch`
+    ("kvbench.report.last_queries", "kvbench.plugin"),  # the same
+    ("kvbench.report.last_queries", "kvbench.spelling"),
 }
 """Our own modules that may be imported inside a function, because they import a heavy package."""
 

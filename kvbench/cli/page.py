@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvbench.cli.options import Metric, option
-from kvbench.cli.screen import complain
+from kvbench.cli.screen import complain, progress, stopping
 from kvbench.files import state_of
 from kvbench.runs.options import FLAG
 
@@ -39,8 +39,17 @@ def view(
     table_paths = [run / CELLS, run / SAMPLES]
     page_time = page_path.stat().st_mtime_ns if page_path.is_file() else 0
     if not all(table_path.is_file() and max(state_of(table_path)[1:3]) < page_time for table_path in table_paths):
-        results = prepare(*load_frames(run, COLUMNS, coded=True, metric=metric))
-        page_path = write_page(results, responses_of(run, metric), page_path.parent, commands=[stored_command(run)])
+        reporter = progress()
+        with stopping(reporter):
+            reporter.busy(f"reading {run}")
+            results = prepare(*load_frames(run, COLUMNS, coded=True, metric=metric))
+            page_path = write_page(
+                results,
+                responses_of(run, metric),
+                page_path.parent,
+                commands=[stored_command(run)],
+                reporter=reporter,
+            )
     print(page_path)
     if opens and not webbrowser.open(page_path.resolve().as_uri()):
         complain("cannot open a browser; open the file yourself, or copy it to another machine")

@@ -10,8 +10,9 @@ import typer
 
 from kvbench.cli import complete
 from kvbench.cli.options import Metric, Names, declared_options, option, split_names, split_options
-from kvbench.cli.screen import console, print_json, rows_of, say, show
+from kvbench.cli.screen import console, print_json, progress, rows_of, say, show, stopping
 from kvbench.errors import UserError
+from kvbench.progress import Silent
 from kvbench.report.figure_flags import FigureFlags
 from kvbench.runs.options import FLAG
 
@@ -103,9 +104,12 @@ def report(
     figure_flags = FigureFlags.of(split_options(figure_values, FigureFlags)[0])
     if quiet:
         warnings.simplefilter("ignore")
-    cells, samples = load_frames(runs, COLUMNS, coded=True, metric=metric)
-    grouped_samples = Samples(samples)
-    results = prepare(cells, grouped_samples)
+    reporter = Silent() if quiet else progress()
+    with stopping(reporter):
+        reporter.busy(f"reading {', '.join(map(str, runs))}")
+        cells, samples = load_frames(runs, COLUMNS, coded=True, metric=metric)
+        grouped_samples = Samples(samples)
+        results = prepare(cells, grouped_samples)
     figures = figure_options(figure_flags, results.policies, split_names(policies), x_axis)
     figures.check(results)
     base_policies = [
@@ -123,12 +127,18 @@ def report(
         if any(limit_value is not None for limit_value in (within, batch, context)):
             console().print(choosing.render_choices(results, aim))
     report_folder = out or runs[0] / "report" / (slug(metric) if metric else "")
-    written_paths = write_report(results, report_folder, aim, figures)
-    if html:
-        from kvbench.report.page import write_page
+    with stopping(reporter):
+        reporter.busy("drawing figures")
+        written_paths = write_report(results, report_folder, aim, figures, reporter)
+        if html:
+            from kvbench.report.page import write_page
 
-        commands = list(map(stored_command, runs))
-        written_paths.append(write_page(results, responses_of(runs, metric), report_folder, aim, commands=commands))
+            reporter.busy("writing report.html")
+            commands = list(map(stored_command, runs))
+            page_path = write_page(
+                results, responses_of(runs, metric), report_folder, aim, commands=commands, reporter=reporter
+            )
+            written_paths.append(page_path)
     uncompared_note = pairs.left_out(cells)
     for base_policy, differences in comparisons:
         if prints_tables:

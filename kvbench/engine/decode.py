@@ -250,6 +250,7 @@ class Batch:
         row_tokens: Sequence[Sequence[int]],
         width: int,
         pixels: Mapping[str, Tensor] | None = None,
+        token_count: int | None = None,
     ) -> Tensor:
         """Append tokens to every row.
 
@@ -257,11 +258,12 @@ class Batch:
             row_tokens: At most `width` tokens per row; a row without tokens waits.
             width: Columns of the forward; shorter rows are padded on the left.
             pixels: The media among the tokens, in a batch of one row.
+            token_count: As for `forward`; None: the tokens of all rows.
 
         Returns:
             Logits after the last token of every row, `[rows, vocabulary]`.
         """
-        return self._feed(row_tokens, width, 1, pixels)[:, -1]
+        return self._feed(row_tokens, width, 1, pixels, token_count)[:, -1]
 
     def feed_all(self, row_tokens: Sequence[Sequence[int]], width: int) -> Tensor:
         """Append tokens to every row as `feed`; return the logits after each column, `[rows, width, vocabulary]`."""
@@ -273,6 +275,7 @@ class Batch:
         width: int,
         logit_count: int,
         pixels: Mapping[str, Tensor] | None = None,
+        token_count: int | None = None,
     ) -> Tensor:
         """Append tokens; return the last logits, `[rows, logit_count, vocabulary]`."""
         # A repeated row gets no token if rows have eviction state or are read one by one.
@@ -282,7 +285,10 @@ class Batch:
         token_ids, token_mask = left_padded(slot_tokens, width)
         partial_mask = None if bool(token_mask.all()) else token_mask.to(self.device)
         token_ids = token_ids.to(self.device)
-        return forward(self.model, self.cache, token_ids, partial_mask, logit_count, pixels)[: self.rows]
+        if token_count is None:
+            token_count = sum(map(len, row_tokens))
+        logits = forward(self.model, self.cache, token_ids, partial_mask, logit_count, pixels, token_count=token_count)
+        return logits[: self.rows]
 
     def answer(self, responses: Sequence[DecodeRow], logits: Tensor, pause_ended: bool = False) -> None:
         """Generate until every row has ended.
@@ -304,7 +310,8 @@ class Batch:
             next_inputs = [
                 () if pause_ended and response.reason else response.tokens[-1:] or (0,) for response in responses
             ]
-            logits = self.feed(next_inputs, 1)
+            open_rows = sum(not response.reason for response in responses)
+            logits = self.feed(next_inputs, 1, token_count=open_rows)
 
     def measure(self, responses: Sequence[DecodeRow], logits: Tensor) -> None:
         """Feed every row its given tokens and sum their negative log-likelihood.

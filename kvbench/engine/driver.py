@@ -28,6 +28,9 @@ from kvbench.view import AttentionMass, ModelInfo, Need, PerToken
 _ONE_BY_ONE = "_kvbench_one_by_one"
 """Attribute of a model whose tokens enter a cache one by one."""
 
+_LISTENER = "_kvbench_listener"
+"""Attribute of a model: a function that is told the tokens of every forward."""
+
 Watch = Callable[[Forward, RaggedLayer, Step], None]
 """Called with every layer of a forward, after the driver has processed it."""
 
@@ -120,6 +123,21 @@ def feed_one_by_one(model: nn.Module) -> None:
     model.__dict__[_ONE_BY_ONE] = True
 
 
+@contextmanager
+def listening(model: nn.Module, on_forward: Callable[[int], None]) -> Iterator[None]:
+    """Call a function after every forward while the block runs.
+
+    Args:
+        model: The model.
+        on_forward: Receives the number of tokens that were fed.
+    """
+    model.__dict__[_LISTENER] = on_forward
+    try:
+        yield
+    finally:
+        del model.__dict__[_LISTENER]
+
+
 def left_padded(token_rows: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
     """Return the token ids of several rows, padded on the left, and their token mask, `[B, width]` each, on the CPU.
 
@@ -140,6 +158,8 @@ def forward(
     token_mask: Tensor | None = None,
     logit_count: int | None = None,
     pixels: Mapping[str, Tensor] | None = None,
+    *,
+    token_count: int | None = None,
 ) -> Tensor:
     """Run new tokens on a cache.
 
@@ -150,6 +170,7 @@ def forward(
         token_mask: New columns that are tokens, `[B, n]`; None: all.
         logit_count: Number of last columns to return logits for.
         pixels: The media among the tokens; see `kvbench.engine.vision`.
+        token_count: Tokens to report to `listening`; None: all of `token_ids`. Counting a mask makes a GPU wait.
 
     Returns:
         Logits after the last token, `[B, vocabulary]`; with `logit_count`, `[B, logit_count, vocabulary]`.
@@ -186,6 +207,8 @@ def forward(
     ).logits
     if position_shift is not None:
         cache.shift = position_shift
+    if listener := model.__dict__.get(_LISTENER):
+        listener(token_ids.numel() if token_count is None else token_count)
     return logits[:, -1] if logit_count is None else logits
 
 

@@ -158,7 +158,9 @@ class Pool(Generic[_Owner]):
         questions += [()] * (len(batch_rows) - len(slots))
         token_ids, token_mask = left_padded(questions, column_count)
         question_cache = among(self.cache, batch_rows, [*map(len, questions)])
-        logits = forward(self.model, question_cache, token_ids.to(self.device), token_mask.to(self.device))
+        question_tokens = sum(map(len, questions))
+        device_ids, device_mask = token_ids.to(self.device), token_mask.to(self.device)
+        logits = forward(self.model, question_cache, device_ids, device_mask, token_count=question_tokens)
         absorb(self.cache, batch_rows, question_cache)
         seconds = now(self.device) - started
         for question_index, slot in enumerate(slots):
@@ -190,7 +192,7 @@ class Pool(Generic[_Owner]):
         for slot in slots:
             token_ids[slot], is_active[slot] = self.active[slot].row.tokens[-1], True
         active_mask = None if len(slots) == self.cache.batch else is_active.to(self.device)
-        logits = forward(self.model, self.cache, token_ids.to(self.device), active_mask)
+        logits = forward(self.model, self.cache, token_ids.to(self.device), active_mask, token_count=len(slots))
         seconds = (now(self.device) - started) / len(slots)
         for response in self.active.values():
             response.seconds += seconds

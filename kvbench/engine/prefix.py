@@ -111,6 +111,7 @@ class Prefix:
         *,
         question: bool = False,
         logit_count: int | None = None,
+        token_count: int | None = None,
     ) -> Tensor:
         """Prefill more tokens `[B, n]`; return the logits after the last, `[B, vocabulary]`.
 
@@ -120,13 +121,16 @@ class Prefix:
             pixels: The media among them; see `kvbench.engine.vision.Vision`.
             question: Whether the tokens are the question about the cached context.
             logit_count: Number of last columns to return logits for, `[B, logit_count, vocabulary]`.
+            token_count: As for `kvbench.engine.driver.forward`.
         """
         self.restore()
         self.remake = None
         self.cache.asked = token_ids.shape[1] if question else 0
         started = now(token_ids.device)
         with watching(self.model, self.cache.pruning if pixels else None) as self.cache.tower:
-            logits = forward(self.model, self.cache, token_ids, token_mask, logit_count, pixels)
+            logits = forward(
+                self.model, self.cache, token_ids, token_mask, logit_count, pixels, token_count=token_count
+            )
         self._forget()
         self.seconds += now(token_ids.device) - started
         return logits

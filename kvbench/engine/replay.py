@@ -82,6 +82,11 @@ def _replayed(model: nn.Module, cache: RaggedCache, info: ModelInfo, need: Repla
     return replay_values
 
 
+def replayed_tokens(token_count: int, chunk_size: int) -> int:
+    """Return the tokens of the forwards that replay a context of `token_count` tokens."""
+    return sum(end - max(0, start - LEAD) for start, end in _chunks(token_count, chunk_size))
+
+
 def _chunks(token_count: int, chunk_size: int) -> Iterator[tuple[int, int]]:
     for chunk_start in range(0, token_count, chunk_size):
         yield chunk_start, min(chunk_start + chunk_size, token_count)

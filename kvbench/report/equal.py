@@ -14,8 +14,8 @@ from kvbench.report.sorted_samples import Samples
 from kvbench.tables.text import tokens
 
 _LEAST = 5
-"""Minimum number of responses that differ from the full cache's as evidence that two policies are equal: policies that
-lose nothing always agree."""
+"""Minimum number of responses that differ from the full cache's in text and score as evidence that two policies are
+equal: policies that lose nothing agree, but for punctuation after a right answer."""
 
 
 class Place(NamedTuple):
@@ -37,8 +37,8 @@ Places = dict[tuple[str, ...], list[Place]]
 def equal_rows(results: Results) -> Places:
     """Return policies with the same responses and numbers of entries on all tasks of a setting.
 
-    Kept sets are not recorded. Equal responses imply equal sets if enough of them differ from the full cache's; without
-    a full cache there is no such evidence.
+    Kept sets are not recorded. Equal responses imply equal sets if enough of them are worse or better than the full
+    cache's; without a full cache there is no such evidence.
     """
     ok_cells, samples = results.cells[results.cells["status"] == "ok"], results.samples
     places_by_policies: Places = {}
@@ -74,10 +74,13 @@ def equal_rows(results: Results) -> Places:
 
 
 def _count_changed(samples: Samples, cell_id: str, full_id: str | None) -> int:
-    """Return how many responses of a cell differ from the full cache's; 0 without a full cache."""
+    """Return how many responses of a cell differ from the full cache's in text and score; 0 without a full cache."""
     cell_answers, full_answers = samples.answer_table(cell_id), samples.answer_table(full_id or "")
     is_same = len(cell_answers) == len(full_answers) and np.array_equal(cell_answers[:, 0], full_answers[:, 0])
-    return int((cell_answers[:, 1] != full_answers[:, 1]).sum()) if is_same else 0
+    if not is_same:
+        return 0
+    has_other_score = samples.scores_by_question(cell_id) != samples.scores_by_question(full_id or "")
+    return int(((cell_answers[:, 1] != full_answers[:, 1]) & has_other_score).sum())
 
 
 def without_room(results: Results) -> Places:

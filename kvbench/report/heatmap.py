@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
+from kvbench.progress import Late, Reporter
 from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
 from kvbench.report.frames import Results, budget_order, extras, of_moment, unaveraged_tasks
 from kvbench.report.overall import CONFIG
@@ -65,13 +66,16 @@ def _depth(extra_fields: Mapping[str, Any]) -> float:
     return float(depth_value)
 
 
-def draw_heatmaps(results: Results, folder: Path, options: FigureOptions = DEFAULT_FIGURES) -> list[SavedFigure]:
+def draw_heatmaps(
+    results: Results, folder: Path, options: FigureOptions = DEFAULT_FIGURES, reporter: Reporter | None = None
+) -> list[SavedFigure]:
     """Draw depth by length for every task with depths, with a panel per policy and budget; seeds are pooled.
 
     Args:
         results: The results.
         folder: Existing folder for the files.
         options: Formats, sizes and policies of the figures.
+        reporter: Progress reporter, told of every task once they take seconds.
 
     Returns:
         The figures; none if no task has depths.
@@ -79,8 +83,10 @@ def draw_heatmaps(results: Results, folder: Path, options: FigureOptions = DEFAU
     results = options.select(results)
     depth_samples = with_depth(results)
     drawn_figures: list[SavedFigure] = []
+    by_task = depth_samples.groupby(["model", "task"], sort=False)
+    progress = Late(reporter, len(by_task), "drawing heat maps")
     with plot_style():
-        for (model_name, task_name), task_samples in depth_samples.groupby(["model", "task"], sort=False):
+        for (model_name, task_name), task_samples in by_task:
             moments = list(dict.fromkeys(task_samples.loc[task_samples["policy"] != "full", "moment"]))
             for moment in moments or [""]:
                 moment_samples = task_samples[of_moment(task_samples, moment)]
@@ -101,6 +107,8 @@ def draw_heatmaps(results: Results, folder: Path, options: FigureOptions = DEFAU
                             figure_samples, figure_title + title_suffix, folder / file_stem, results.policies, options
                         )
                     )
+            progress.advance()
+    progress.stop()
     return drawn_figures
 
 

@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from kvbench.progress import Late, Reporter
 from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
 from kvbench.report.frames import Results, pick, readers, unit_scale
 from kvbench.report.pareto import HELD, READ, ByteAxis, MemoryMetric, draw_panel, front_of, in_bytes
@@ -36,7 +37,9 @@ _LEAST_PANEL = 1.1  # inches that a panel is wide at least
 _LEAST_LABELLED_PANEL = 1.5  # with bytes along the top and names beside the points
 
 
-def draw_fronts(results: Results, folder: Path, options: FigureOptions = DEFAULT_FIGURES) -> list[SavedFigure]:
+def draw_fronts(
+    results: Results, folder: Path, options: FigureOptions = DEFAULT_FIGURES, reporter: Reporter | None = None
+) -> list[SavedFigure]:
     """Draw every Pareto figure of a report.
 
     Per model: `mean-<group>` for the mean over a group of several tasks, `overview-<group>` with the mean and all tasks
@@ -48,8 +51,16 @@ def draw_fronts(results: Results, folder: Path, options: FigureOptions = DEFAULT
         results: The results.
         folder: Existing folder for the files.
         options: Formats, sizes and policies of the figures.
+        reporter: Progress reporter, told of every task and mean once they take seconds.
     """
     results = options.select(results)
+    tasks_by_group = [
+        len(results.tasks(model_name, group_name))
+        for model_name in results.models
+        for group_name in results.groups(model_name)
+    ]
+    mean_count = sum(task_count > 1 for task_count in tasks_by_group)
+    progress = Late(reporter, sum(tasks_by_group) + mean_count, "drawing figures")
     drawn_figures: list[SavedFigure] = []
     with plot_style():
         for model_name in results.models:
@@ -65,6 +76,7 @@ def draw_fronts(results: Results, folder: Path, options: FigureOptions = DEFAULT
                     drawn_figures += _figures(results, model_name, group_overall, title, figure_stem, options)
                 if len(task_names) > 1:
                     drawn_figures += _overviews(results, model_name, group_name, folder, stem_suffix, options)
+                    progress.advance()
                 for task_name in task_names:
                     task_cells = group_cells[group_cells["task"] == task_name]
                     if _drawable(task_cells):
@@ -73,6 +85,8 @@ def draw_fronts(results: Results, folder: Path, options: FigureOptions = DEFAULT
                         drawn_figures += _figures(
                             results, model_name, task_cells, title, figure_stem, options, task_name
                         )
+                    progress.advance()
+    progress.stop()
     return drawn_figures
 
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from kvbench.judge.base import LocalJudge
 from kvbench.report.equal import equal_rows, labels, without_room
 from kvbench.report.frames import Results, judged, readers, tasks_at_chance, unaveraged_tasks, uncompared
+from kvbench.report.last_queries import LowBeforeQuestion, low_before_question
 from kvbench.report.panel import MARK
+from kvbench.tables.numbers import NumberFormat, number
 from kvbench.tables.table import Name, Phrase
 from kvbench.tables.text import REFERENCE_MODEL, REFERENCE_NOTE, listed
 
@@ -31,6 +33,9 @@ def remarks(results: Results) -> Iterator[Phrase]:
             _names(policies), f" are equal at {listed(labels(results, places), 40)}: they gave the same response to "
             "every question and held the same number of entries. These rows are one result, not several.",
         )  # fmt: skip
+    low = low_before_question(results)
+    if low.policies:
+        yield _low(low)
     full_budgets = without_room(results)
     if full_budgets:
         policy_budgets = (
@@ -69,6 +74,22 @@ def remarks(results: Results) -> Iterator[Phrase]:
             "The score of ", _names(unaveraged), " is not a mean over samples, but computed from all of them. Means "
             "over tasks, divisions by a field and comparisons with a policy leave these tasks out.",
         )  # fmt: skip
+
+
+def _low(low: LowBeforeQuestion) -> Phrase:
+    """Say why policies are low before the question, and what to try."""
+    is_single = len(low.policies) == 1
+    reason: Phrase = (
+        *("Before the question, ", _names(low.policies), " is low because it keeps " if is_single else " are low "),
+        *(() if is_single else ("because they keep ",)),
+        "what the prompt's last tokens attend to, and these cannot know yet what will be asked. ",
+    )
+    after: list[Phrase] = []
+    for policy_name, score in low.after.items():
+        after += [", " if after else "", Name(policy_name), f" {number(score, NumberFormat.POINTS)}"]
+    advice: Phrase = ("After it: ", *after, ". ") if after else ("Try ", Name("--moment context,question"), ". ")
+    better: Phrase = ("Best before it is ", Name(low.better), ", which does not go by them. ") if low.better else ""
+    return (reason, advice, better, "More: docs/faq.md.")
 
 
 def _names(names: Sequence[str]) -> Phrase:

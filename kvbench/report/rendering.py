@@ -9,6 +9,7 @@ import pandas as pd
 
 from kvbench.errors import UserError
 from kvbench.files import cannot, replacing
+from kvbench.progress import Reporter
 from kvbench.report.choosing import WITHIN_A_POINT, Aim
 from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
 from kvbench.report.frames import Results, prepare
@@ -52,8 +53,9 @@ def write_report(
     output_folder: Path,
     aim: Aim = WITHIN_A_POINT,
     figure_options: FigureOptions = DEFAULT_FIGURES,
+    reporter: Reporter | None = None,
 ) -> list[Path]:
-    """Write the report for prepared results; see `render`."""
+    """Write the report for prepared results, with a progress reporter; see `render`."""
     figure_options.check(results)
     folders = output_folder / "figures", output_folder / "tables"
     try:
@@ -63,8 +65,8 @@ def write_report(
             subfolder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot("write", error.filename or output_folder, error) from None
-    figures = draw_fronts(results, folders[0], figure_options)
-    figures += draw_heatmaps(results, folders[0], figure_options)
+    figures = draw_fronts(results, folders[0], figure_options, reporter)
+    figures += draw_heatmaps(results, folders[0], figure_options, reporter)
     tables = report_tables(results)
     written_paths = [figure_path for figure in figures for figure_path in figure.paths]
     written_paths += write_tables(tables, folders[1])

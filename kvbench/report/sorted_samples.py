@@ -76,9 +76,17 @@ class Samples:
 
         Equal responses have the same code in all cells. Empty if the frame has no responses.
         """
-        row_indices = self._rows.get(cell_id, _NONE) if "response" in self._frame else _NONE
-        row_indices = row_indices[np.argsort(self._keys[row_indices])]
+        row_indices = self._by_question(cell_id)
         return np.column_stack([self._keys[row_indices], self._answer_codes[row_indices]])
+
+    def scores_by_question(self, cell_id: str) -> Floats:
+        """Return the scores of the responses in `answer_table`, `[responses]`."""
+        return self._frame["score"].to_numpy(np.float64)[self._by_question(cell_id)]
+
+    def _by_question(self, cell_id: str) -> Integers:
+        """Return the rows of a cell's responses, sorted by question; none if the frame has no responses."""
+        row_indices = self._rows.get(cell_id, _NONE) if "response" in self._frame else _NONE
+        return row_indices[np.argsort(self._keys[row_indices])]
 
     @functools.cached_property
     def _answer_codes(self) -> Integers:

@@ -101,6 +101,19 @@ def stop_of(request: Request, tokenizer: Any, end_tokens: Sequence[int], thinkin
     return Stop(tokenizer, end_tokens, request.until, thinking, starts_thinking)
 
 
+def sees_question(cell: Cell, prompt: Prompt) -> bool:
+    """Return whether a cell compresses the cache after the question of a prompt.
+
+    The full cache evicts nothing, so its continuations share the question's forward with the cells that do.
+    """
+    return cell.moment in ("question", "decode") or (cell.is_full and bool(prompt.branches))
+
+
+def leads(prompt: Prompt) -> set[tuple[int, ...]]:
+    """Return the different tokens between the question and the texts of a prompt."""
+    return {branch.lead_ids for branch in prompt.branches if not branch.alone}
+
+
 def by_cell(items: Sequence[_Row]) -> list[list[_Row]]:
     """Group the rows of one batch by cell."""
     items_by_cell: dict[str, list[_Row]] = {}

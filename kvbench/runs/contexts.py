@@ -32,18 +32,16 @@ from kvbench.runs.answers import (
     ended,
     finished,
     forks,
-    key_of,
+    sees_question,
 )
 from kvbench.runs.cell import Cell
 from kvbench.runs.chunks import end_chunks, feed_chunks
-from kvbench.runs.continuations import Continuations, add_widths, measured, sees_question
+from kvbench.runs.continuations import Continuations, add_widths, measured
 from kvbench.runs.schema import Response
 from kvbench.runs.whole_texts import measure_whole_texts
+from kvbench.runs.work import Wanted, context_key, context_tokens, unanswered
 from kvbench.runs.worker import Worker
 from kvbench.view import Need
-
-Wanted = list[tuple[Cell, list[Prompt]]]
-"""Cells with the prompts that they have not answered yet."""
 
 
 class _Queue(NamedTuple):
@@ -96,13 +94,6 @@ def answer_contexts(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[C
     _Contexts(worker, prompts).answer(cells)
 
 
-def _context_key(prompt: Prompt) -> tuple[object, ...]:
-    """Return what prompts of one context have in common; without a context, those of one request."""
-    if prompt.context_ids:
-        return prompt.context_ids, prompt.media
-    return prompt.request.sample_id, prompt.request.question_id
-
-
 class _Contexts:
     """The prompts of one task, and the answers that wait to be decoded."""
 
@@ -137,30 +128,29 @@ class _Contexts:
     def answer(self, cells: Sequence[Cell]) -> None:
         self._cells = cells
         for prefill_batch in self._waves(cells):
-            for context, prefilled in zip(prefill_batch, self._prefilled(prefill_batch), strict=True):
-                if not context.ids:
-                    self._without_context(context)
-                    continue
-                self._whole(context, prefilled)
-                for cell, cell_prompts in context.wanted:
-                    if prunes(cell.policy):
-                        self._pruned(cell, cell_prompts)
-                self._chunked(
-                    [
-                        (chunked_cell, chunked_prompts)
-                        for chunked_cell, chunked_prompts in context.wanted
-                        if chunked_cell.moment == "chunked"
-                    ]
-                )
+            with self.worker.meter.contexts(sum(context_tokens(context.wanted) for context in prefill_batch)):
+                for context, prefilled in zip(prefill_batch, self._prefilled(prefill_batch), strict=True):
+                    self._answer_context(context, prefilled)
         for queue in list(self.queues):
             self._flush(queue)
         self._done(self.pool.drain())
         self.continuations.drain()
 
+    def _answer_context(self, context: _Context, prefilled: tuple[Prefix, Tensor] | None) -> None:
+        """Prefill and compress a context for all cells, and queue their responses."""
+        if not context.ids:
+            self._without_context(context)
+            return
+        self._whole(context, prefilled)
+        for cell, cell_prompts in context.wanted:
+            if prunes(cell.policy):
+                self._pruned(cell, cell_prompts)
+        self._chunked([(cell, cell_prompts) for cell, cell_prompts in context.wanted if cell.moment == "chunked"])
+
     def _open(self, cells: Sequence[Cell]) -> Iterator[tuple[slice, _Context]]:
         """The contexts that some cells have not answered yet, and the places of their prompts."""
         end_index = 0
-        for _, prompt_group in groupby(self.prompts, key=_context_key):
+        for _, prompt_group in groupby(self.prompts, key=context_key):
             same_context = list(prompt_group)
             end_index += len(same_context)
             if (context := self._opened(same_context, cells)) is not None:
@@ -168,13 +158,8 @@ class _Contexts:
 
     def _opened(self, same_context: Sequence[Prompt], cells: Sequence[Cell]) -> _Context | None:
         """The context of some prompts; None if all cells have answered them."""
-        done_keys = self.worker.store.keys()
-        pending = [
-            (cell, [prompt for prompt in same_context if key_of(cell, prompt) not in done_keys])
-            for cell in cells
-            if cell.cell not in self.worker.failed
-        ]
-        pending = [(cell, missing_prompts) for cell, missing_prompts in pending if missing_prompts]
+        open_cells = [cell for cell in cells if cell.cell not in self.worker.failed]
+        pending = unanswered(open_cells, same_context, self.worker.store.keys())
         first_prompt = same_context[0]
         return _Context(first_prompt.context_ids, first_prompt.media, pending) if pending else None
 
@@ -264,6 +249,9 @@ class _Contexts:
     def _without_context(self, context: _Context) -> None:
         """Measure texts that nothing precedes."""
         worker = self.worker
+        for cell, cell_prompts in context.wanted:
+            for prompt in cell_prompts:
+                worker.meter.begin(cell, prompt)
         if context.wanted[0][1][0].request.rolling:
             measure_whole_texts(worker, context.wanted)
             return
@@ -347,7 +335,7 @@ class _Contexts:
         worker = self.worker
         start_time = now(worker.device)
         try:
-            with worker.policy_call():  # a policy also runs between chunks
+            with worker.meter.phase("prefill"), worker.policy_call():  # a policy also runs between chunks
                 for chunk_logits in feed_chunks(worker, cell, repeats[0].ids, cache, trailing_tokens):
                     logits = chunk_logits
         except PluginError as error:
@@ -373,6 +361,7 @@ class _Contexts:
         if cell.cell in self.worker.failed:  # while an earlier repeat was decoded
             return
         response = begun(cell, prompt, cache, prefill_s, compress_s)
+        self.worker.meter.begin(cell, prompt)
         if prompt.branches:
             self.continuations.add(cell, prompt, cache, response)
             return

@@ -15,21 +15,13 @@ from kvbench.engine.driver import forward
 from kvbench.engine.measure import MeasuredText, feed_text, feed_texts, log_probabilities
 from kvbench.engine.threads import now
 from kvbench.errors import PluginError
-from kvbench.runs.answers import Prompt, peak_columns
+from kvbench.runs.answers import Prompt, leads, peak_columns, sees_question
 from kvbench.runs.cell import Cell
 from kvbench.runs.schema import Response
 from kvbench.runs.worker import Worker
 
 _TRUNK_WIDTH = 128
 """Maximum number of columns of a forward that feeds questions."""
-
-
-def sees_question(cell: Cell, prompt: Prompt) -> bool:
-    """Return whether a cell compresses the cache after the question of a prompt.
-
-    The full cache evicts nothing, so its continuations share the question's forward with the cells that do.
-    """
-    return cell.moment in ("question", "decode") or (cell.is_full and bool(prompt.branches))
 
 
 def trunk_columns(token_count: int) -> int:
@@ -49,20 +41,17 @@ def branch_width(token_count: int) -> int:
 
 def add_widths(prompt: Prompt, trunk_widths: set[int], branch_widths: set[int]) -> None:
     """Add the columns of the forwards that can feed a prompt up to where its texts branch, and of those that follow."""
-    leads, question_length = _leads(prompt), len(prompt.question_ids)
+    different_leads, question_length = leads(prompt), len(prompt.question_ids)
     trunk_lengths = {question_length}
-    if len(leads) == 1:
-        (lead_ids,) = leads
+    if len(different_leads) == 1:
+        (lead_ids,) = different_leads
         trunk_lengths = {len(lead_ids), question_length + len(lead_ids)}
     branches = [branch for branch in prompt.branches if not branch.alone]
-    branch_lengths = {len(branch.answer_ids) - 1 if len(leads) == 1 else len(branch.input_ids) for branch in branches}
+    branch_lengths = {
+        len(branch.answer_ids) - 1 if len(different_leads) == 1 else len(branch.input_ids) for branch in branches
+    }
     trunk_widths |= {min(_TRUNK_WIDTH, trunk_columns(length)) for length in trunk_lengths if length}
     branch_widths |= {branch_width(length) for length in branch_lengths if length}
-
-
-def _leads(prompt: Prompt) -> set[tuple[int, ...]]:
-    """Return the different tokens between the question and the texts."""
-    return {branch.lead_ids for branch in prompt.branches if not branch.alone}
 
 
 @dataclass
@@ -85,13 +74,13 @@ class _Pending:
 
     def __post_init__(self) -> None:
         branches = [branch for branch in self.prompt.branches if not branch.alone]
-        leads = _leads(self.prompt)
+        different_leads = leads(self.prompt)
         self.texts = [MeasuredText(branch.input_ids, branch.answer_ids) for branch in branches]
-        self.shares_lead = len(leads) == 1
+        self.shares_lead = len(different_leads) == 1
         if not sees_question(self.cell, self.prompt) and self.cell.moment != "chunked":
             self.trunk_ids = self.prompt.question_ids
         if self.shares_lead:
-            (lead_ids,) = leads
+            (lead_ids,) = different_leads
             self.trunk_ids += lead_ids
             for text in self.texts:
                 text.fed = len(lead_ids) - 1  # the last one counts when its logits are taken

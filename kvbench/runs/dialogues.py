@@ -25,6 +25,7 @@ from kvbench.runs.answers import Prompt, begun, by_cell, empty, ended, forks, ke
 from kvbench.runs.cell import Cell
 from kvbench.runs.index import Key
 from kvbench.runs.schema import Response
+from kvbench.runs.work import dialogue_key, dialogue_tokens, earlier_of
 from kvbench.runs.worker import Worker
 from kvbench.view import ModelInfo
 
@@ -54,7 +55,7 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
     queues: dict[str, list[Dialogue]] = {}
     turn_width = max(_longest(worker, list(same_dialogue)) for _, same_dialogue in groupby(prompts, _name))
     worker.batching.fit(max(len(prompt.ids) + prompt.limit for prompt in prompts), [turn_width])
-    for _, dialogue_group in groupby(prompts, lambda prompt: prompt.request.dialogue):
+    for _, dialogue_group in groupby(prompts, dialogue_key):
         repeats = [list(same_dialogue) for _, same_dialogue in groupby(dialogue_group, _name)]
         pending = [
             (cell, missing_turns)
@@ -72,21 +73,22 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
             continue
         needs = frozenset(need for cell, _ in pending for need in cell.policy.needs)
         first_prompt = repeats[0][0]
-        prefix, logits = worker.prefill(first_prompt.ids, needs, first_prompt.media)
-        for cell, missing_turns in pending:
-            cache = worker.compress(prefix, cell, first_prompt)
-            if cache is None:
-                continue
-            policy = str(cell.policy)
-            for turns, forked in zip(missing_turns, forks(len(missing_turns), cache), strict=True):
-                queue = queues.setdefault(policy, [])
-                queue.append(Dialogue(cell, turns, forked, logits, prefix.seconds))
-                waiting_caches = (dialogue.cache for queue in queues.values() for dialogue in queue)
-                # Padding would push tokens out of sliding windows, and a forward takes the images
-                # of one dialogue: there a dialogue goes alone.
-                runs_alone = cache.forbids_gaps or _shows(turns)
-                if runs_alone or not worker.batching.has_room(len(queue), waiting_caches):
-                    _hold(worker, queues.pop(policy), turn_width, done_keys)
+        with worker.meter.contexts(dialogue_tokens(first_prompt, [cell for cell, _ in pending])):
+            prefix, logits = worker.prefill(first_prompt.ids, needs, first_prompt.media)
+            for cell, missing_turns in pending:
+                cache = worker.compress(prefix, cell, first_prompt)
+                if cache is None:
+                    continue
+                policy = str(cell.policy)
+                for turns, forked in zip(missing_turns, forks(len(missing_turns), cache), strict=True):
+                    queue = queues.setdefault(policy, [])
+                    queue.append(Dialogue(cell, turns, forked, logits, prefix.seconds))
+                    waiting_caches = (dialogue.cache for queue in queues.values() for dialogue in queue)
+                    # Padding would push tokens out of sliding windows, and a forward takes the images
+                    # of one dialogue: there a dialogue goes alone.
+                    runs_alone = cache.forbids_gaps or _shows(turns)
+                    if runs_alone or not worker.batching.has_room(len(queue), waiting_caches):
+                        _hold(worker, queues.pop(policy), turn_width, done_keys)
     for queue in queues.values():
         _hold(worker, queue, turn_width, done_keys)
 
@@ -102,6 +104,11 @@ def _name(prompt: Prompt) -> tuple[str, int]:
 
 def _hold(worker: Worker, dialogues: list[Dialogue], turn_width: int, done_keys: Container[Key]) -> None:
     """Run dialogues of one policy to their end in one batch, and store the answers."""
+    for dialogue in dialogues:
+        earlier_turns = earlier_of(dialogue.turns)
+        for prompt in dialogue.turns:
+            if key_of(dialogue.cell, prompt) not in done_keys:
+                worker.meter.begin(dialogue.cell, prompt, earlier_turns.get(id(prompt)))
     try:
         with worker.policy_call():  # the policy runs again before every turn
             responses = list(_turns(worker, dialogues, turn_width))

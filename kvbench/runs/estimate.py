@@ -1,25 +1,23 @@
-"""Missing responses of a run, and an estimate of their time from a few contexts on the real model."""
+"""Estimate of the time that missing responses take, from a few contexts on the real model."""
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 from torch import nn
 
 from kvbench.engine.threads import now
 from kvbench.progress import Silent
-from kvbench.runs.answers import Prompt, key_of
+from kvbench.runs.answers import Prompt
 from kvbench.runs.executors.base import answer, worker_of
 from kvbench.runs.grid import Grid
-from kvbench.runs.index import Key
 from kvbench.runs.planning import Job, Say, Stage
-from kvbench.runs.prompts import Prompts
 from kvbench.runs.store import RunStore
+from kvbench.runs.work import Missing
 from kvbench.runs.worker import loaded_model
 
 _SECONDS = 10.0
@@ -27,45 +25,6 @@ _SECONDS = 10.0
 
 _JOBS = 3
 """Maximum number of tasks to measure; several, because their answers differ in length."""
-
-
-class Missing(NamedTuple):
-    """Missing responses of a job.
-
-    Attributes:
-        prompts: Its prompts that lack a response of some cell.
-        responses: Number of missing responses.
-        steps: Tokens of these responses if none ends before its limit.
-    """
-
-    job: Job
-    prompts: Prompts
-    responses: int
-    steps: int
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens of the contexts to prefill."""
-        return sum({hash(prompt.context_ids): len(prompt.context_ids) for prompt in self.prompts}.values())
-
-
-def missing_of(stage: Stage, done_keys: Container[Key]) -> list[Missing]:
-    """Return the missing responses of each job in a stage; complete jobs are left out.
-
-    Args:
-        stage: A model with its jobs.
-        done_keys: Keys of the existing responses.
-    """
-    pending_jobs = []
-    for job in stage.jobs:
-        prompt_indices, response_count, step_count = [], 0, 0
-        for prompt_index, prompt in enumerate(job.prompts):
-            if missing_count := sum(key_of(cell, prompt) not in done_keys for cell in job.cells):
-                prompt_indices.append(prompt_index)
-                response_count, step_count = response_count + missing_count, step_count + prompt.steps * missing_count
-        if response_count:
-            pending_jobs.append(Missing(job, job.prompts.part(prompt_indices), response_count, step_count))
-    return pending_jobs
 
 
 @dataclass(frozen=True)

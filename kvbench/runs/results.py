@@ -18,6 +18,7 @@ from kvbench.files import digest_of
 from kvbench.harness.protocol import Key, MetricScores, Request
 from kvbench.judge.base import JudgeError
 from kvbench.judge.rubrics import origin
+from kvbench.progress import Late, Reporter
 from kvbench.runs.cell import Cell
 from kvbench.runs.planning import Job
 from kvbench.runs.prompt_excerpts import prompt_excerpt
@@ -124,18 +125,25 @@ class _Asked(NamedTuple):
         )
 
 
-def scored(jobs: Iterable[Job], responses_of: Callable[[str], Sequence[Response]]) -> Iterator[ScoredCell]:
+def scored(
+    jobs: Iterable[Job], responses_of: Callable[[str], Sequence[Response]], reporter: Reporter | None = None
+) -> Iterator[ScoredCell]:
     """Score every cell from its responses, one cell at a time.
 
     Only the requests of the tasks as loaded count: a store can hold more samples.
 
     Args:
         responses_of: Returns the responses of a cell, given its hash.
+        reporter: Progress reporter, told of every cell once they take seconds.
     """
+    jobs = list(jobs)
+    progress = Late(reporter, sum(len(job.cells) for job in jobs), "scoring cells")
     for job in jobs:
         scorer = _Scorer(job)
         for cell in sorted(job.cells, key=lambda candidate: not candidate.is_full):
             yield scorer.cell(cell, responses_of(cell.cell))
+            progress.advance()
+    progress.stop()
 
 
 def check_requests(jobs: Iterable[Job], store: RunStore) -> None:

@@ -17,7 +17,7 @@ from kvbench.errors import UserError
 from kvbench.files import cannot
 from kvbench.progress import Reporter, Silent, duration
 from kvbench.progress import reporter as terminal_reporter
-from kvbench.runs.estimate import estimate, missing_of
+from kvbench.runs.estimate import estimate
 from kvbench.runs.executors.base import Executor, Unfinished, run_here
 from kvbench.runs.executors.ray import run_on_ray
 from kvbench.runs.grid import Grid
@@ -26,6 +26,7 @@ from kvbench.runs.integrity import recorded_hardware, rows_of_cells
 from kvbench.runs.planning import Job, RunPlan, Say, plan
 from kvbench.runs.results import check_requests, scored
 from kvbench.runs.store import GRID, RESPONSES, RunStore
+from kvbench.runs.work import missing_of
 from kvbench.terminal import console
 
 _EXECUTORS: dict[str, Executor] = {"local": run_here, "ray": run_on_ray}
@@ -106,11 +107,8 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
         grid, planned = _with_held(grid, planned, stored_grid, folder, reporter.message)
         store.save_grid(grid.to_dict())
         done_keys = store.keys()
-        stage_counts = [
-            Unfinished(stage, sum(pending.responses for pending in missing_of(stage, done_keys)))
-            for stage in planned.stages
-        ]
-        open_stages = [unfinished for unfinished in stage_counts if unfinished.missing]
+        stages = [Unfinished(stage, missing_of(stage, done_keys)) for stage in planned.stages]
+        open_stages = [unfinished for unfinished in stages if unfinished.jobs]
         jobs = [job for stage in planned.stages for job in stage.jobs]
         check_requests(jobs, store)
         if open_stages:  # fail now if a judge cannot answer, not after hours of generation
@@ -122,8 +120,11 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
             hardware += _hardware(jobs)
         facts = {"samples": grid.samples, "repeats": grid.repeats, "hardware": list(dict.fromkeys(hardware))}
         tasks = [job.task for job in jobs]
-        cells = store.write_scored(scored(jobs, store.responses_of), facts, functools.partial(group_rows, tasks))
+        reporter.busy("scoring")
+        scored_cells = scored(jobs, store.responses_of, reporter)
+        cells = store.write_scored(scored_cells, facts, functools.partial(group_rows, tasks))
         samples = store.samples()
+        reporter.stop()
     failures = {str(cell_row.cell): str(cell_row.error) for cell_row in cells.itertuples() if cell_row.status != "ok"}
     return Run(folder, cells, failures, planned.left_out, _samples=samples)
 

@@ -36,6 +36,7 @@ from kvbench.runs.batching import Batching
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
 from kvbench.runs.index import Key
+from kvbench.runs.meter import Meter
 from kvbench.runs.planning import Say, Stage
 from kvbench.runs.schema import Response
 from kvbench.view import Need
@@ -68,6 +69,7 @@ class ModelRunner:
 
     Attributes:
         harmful: Needs whose observers have changed the model's parameters, with the error.
+        meter: Counts the forwards and names the phase.
     """
 
     model: nn.Module
@@ -80,6 +82,7 @@ class ModelRunner:
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
         self._weights = Weights(self.model, self.reload)
+        self.meter = Meter(self.reporter)
 
     def tensor(self, token_ids: Sequence[int]) -> Tensor:
         """Token ids on the device, `[1, n]`."""
@@ -112,7 +115,8 @@ class ModelRunner:
     def ask(self, prefix: Prefix, question_ids: Sequence[int]) -> tuple[Prefix, Tensor]:
         """Return a copy of a prefix that has read a question, and the logits after it."""
         extended = prefix.fork()
-        logits = extended.extend(self.tensor(question_ids), question=True)
+        with self.meter.phase("prefill"):
+            logits = extended.extend(self.tensor(question_ids), question=True)
         extended.remake = lambda: self.ask(prefix, question_ids)[0]
         return extended, logits
 
@@ -135,7 +139,12 @@ class ModelRunner:
         max_length = max(map(len, contexts))
         token_ids, token_mask = left_padded(contexts, max_length)
         attention_mask = None if bool(token_mask.all()) else token_mask.to(self.device)
-        extend = partial(Prefix.extend, token_ids=token_ids.to(self.device), token_mask=attention_mask)
+        extend = partial(
+            Prefix.extend,
+            token_ids=token_ids.to(self.device),
+            token_mask=attention_mask,
+            token_count=sum(map(len, contexts)),
+        )
         return self._observed(needs, extend, fresh_prefix=prefix)
 
     def _observed(
@@ -156,7 +165,8 @@ class ModelRunner:
 
         def prefilled(safe_needs: frozenset[Need], fresh_prefix: Prefix | None = None) -> tuple[Prefix, Tensor]:
             prefix = fresh_prefix or Prefix(self.model, safe_needs, pruning)
-            logits = extend(prefix)
+            with self.meter.phase("prefill"):
+                logits = extend(prefix)
             prefix.cache.broken |= {need: self.harmful[need] for need in needs if need in self.harmful}
             return prefix, logits
 
@@ -261,7 +271,7 @@ class ModelRunner:
     ) -> list[RaggedCache]:
         """Compress a prefix in several ways, at one moment."""
         runs_policy = not all(compression.policy.is_full for compression in compressions)
-        with self.policy_call(prefix) if runs_policy else nullcontext():
+        with self.meter.phase("compress"), self.policy_call(prefix) if runs_policy else nullcontext():
             return prefix.compress(compressions, None if compressions[0].moment in LATER else reserved_tokens)
 
     def fail(self, cell: Cell, prompt: Prompt, reason: str) -> None:
@@ -330,7 +340,7 @@ class Worker(ModelRunner):
             if response.error:
                 self._give_up(cells_by_id[response.cell], response.error)
         self.store.append(responses)
-        self.reporter.advance(len(responses))
+        self.meter.end(responses)
 
     def fail(self, cell: Cell, prompt: Prompt, reason: str) -> None:
         """Mark a cell as failed, and store why."""

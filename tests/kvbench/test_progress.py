@@ -90,3 +90,63 @@ def test_a_stretch_is_told_of_once_it_has_taken_seconds() -> None:
     clock.now += 9
     nobody.advance()
     nobody.stop()
+
+
+def test_a_line_names_the_unit_the_phase_and_the_estimate_it_is_given() -> None:
+    said: list[str] = []
+    clock = Clock()
+    lines = LineProgress(said.append, min_interval=10, clock=clock)
+    lines.start(1000, "reference", "tokens")
+    lines.phase("prefill")
+    clock.now += 10
+    lines.advance(100, 42.0)
+    lines.phase("decode")
+    clock.now += 10
+    lines.advance(100)
+    lines.advance(800)
+    lines.stop()
+    assert said == [
+        "reference: 100/1000 tokens, prefill, 42 s left",
+        "reference: 200/1000 tokens, decode, 1 min 20 s left",
+        "reference: 1000/1000 tokens in 20 s",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_bar_shows_phase_count_and_time_left_on_one_line(width: int) -> None:
+    clock, console = Clock(), Console(file=io.StringIO(), force_terminal=True, width=width)
+    bar = Bar(console, clock)
+    bar.start(713000, "reference", "tokens")
+    bar.phase("compress")
+    clock.now += 5
+    bar.advance(312400, 3700.0)
+    shown = screen(console, bar)
+    assert shown.startswith("reference: compress") and shown.endswith("312400/713000 tokens 0:05, 1:01:40 left")
+    clock.now += 60  # nothing happens, and the time left goes on
+    assert screen(console, bar).endswith(" 1:05, 1:00:40 left")
+    clock.now += 1
+    bar.advance(400600, 0.0)
+    assert "713000/713000 tokens 1:06" in screen(console, bar)
+    bar.stop()
+
+
+def screen(console: Console, bar: Bar) -> str:
+    """The line of a bar."""
+    assert bar._bar is not None
+    other = Console(file=io.StringIO(), width=console.width, color_system=None)
+    with other.capture() as capture:
+        other.print(bar._bar.get_renderable())
+    (line,) = capture.get().splitlines()
+    return line.strip()
+
+
+def test_updates_of_a_bar_in_quick_succession_are_shown_together() -> None:
+    clock, console = Clock(), Console(file=io.StringIO(), force_terminal=True, width=100)
+    bar = Bar(console, clock)
+    bar.start(100, "model", "tokens")
+    for _ in range(9):
+        clock.now += 0.0625
+        bar.advance(2)
+    assert bar._bar is not None and bar._bar.tasks[0].completed == 16
+    bar.stop()
+    assert bar._bar is None

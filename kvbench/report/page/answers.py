@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import pandas as pd
 
+from kvbench.progress import Late, Reporter
 from kvbench.report.frames import Results, extras, records
 from kvbench.report.sorted_samples import Samples, natural_key
 from kvbench.runs.prompt_excerpts import reference_spans
@@ -32,12 +33,13 @@ _Q = TypeVar("_Q")
 _OF_CELL = ["cell", "model", "seed", "policy", "budget", "moment"]
 
 
-def answers(results: Results, responses: Responses) -> dict[str, Any]:
+def answers(results: Results, responses: Responses, reporter: Reporter | None = None) -> dict[str, Any]:
     """Return the questions with the responses of every setting; only the first of every task if a page cannot hold all.
 
     Args:
         results: The results.
         responses: Loads the responses of some samples.
+        reporter: Progress reporter, told of every question once they take seconds.
 
     Returns:
         `cells` (policy, budget and moment of each), `texts` (each response once), `questions` (with `answers`: index of
@@ -62,6 +64,7 @@ def answers(results: Results, responses: Responses) -> dict[str, Any]:
     question_records: list[dict[str, Any]] = []
     remaining_letters = MOST
     question_rows = [list(response_rows) for _, response_rows in groupby(records(sample_frame), itemgetter(*_QUESTION))]
+    progress = Late(reporter, len(question_rows), "collecting responses")
     for response_rows in _by_turns(question_rows, lambda response_rows: itemgetter(*_PLACE)(response_rows[0])):
         new_texts = {
             _short(response_row["error"] or response_row["response"]) for response_row in response_rows
@@ -72,6 +75,8 @@ def answers(results: Results, responses: Responses) -> dict[str, Any]:
         if remaining_letters < 0 and question_records:
             break
         question_records.append(_question(response_rows, parsed_extras, text_indices, cell_order))
+        progress.advance()
+    progress.stop()
     return {
         "cells": [
             [str(cell_field) for cell_field in response_row]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from kvbench.progress import Reporter
 from kvbench.report.choosing import Aim, PanelMemory, Serving, as_records
 from kvbench.report.frames import Results, recorded, records, unit_scale
 from kvbench.report.heatmap import with_depth
@@ -32,7 +33,13 @@ _NUMBERS = (
 _HEAT = ["model", "task", "length", *CONFIG, "depth"]
 
 
-def payload(results: Results, responses: Responses, aim: Aim, commands: Sequence[str] = ()) -> dict[str, Any]:
+def payload(
+    results: Results,
+    responses: Responses,
+    aim: Aim,
+    commands: Sequence[str] = (),
+    reporter: Reporter | None = None,
+) -> dict[str, Any]:
     """Return the data of the page, with control and bidirectional characters escaped in every text.
 
     Args:
@@ -40,6 +47,7 @@ def payload(results: Results, responses: Responses, aim: Aim, commands: Sequence
         responses: Loads the responses of some samples.
         aim: Initial requirements for the choice of a setting.
         commands: Commands that made the runs.
+        reporter: Progress reporter.
     """
     all_panels = list(panels(results))
     page_data = {
@@ -53,7 +61,7 @@ def payload(results: Results, responses: Responses, aim: Aim, commands: Sequence
         "rows": [setting_row for panel in all_panels for setting_row in setting_rows(panel)],
         "choices": _choices(results, all_panels, aim),
         "depths": _depths(results),
-        "answers": answers(results, responses),
+        "answers": answers(results, responses, reporter),
         "provenance": _provenance(results.cells),
     }
     return dict(escape_texts(page_data))

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvbench.errors import UserError
 from kvbench.files import cannot, replacing
+from kvbench.progress import Reporter
 from kvbench.report.choosing import WITHIN_A_POINT, Aim
 from kvbench.report.frames import Results
 from kvbench.report.page.answers import Responses
@@ -35,6 +36,7 @@ def write_page(
     aim: Aim = WITHIN_A_POINT,
     *,
     commands: Sequence[str] = (),
+    reporter: Reporter | None = None,
 ) -> Path:
     """Write the report of one or several runs as an HTML page, and return its path.
 
@@ -46,6 +48,7 @@ def write_page(
         folder: Folder for `report.html`, created if needed.
         aim: Initial requirements for the choice of a setting.
         commands: Commands that made the runs.
+        reporter: Progress reporter, told of every question once they take seconds.
 
     Raises:
         UserError: The page cannot be written.
@@ -57,7 +60,7 @@ def write_page(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot("write", error.filename or folder, error) from None
-    page_text = page(payload(results, responses, aim, commands))
+    page_text = page(payload(results, responses, aim, commands, reporter))
     with replacing(page_path) as partial_path:
         partial_path.write_text(page_text, encoding="utf-8", newline="\n")
     return page_path

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
+from kvbench.engine.driver import listening
 from kvbench.errors import UserError, out_of_memory, reason_of
 from kvbench.progress import Reporter
 from kvbench.runs.answers import Prompt
@@ -18,14 +19,20 @@ from kvbench.runs.dialogues import answer_dialogues
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Stage
 from kvbench.runs.store import RunStore
+from kvbench.runs.work import Missing, total_work
 from kvbench.runs.worker import ResponseSink, Worker, loaded_model, model_of
 
 
 class Unfinished(NamedTuple):
-    """A model with all its jobs and the number of missing responses."""
+    """A model and the jobs that lack responses."""
 
     stage: Stage
-    missing: int
+    jobs: list[Missing]
+
+    @property
+    def responses(self) -> int:
+        """Return the number of missing responses."""
+        return sum(missing.responses for missing in self.jobs)
 
 
 class Executor(Protocol):
@@ -76,6 +83,7 @@ def answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> 
 
 
 def _answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> None:
+    worker.meter.forget_begun()
     live_cells = [cell for cell in cells if cell.moment == "turns"]
     if live_cells:
         answer_dialogues(worker, prompts, live_cells)
@@ -104,14 +112,16 @@ def memory_of(model: str) -> Iterator[None]:
 
 def run_here(unfinished: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter) -> None:
     """Run the local executor; see `kvbench.runs.executors.base.Executor`."""
-    for stage, missing_count in unfinished:
+    for stage, missing_jobs in unfinished:
         reporter.message(f"loading model {stage.model}")
         with loaded_model(stage, grid, reporter.message) as model:
-            reporter.start(missing_count, stage.model)
-            try:
-                worker = worker_of(model, stage, grid, store, reporter)
-                with memory_of(stage.model):
-                    for job in stage.jobs:
-                        answer(worker, job.prompts, job.cells)
-            finally:
-                reporter.stop()
+            worker = worker_of(model, stage, grid, store, reporter)
+            planned = total_work(missing.work for missing in missing_jobs)
+            with (
+                listening(model, worker.meter.fed),
+                worker.meter.running(planned, stage.model),
+                memory_of(stage.model),
+            ):
+                for missing in missing_jobs:
+                    with worker.meter.job(missing.work):
+                        answer(worker, missing.job.prompts, missing.job.cells)

@@ -59,8 +59,9 @@ def run_on_ray(unfinished: Sequence[Unfinished], grid: Grid, store: RunStore, re
         worker_count = min(capacity, len(shards))
         reporter.message(f"{location}: {worker_count} worker{'s' * (worker_count > 1)} with {needs} each")
         reporter.start(
-            sum(missing_count for _, missing_count in unfinished),
-            ", ".join(run_stage.model for run_stage, _ in unfinished),
+            sum(stage.responses for stage in unfinished),
+            ", ".join(stage.stage.model for stage in unfinished),
+            "responses",
         )
         try:
             crew.work(worker_count)

@@ -28,7 +28,14 @@ def told(run_frames, twins: list[str], differ: int = 20, **given):  # type: igno
     cells, samples = run_frames(POLICIES, ("0.1", "0.4"), ["vt"], samples=20, **given)
     own = samples["policy"].where(~samples["policy"].isin(twins), "twin") + samples["budget"]
     wrong = (samples["policy"] != "full") & (samples["doc_id"] < differ)
-    return cells, samples.assign(response=samples["response"].where(~wrong, own))
+    scores = (~wrong).astype(float)
+    return cells, samples.assign(response=samples["response"].where(~wrong, own), score=scores)
+
+
+def test_right_answers_that_end_differently_are_no_evidence(run_frames):  # type: ignore[no-untyped-def]
+    cells, samples = told(run_frames, ["kvzap", "local"])
+    assert equal_rows(prepare(cells, samples))
+    assert not equal_rows(prepare(cells, samples.assign(score=1.0)))
 
 
 def test_policies_that_answer_alike_and_hold_as_much_are_named(run_frames, tmp_path: Path):

@@ -20,8 +20,11 @@ from rich.console import Console
 
 from kvbench.errors import UserError
 from kvbench.judge.base import LocalJudge
+from kvbench.progress import Late, Silent
 from kvbench.report import render, run_table
 from kvbench.report.frames import prepare
+from kvbench.report.page import write_page
+from kvbench.report.rendering import write_report
 from kvbench.tables.numbers import NumberFormat, interval, number, size
 from kvbench.tables.text import code, md, plain, short, slug, span
 
@@ -369,3 +372,29 @@ def test_stars_of_bytes_read_have_a_column_of_their_own(run_frames, tmp_path):
     held = table[table["Pareto-optimal (held)"] == "★"]
     assert ("criticalkv", "0.1") in set(zip(starred["policy"], starred["budget"], strict=True))
     assert ("criticalkv", "0.1") not in set(zip(held["policy"], held["budget"], strict=True))
+
+
+def test_a_report_that_takes_seconds_names_what_it_does_and_counts(
+    run_frames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Recorder(Silent):
+        def __init__(self) -> None:
+            self.counts: dict[str, list[int]] = {}
+
+        def start(self, total_units: int, description: str, unit: str = "") -> None:
+            self.counts[description] = [0, total_units]
+
+        def advance(self, n: int = 1, seconds_left: float | None = None) -> None:
+            self.counts[next(reversed(self.counts))][0] += n
+
+    monkeypatch.setattr(Late, "AFTER", 0.0)
+    cells, samples = run_frames(["snapkv"], ("0.2",), ["vt", "cwe"], depths=(0, 50), samples=10)
+    results, recorder = prepare(cells, samples), Recorder()
+    write_report(results, tmp_path, reporter=recorder)
+    responses = samples.set_index("sample_id", drop=False)
+    write_page(results, lambda ids: responses.loc[list(ids)], tmp_path, reporter=recorder)
+    assert recorder.counts == {
+        "drawing figures": [3, 3],  # two tasks and their mean
+        "drawing heat maps": [2, 2],
+        "collecting responses": [20, 20],
+    }

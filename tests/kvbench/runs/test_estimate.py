@@ -9,8 +9,9 @@ import pytest
 
 from kvbench.runs import estimate as estimates
 from kvbench.runs.answers import key_of
-from kvbench.runs.estimate import estimate, missing_of
+from kvbench.runs.estimate import estimate
 from kvbench.runs.planning import Stage, plan
+from kvbench.runs.work import missing_of
 from tests.kvbench.runs.small import small_grid
 
 GRID = small_grid(Path("unused"), samples=40, cache_memory=None)

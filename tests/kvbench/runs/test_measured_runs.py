@@ -13,11 +13,12 @@ import pytest
 from kvbench.benchmark import Benchmark
 from kvbench.errors import UserError
 from kvbench.harness.protocol import Continuation, LoadedTask, MetricScores, TaskSettings
-from kvbench.runs.estimate import estimate, missing_of
+from kvbench.runs.estimate import estimate
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import HARNESSES, plan
 from kvbench.runs.runner import execute
 from kvbench.runs.store import RunStore
+from kvbench.runs.work import missing_of
 
 from .small import small_grid, stored
 from .test_continuations import FACTS, LETTERS, TEXTS

@@ -209,10 +209,10 @@ def test_a_run_goes_on_in_smaller_batches_when_memory_runs_out(
 ) -> None:
     original = pool.forward
 
-    def scarce(model: Any, cache: Any, ids: torch.Tensor, *more: Any) -> torch.Tensor:
+    def scarce(model: Any, cache: Any, ids: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
         if len(ids) > 8:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(model, cache, ids, *more)
+        return original(model, cache, ids, *more, **options)
 
     monkeypatch.setattr(pool, "forward", scarce)
     said = Said()
