@@ -125,10 +125,11 @@ def report(
     report_folder = out or runs[0] / "report" / (slug(metric) if metric else "")
     written_paths = write_report(results, report_folder, aim, figures)
     if html:
+        from kvbench.regression.pairwise import policy_pairs
         from kvbench.report.page import write_page
 
-        commands = list(map(stored_command, runs))
-        written_paths.append(write_page(results, responses_of(runs, metric), report_folder, aim, commands=commands))
+        page_facts = {"commands": list(map(stored_command, runs)), "pairs": policy_pairs(results)}
+        written_paths.append(write_page(results, responses_of(runs, metric), report_folder, aim, **page_facts))
     uncompared_note = pairs.left_out(cells)
     for base_policy, differences in comparisons:
         if prints_tables:

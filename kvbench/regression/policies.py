@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -150,7 +150,7 @@ def _compare_setting(
     group = str(setting["group"])
     at_chance, unaveraged = tasks_at_chance(setting_cells), unaveraged_tasks(setting_cells)
     ok_cells = setting_cells[(setting_cells["status"] == "ok") & (setting_cells["policy"] != "full")]
-    means = ok_cells[~ok_cells["task"].isin([*at_chance, *unaveraged])]
+    means = tested_cells(setting_cells)
     if len(ok_cells) and not len(means):
         if unaveraged:
             raise UserError(
@@ -196,6 +196,27 @@ def _compare_setting(
     )
 
 
+def context_totals(gaps: Mapping[str, tuple[stats.Floats, npt.NDArray[np.intp]]]) -> stats.Floats:
+    """Return the summed differences of every context, `[contexts]` or `[contexts, columns]`; tasks weigh the same.
+
+    Args:
+        gaps: For each task, the differences `[keys]` or `[keys, columns]` and the context of each key, ascending from
+            0. With equal numbers of keys, the sums are those of the differences themselves.
+    """
+    largest_task = max(len(codes) for _, codes in gaps.values())
+    task_totals = []
+    for task_gaps, codes in gaps.values():
+        context_starts = np.searchsorted(codes, np.arange(int(codes.max()) + 1))
+        task_totals.append(np.add.reduceat(task_gaps, context_starts, axis=0) * (largest_task / len(codes)))
+    return np.concatenate(task_totals)
+
+
+def tested_cells(cells: pd.DataFrame) -> pd.DataFrame:
+    """Return the cells of policies on tasks whose mean can be tested: above chance and a mean over samples."""
+    left_out = [*tasks_at_chance(cells), *unaveraged_tasks(cells)]
+    return cells[(cells["status"] == "ok") & (cells["policy"] != "full") & ~cells["task"].isin(left_out)]
+
+
 class _PairedScores:
     """Scores of two policies by task, moment and budget."""
 
@@ -217,14 +238,10 @@ class _PairedScores:
         )
         gaps = {task: (scores[:, 1] - scores[:, 0], codes) for task, (scores, codes) in paired.items()}
         change = mean_difference(gaps, is_bounded=is_bounded)
-        # Equal weights of tasks; with equal numbers of scores, the sums are those of the scores themselves.
-        largest_task = max(len(task_gaps) for task_gaps, _ in gaps.values())
-        context_totals = np.concatenate(
-            [np.bincount(codes, weights=task_gaps) * (largest_task / len(codes)) for task_gaps, codes in gaps.values()]
-        )
-        p_value = significance.sign_p(context_totals, draws=self._draw_count)
+        totals = context_totals(gaps)
+        p_value = significance.sign_p(totals, draws=self._draw_count)
         differs = any(task_gaps.any() for task_gaps, _ in gaps.values())
-        return PolicyDifference(tasks, points, base_score, score, change, p_value, len(context_totals), differs)
+        return PolicyDifference(tasks, points, base_score, score, change, p_value, len(totals), differs)
 
     def _paired(self, task: str, points: Sequence[Point]) -> tuple[stats.Floats, npt.NDArray[np.intp]]:
         """Return the common scores, averaged over moments and budgets: `[keys, 2]`, and contexts `[keys]`."""

@@ -155,12 +155,27 @@ def mean_difference(
         is_bounded: Whether scores lie in [0, 1].
         seed: Seed of the bootstrap.
     """
-    strata = _Strata(1, DRAWS)
+    columns = {task: (differences[:, None], codes) for task, (differences, codes) in task_differences.items()}
+    mean, lower, upper = (float(bound[0]) for bound in mean_differences(columns, is_bounded=is_bounded, seed=seed))
+    return Difference(mean, lower, upper, sum(len(differences) for differences, _ in task_differences.values()))
+
+
+def mean_differences(
+    task_differences: Mapping[str, tuple[Floats, npt.NDArray[np.intp]]], *, is_bounded: bool, seed: int = 0
+) -> tuple[Floats, Floats, Floats]:
+    """Return the means over tasks of several paired differences, and the ends of their intervals, `[columns]` each.
+
+    Args:
+        task_differences: For each task, the differences `[keys, columns]` and the context of each key, ascending from
+            0. The draws are those of `mean_difference` for every column.
+        is_bounded: Whether scores lie in [0, 1].
+        seed: Seed of the bootstrap.
+    """
+    strata = _Strata(next(iter(task_differences.values()))[0].shape[1], DRAWS)
     for task_name, (differences, context_codes) in task_differences.items():
         resample = _resampler(task_name, len(task_differences), context_codes, seed, DRAWS)
-        strata.add(differences[:, None], context_codes, resample, is_bounded, signed=True)
-    mean, lower, upper = (float(bound[0]) for bound in strata.interval())
-    return Difference(mean, lower, upper, sum(len(differences) for differences, _ in task_differences.values()))
+        strata.add(differences, context_codes, resample, is_bounded, signed=True)
+    return strata.interval()
 
 
 def _resampler(

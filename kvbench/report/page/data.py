@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -32,7 +32,13 @@ _NUMBERS = (
 _HEAT = ["model", "task", "length", *CONFIG, "depth"]
 
 
-def payload(results: Results, responses: Responses, aim: Aim, commands: Sequence[str] = ()) -> dict[str, Any]:
+def payload(
+    results: Results,
+    responses: Responses,
+    aim: Aim,
+    commands: Sequence[str] = (),
+    pairs: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
     """Return the data of the page, with control and bidirectional characters escaped in every text.
 
     Args:
@@ -40,6 +46,7 @@ def payload(results: Results, responses: Responses, aim: Aim, commands: Sequence
         responses: Loads the responses of some samples.
         aim: Initial requirements for the choice of a setting.
         commands: Commands that made the runs.
+        pairs: Comparisons of all pairs of policies; panels without one are left out.
     """
     all_panels = list(panels(results))
     page_data = {
@@ -51,6 +58,7 @@ def payload(results: Results, responses: Responses, aim: Aim, commands: Sequence
             for index, policy in enumerate(marker_styles(results.policies))
         ],
         "rows": [setting_row for panel in all_panels for setting_row in setting_rows(panel)],
+        "pairs": [dict(pair_panel) for pair_panel in pairs if pair_panel["tests"] != []],
         "choices": _choices(results, all_panels, aim),
         "depths": _depths(results),
         "answers": answers(results, responses),

@@ -115,6 +115,13 @@ function figure(title, height, draw) {
 
 addEventListener("beforeprint", () => [...waiting.keys()].forEach(drawNow));
 
+// Rows by a value, stable; rows without one come last.
+function sortRows(rows, value, down) {
+  const missing = (v) => v === null || v === undefined;
+  const order = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
+  return [...rows].sort((a, b) => missing(value(a)) - missing(value(b)) || (down ? -1 : 1) * order(value(a), value(b)));
+}
+
 // --- tables ---------------------------------------------------------------------------------------
 
 // columns: {title, text, cell(row) -> string or node, value(row), kind(row) -> class}; with `sorted`
@@ -131,7 +138,7 @@ function table(columns, rows, { sorted = null, onsort = null, rowClass = () => n
   const lines = rows.map((row) =>
     element("tr", { class: rowClass(row) }, ...columns.map((column) => {
       const classes = [column.text ? "text" : "", column.kind ? column.kind(row) : ""];
-      return element("td", { class: classes.join(" ").trim() || null }, column.cell(row));
+      return element("td", { class: classes.join(" ").trim() || null, "data-title": column.title }, column.cell(row));
     })));
   return element("table", {}, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...lines));
 }

@@ -148,11 +148,7 @@ function drawTable() {
   if (before !== mixed || sorted >= columns.length) state.sort = { column: 0 }; // the columns are others
   const sort = state.sort;
   sort.mixed = mixed;
-  const value = columns[sort.column].value;
-  const missing = (v) => v === null || v === undefined;
-  tableRows = sort.touched
-    ? [...rows].sort((a, b) => missing(value(a)) - missing(value(b)) || (sort.down ? d3.descending : d3.ascending)(value(a), value(b)))
-    : rows;
+  tableRows = sort.touched ? sortRows(rows, columns[sort.column].value, sort.down) : rows;
   const onsort = (column) => {
     state.sort = { column, mixed, down: sort.touched && sort.column === column ? !sort.down : false, touched: true };
     drawTable();
