@@ -142,6 +142,7 @@ function draw() {
   showControls();
   drawEntries();
   drawCharts();
+  byId("shown").textContent = filterText();
 }
 
 function choosePolicies() {
@@ -164,5 +165,6 @@ theme();
 clearFilters();
 byId("containing").addEventListener("input", choosePolicies);
 byId("download").addEventListener("click", downloadEntries);
+byId("print").addEventListener("click", () => print());
 for (const form of document.forms) form.addEventListener("submit", (event) => event.preventDefault());
 document.documentElement.dataset.ready = "true";

@@ -83,7 +83,10 @@ def _panel_tests(panel: Panel, cells: pd.DataFrame, samples: Samples) -> Iterato
             gaps = {}
             for task, keys in common.items():
                 columns = [[complete.index(pair[side]) for pair in pairs] for side in (0, 1)]
-                task_scores, context_codes = scores[task][0][keys], np.unique(scores[task][1][keys], return_inverse=True)[1]
+                task_scores, context_codes = (
+                    scores[task][0][keys],
+                    np.unique(scores[task][1][keys], return_inverse=True)[1],
+                )
                 gaps[task] = (task_scores[:, columns[1]] - task_scores[:, columns[0]], context_codes)
             totals = context_totals(gaps)
             means = mean_differences(gaps, is_bounded=all(scales))

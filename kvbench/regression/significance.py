@@ -135,7 +135,9 @@ def _counted(whole_totals: npt.NDArray[np.int64]) -> float:
 @functools.lru_cache(maxsize=512)
 def _binomial_shares(count: int) -> Floats:
     """Return the fraction of the sign patterns of `count` equal totals by their number of positive signs."""
-    coefficients = itertools.accumulate(range(count), lambda coefficient, k: coefficient * (count - k) // (k + 1), initial=1)
+    coefficients = itertools.accumulate(
+        range(count), lambda coefficient, k: coefficient * (count - k) // (k + 1), initial=1
+    )
     return np.array([coefficient / 2**count for coefficient in coefficients])
 
 

@@ -68,7 +68,9 @@ def write_runs_page(
     problems += [f"no run in {root / folder_name}" for folder_name in without_run]
     page_data = escape_texts({"root": str(root), "runs": records, "without": without_run})
     style = asset("report.css") + _own_asset("runs.css")
-    page_text = assemble(page_data, _own_asset("runs.html"), style, [asset("dom.js"), _own_asset("runs.js")], libraries=())
+    page_text = assemble(
+        page_data, _own_asset("runs.html"), style, [asset("dom.js"), _own_asset("runs.js")], libraries=()
+    )
     write_whole(page_path, page_text.encode())
     return page_path, problems
 

@@ -124,8 +124,10 @@ function sortRows(rows, value, down) {
 
 // --- tables ---------------------------------------------------------------------------------------
 
-// columns: {title, text, cell(row) -> string or node, value(row), kind(row) -> class}; with `sorted`
-// ({column, down}) and `onsort` the titles sort.
+const classesOf = (column) => [column.text ? "text" : "", column.screen ? "screen" : ""].join(" ").trim();
+
+// columns: {title, text, screen (not in print), cell(row) -> string or node, value(row), kind(row) -> class}; with
+// `sorted` ({column, down}) and `onsort` the titles sort.
 function table(columns, rows, { sorted = null, onsort = null, rowClass = () => null } = {}) {
   const heads = columns.map((column, index) => {
     const mine = sorted && sorted.column === index;
@@ -133,12 +135,12 @@ function table(columns, rows, { sorted = null, onsort = null, rowClass = () => n
       ? element("button", { type: "button", onclick: () => onsort(index) }, column.title)
       : column.title;
     const order = mine ? (sorted.down ? "descending" : "ascending") : null;
-    return element("th", { class: column.text ? "text" : null, scope: "col", "aria-sort": order }, title);
+    return element("th", { class: classesOf(column) || null, scope: "col", "aria-sort": order }, title);
   });
   const lines = rows.map((row) =>
     element("tr", { class: rowClass(row) }, ...columns.map((column) => {
-      const classes = [column.text ? "text" : "", column.kind ? column.kind(row) : ""];
-      return element("td", { class: classes.join(" ").trim() || null, "data-title": column.title }, column.cell(row));
+      const classes = `${classesOf(column)} ${column.kind ? column.kind(row) : ""}`.trim();
+      return element("td", { class: classes || null, "data-title": column.title }, column.cell(row));
     })));
   return element("table", {}, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...lines));
 }
