@@ -103,3 +103,34 @@ def test_another_metric_has_a_page_of_its_own(
     assert capsys.readouterr().out == f"{run / 'report' / 'missed' / 'summary.md'}\n"
     assert call(["report", str(run), "--metric", "missed", "--with-published"]) == 2
     assert "leave out --metric" in capsys.readouterr().err
+
+
+def test_view_of_a_folder_of_runs_lists_them(
+    run: Path, tmp_path: Path, opened: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parent = tmp_path / "parent"
+    parent.mkdir()
+    for path in [*run.iterdir()]:
+        if path != parent:
+            path.rename(parent / path.name)
+    results = tmp_path / "results"
+    results.mkdir()
+    parent.rename(results / "run")
+    (results / "begun").mkdir()
+    (results / "begun" / "grid.yaml").write_text("policies: [h2o]")
+    assert call(["view", str(results)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"{results / 'index.html'}\n" and opened == [(results / "index.html").as_uri()]
+    assert f"kvbench: {results / 'begun'} is not a finished run: cells.parquet is missing" in shown.err.splitlines()
+    assert (results / "run" / "report" / "report.html").is_file()
+    assert call(["view", str(results), "--out", str(tmp_path / "site"), "--no-open"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'site' / 'index.html'}\n"
+    assert call(["view", str(results / "run"), "--out", str(tmp_path / "one"), "--no-open"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'one' / 'report.html'}\n"
+    assert len(opened) == 1
+
+
+def test_view_of_a_folder_without_runs_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert call(["view", str(tmp_path)]) == 2
+    assert f"no run in {tmp_path}; name the folder of a run" in capsys.readouterr().err
