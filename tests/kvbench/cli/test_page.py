@@ -17,12 +17,16 @@ from ..report.conftest import make_run, save_two_metrics
 from ..report.page.conftest import data_of
 
 
+def save_small(folder: Path) -> Path:
+    """Write a small run without a grid."""
+    with RunStore(folder) as store:
+        store.write(*make_run(["snapkv"], ("0.2",), ["vt"], samples=5))
+    return folder
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    frames = make_run(["snapkv"], ("0.2",), ["vt"], samples=5)
-    with RunStore(tmp_path) as store:
-        store.write(*frames)
-    return tmp_path
+    return save_small(tmp_path)
 
 
 @pytest.fixture
@@ -106,16 +110,10 @@ def test_another_metric_has_a_page_of_its_own(
 
 
 def test_view_of_a_folder_of_runs_lists_them(
-    run: Path, tmp_path: Path, opened: list[str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, opened: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parent = tmp_path / "parent"
-    parent.mkdir()
-    for path in [*run.iterdir()]:
-        if path != parent:
-            path.rename(parent / path.name)
     results = tmp_path / "results"
-    results.mkdir()
-    parent.rename(results / "run")
+    save_small(results / "run")
     (results / "begun").mkdir()
     (results / "begun" / "grid.yaml").write_text("policies: [h2o]")
     assert call(["view", str(results)]) == 0
