@@ -128,8 +128,9 @@ def report(
         from kvbench.regression.pairwise import policy_pairs
         from kvbench.report.page import write_page
 
-        page_facts = {"commands": list(map(stored_command, runs)), "pairs": policy_pairs(results)}
-        written_paths.append(write_page(results, responses_of(runs, metric), report_folder, aim, **page_facts))
+        commands, all_pairs = list(map(stored_command, runs)), policy_pairs(results)
+        responses = responses_of(runs, metric)
+        written_paths.append(write_page(results, responses, report_folder, aim, commands=commands, pairs=all_pairs))
     uncompared_note = pairs.left_out(cells)
     for base_policy, differences in comparisons:
         if prints_tables:
