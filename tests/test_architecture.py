@@ -25,7 +25,7 @@ GROUND = "moved errors terminal files budget moments decoding metrics stats prog
 PAGES = "registry named view plugin parts spelling artifacts benchmark"
 ROOMS = "data harness judge engine runs"
 ABOVE = (
-    "lm_eval lmms_eval tables report regression leaderboard papers analysis reference reference_vl named_models "
+    "lm_eval lmms_eval tables report regression viewer leaderboard papers analysis reference reference_vl named_models "
     "profiles training tuning probes checks cli"
 )
 LAYERS = [*GROUND.split(), *PAGES.split(), *ROOMS.split(), *ABOVE.split()]

@@ -15,7 +15,6 @@ import yaml
 from .test_docs import script
 
 ROOT = Path(__file__).parents[1]
-LOCAL = re.compile(r"(?<!\\)\]\(([^)\s#:]+)(?:#[^)]*)?\)")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def pages(site: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 def entries(nav: list[Any]) -> Iterator[str]:
     """The pages of a navigation."""
     for item in nav:
-        (found,) = item.values()
+        found = next(iter(item.values())) if isinstance(item, dict) else item
         yield from entries(found) if isinstance(found, list) else [found]
 
 
@@ -49,7 +48,7 @@ def test_every_page_is_in_the_navigation_or_left_out_on_purpose(
 ) -> None:
     """`mkdocs build --strict` fails on any other page."""
     folder, made = pages
-    nav = list(entries(section("nav")))
+    nav = list(entries(script("site_hooks").with_policies(section("nav"), folder)))
     assert len(set(nav)) == len(nav)
     assert all((folder / name).is_file() for name in nav)
     left_out = tuple(line.removeprefix("/") for line in section("not_in_nav").split())
@@ -60,10 +59,11 @@ def test_every_link_to_a_file_leads_somewhere(site: ModuleType, pages: tuple[Pat
     folder, made = pages
     seen = 0
     for page in made:
-        text = "".join(site.CODE.split((folder / page).read_text(encoding="utf-8"))[::2])
-        for name in LOCAL.findall(text):
-            seen += 1
-            assert (folder / page.parent / name).is_file(), f"{page} links to {name}"
+        for _, label, target in site.LINK.findall((folder / page).read_text(encoding="utf-8")):
+            name = target.partition("#")[0]
+            if label and name and ":" not in name:
+                seen += 1
+                assert (folder / page.parent / name).is_file(), f"{page} links to {name}"
     assert seen > 50
 
 
@@ -79,6 +79,55 @@ def test_a_link_to_a_folder_is_one_to_its_readme_or_is_left_out(site: ModuleType
     found, linked = site.with_links(text, ROOT / "README.md")
     assert found == ("[a](examples/kvbench_example_task/README.md) b `[c](kvbench)` [d](x://y) [e](#z)")
     assert linked == [ROOT / "examples/kvbench_example_task/README.md"]
+
+
+def test_every_policy_and_part_has_a_place_of_its_own(site: ModuleType, pages: tuple[Path, list[Path]]) -> None:
+    folder, made = pages
+    whole = site.POLICIES.read_text(encoding="utf-8")
+    names = re.findall(r"^### (\w+)$", whole, re.MULTILINE)
+    assert {"snapkv", "criticalkv", "full"} < set(names) and len(names) > 40
+    for name in names:
+        page = folder / "docs" / "policies" / f"{name}.md"
+        assert page.read_text(encoding="utf-8").startswith(f"# {name}\n")
+        assert page.relative_to(folder) in made
+    index = (folder / "docs" / "policies.md").read_text(encoding="utf-8")
+    assert len(index) < len(whole) / 2 and "](policies/snapkv.md)" in index
+    assert "## What is observed" in index
+    assert "[`window`](scores.md#scorewindow)" in (folder / "docs/policies/snapkv.md").read_text(encoding="utf-8")
+    # Nothing is lost: every line is on one of the pages, with its links rewritten.
+    lines = {re.sub(r"\]\([^)]*\)", "]", line.lstrip("#")) for page in made for line in (folder / page).open()}
+    assert [
+        line for line in whole.splitlines(keepends=True)
+        if re.sub(r"\]\([^)]*\)", "]", line.lstrip("#")) not in lines and line != "## The policies\n"
+    ] == []  # fmt: skip
+
+
+def test_links_to_a_policy_lead_to_its_page(site: ModuleType) -> None:
+    text = (
+        "[`kvzip:plus=true`](policies.md#kvzip) [all](policies.md) [dart](policies.md#scoredart) `[a](policies.md#h2o)`"
+    )
+    found, _ = site.with_links(text, ROOT / "docs" / "training.md")
+    assert found == (
+        "[`kvzip:plus=true`](policies/kvzip.md) [all](policies.md) [dart](policies/scores.md#scoredart) "
+        "`[a](policies.md#h2o)`"
+    )
+    moved, _ = site.with_links("[x](#snapkv) [y](data.md#z)", site.POLICIES, Path("docs/policies/adakv.md"))
+    assert moved == "[x](snapkv.md) [y](../data.md#z)"
+
+
+def test_no_two_pages_have_one_title(pages: tuple[Path, list[Path]]) -> None:
+    folder, made = pages
+    titles = [next(line for line in (folder / page).open() if line.startswith("# ")) for page in made]
+    assert sorted(titles) == sorted(set(titles))
+
+
+def test_a_header_without_text_is_left_out() -> None:
+    hooks = script("site_hooks")
+    body = "<tbody><tr><td>a</td><td>b</td></tr></tbody></table>"
+    empty = '<table><thead>\n<tr>\n<th></th>\n<th style="text-align: right;"> </th>\n</tr>\n</thead>\n'
+    assert hooks.on_page_content(empty + body, page=None) == "<table>" + body
+    for header in ("<thead><tr><th></th><th>x</th></tr></thead>", "<thead><tr><th><code>x</code></th></tr></thead>"):
+        assert hooks.on_page_content(header + body) == header + body
 
 
 def test_the_api_pages_name_what_there_is() -> None:

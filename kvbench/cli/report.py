@@ -131,12 +131,18 @@ def report(
         reporter.busy("drawing figures")
         written_paths = write_report(results, report_folder, aim, figures, reporter)
         if html:
+            from kvbench.regression.pairwise import policy_pairs
             from kvbench.report.page import write_page
 
             reporter.busy("writing report.html")
-            commands = list(map(stored_command, runs))
             page_path = write_page(
-                results, responses_of(runs, metric), report_folder, aim, commands=commands, reporter=reporter
+                results,
+                responses_of(runs, metric),
+                report_folder,
+                aim,
+                commands=list(map(stored_command, runs)),
+                reporter=reporter,
+                pairs=policy_pairs(results),
             )
             written_paths.append(page_path)
     uncompared_note = pairs.left_out(cells)

@@ -61,16 +61,12 @@ function entryColumns(rows) {
 }
 
 function drawEntries() {
-  const rows = chosenEntries();
+  let rows = chosenEntries();
   const columns = entryColumns(rows);
   const titles = JSON.stringify(columns.map((column) => column.title));
   if (state.sort.titles !== titles) state.sort = { titles, column: -1 }; // the columns are others
   const { column, down } = state.sort;
-  const missing = (value) => value === null || value === undefined;
-  if (column >= 0) {
-    const value = columns[column].value;
-    rows.sort((a, b) => missing(value(a)) - missing(value(b)) || (down ? d3.descending : d3.ascending)(value(a), value(b)));
-  }
+  if (column >= 0) rows = sortRows(rows, columns[column].value, down);
   shownEntries = rows;
   const onsort = (index) => {
     state.sort = { titles, column: index, down: column === index && !down };
@@ -146,6 +142,7 @@ function draw() {
   showControls();
   drawEntries();
   drawCharts();
+  byId("shown").textContent = filterText();
 }
 
 function choosePolicies() {
@@ -168,5 +165,6 @@ theme();
 clearFilters();
 byId("containing").addEventListener("input", choosePolicies);
 byId("download").addEventListener("click", downloadEntries);
+byId("print").addEventListener("click", () => print());
 for (const form of document.forms) form.addEventListener("submit", (event) => event.preventDefault());
 document.documentElement.dataset.ready = "true";

@@ -6,6 +6,8 @@ intervals of `kvbench.stats`, it resamples contexts, never questions.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -14,6 +16,8 @@ import numpy.typing as npt
 
 from kvbench.stats import Floats, Key, by_cluster, checked
 
+LEVEL = 0.05
+"""Probability of a false alarm in a family of tests, unless a user chooses another."""
 EXACT = 16
 """Maximum number of differing contexts for which all sign patterns are enumerated."""
 DRAWS = 20_000
@@ -108,16 +112,33 @@ def _whole(context_totals: Floats) -> npt.NDArray[np.int64] | None:
 def _counted(whole_totals: npt.NDArray[np.int64]) -> float:
     """Return the exact p-value from the distribution of sums over all sign patterns."""
     largest_sum = int(np.abs(whole_totals).sum())
-    sum_shares = np.zeros(2 * largest_sum + 1)  # fraction of patterns by sum, from -largest_sum on
-    sum_shares[largest_sum] = 1.0
-    for step in np.abs(whole_totals):
-        shifted_shares = np.zeros_like(sum_shares)
-        shifted_shares[step:] = sum_shares[:-step] / 2
-        shifted_shares[:-step] += sum_shares[step:] / 2
-        sum_shares = shifted_shares
     observed_sum = abs(int(whole_totals.sum()))
+    if not observed_sum:
+        return 1.0
+    # Equal totals together have a binomial distribution. The most frequent ones come first, for which there is nothing
+    # to convolve with; scores of 0 and 1 have no others.
+    steps, counts = np.unique(np.abs(whole_totals), return_counts=True)
+    sum_shares = np.ones(1)  # fraction of patterns by sum, from the smallest sum on
+    for index in np.argsort(-counts, kind="stable"):
+        width, weights = 2 * int(steps[index]), _binomial_shares(int(counts[index]))
+        shifted_shares = np.zeros(len(sum_shares) + width * (len(weights) - 1))
+        if len(sum_shares) == 1:
+            shifted_shares[::width] = weights
+        else:
+            for shift, weight in enumerate(weights):
+                shifted_shares[shift * width : shift * width + len(sum_shares)] += weight * sum_shares
+        sum_shares = shifted_shares
     # The distribution is symmetric.
-    return float(min(1.0, 2 * sum_shares[: largest_sum - observed_sum + 1].sum())) if observed_sum else 1.0
+    return float(min(1.0, 2 * sum_shares[: largest_sum - observed_sum + 1].sum()))
+
+
+@functools.lru_cache(maxsize=512)
+def _binomial_shares(count: int) -> Floats:
+    """Return the fraction of the sign patterns of `count` equal totals by their number of positive signs."""
+    coefficients = itertools.accumulate(
+        range(count), lambda coefficient, k: coefficient * (count - k) // (k + 1), initial=1
+    )
+    return np.array([coefficient / 2**count for coefficient in coefficients])
 
 
 def enough_draws(test_count: int, alpha: float) -> int:

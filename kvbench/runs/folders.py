@@ -28,6 +28,8 @@ _HASH = 8
 _SHOWN = 2
 _WIDTH = 20
 _DEPTH = 4
+_RUN_FILES = {GRID, RESPONSES, CELLS}
+"""Files of which a run has at least one."""
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -110,11 +112,16 @@ def find_runs(root: Path) -> list[RunSummary]:
 
 def _folders(root: Path) -> Iterator[Path]:
     for path, subfolders, file_names in os.walk(root):
-        if {GRID, RESPONSES, CELLS} & set(file_names):
+        if _RUN_FILES & set(file_names):
             subfolders.clear()
             yield Path(path)
         elif len(Path(path).relative_to(root).parts) >= _DEPTH:
             subfolders.clear()
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run, finished or not."""
+    return any(os.path.lexists(folder / file_name) for file_name in _RUN_FILES)
 
 
 def summarise(folder: Path) -> RunSummary:
@@ -164,9 +171,14 @@ def _grid(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _tables_are_newest(folder: Path) -> bool:
-    """Return whether the tables are newer than the responses: a run writes them when it ends."""
+    """Return whether the tables are newer than the responses: a run writes them when it ends.
+
+    Without responses, as in a copy that is published, nothing can follow the tables.
+    """
     try:
         written_time = (folder / CELLS).stat().st_mtime_ns
+        if not (folder / RESPONSES).exists():
+            return True
         return all(
             written_time >= path.stat().st_mtime_ns for path in (folder / GRID, folder / RESPONSES) if path.exists()
         )

@@ -1,7 +1,7 @@
 // The filters in the address of the page, so that a link shows what its sender saw.
 
 const SELECTED = ["task", ...varying, "memory"];
-const TYPED = ["within", "batch", "context", "which", "containing"];
+const TYPED = ["within", "batch", "context", "against", "which", "containing"];
 const SETS = { policy: ["policies", data.policies.map((policy) => policy.name)], budget: ["budgets", budgets] };
 const beginning = {};
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -39,6 +39,7 @@ def payload(
     aim: Aim,
     commands: Sequence[str] = (),
     reporter: Reporter | None = None,
+    pairs: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the data of the page, with control and bidirectional characters escaped in every text.
 
@@ -48,6 +49,7 @@ def payload(
         aim: Initial requirements for the choice of a setting.
         commands: Commands that made the runs.
         reporter: Progress reporter.
+        pairs: Comparisons of all pairs of policies; panels without one are left out.
     """
     all_panels = list(panels(results))
     page_data = {
@@ -59,6 +61,7 @@ def payload(
             for index, policy in enumerate(marker_styles(results.policies))
         ],
         "rows": [setting_row for panel in all_panels for setting_row in setting_rows(panel)],
+        "pairs": [dict(pair_panel) for pair_panel in pairs if pair_panel["tests"] != []],
         "choices": _choices(results, all_panels, aim),
         "depths": _depths(results),
         "answers": answers(results, responses, reporter),

@@ -115,10 +115,19 @@ function figure(title, height, draw) {
 
 addEventListener("beforeprint", () => [...waiting.keys()].forEach(drawNow));
 
+// Rows by a value, stable; rows without one come last.
+function sortRows(rows, value, down) {
+  const missing = (v) => v === null || v === undefined;
+  const order = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
+  return [...rows].sort((a, b) => missing(value(a)) - missing(value(b)) || (down ? -1 : 1) * order(value(a), value(b)));
+}
+
 // --- tables ---------------------------------------------------------------------------------------
 
-// columns: {title, text, cell(row) -> string or node, value(row), kind(row) -> class}; with `sorted`
-// ({column, down}) and `onsort` the titles sort.
+const classesOf = (column) => [column.text ? "text" : "", column.screen ? "screen" : ""].join(" ").trim();
+
+// columns: {title, text, screen (not in print), cell(row) -> string or node, value(row), kind(row) -> class}; with
+// `sorted` ({column, down}) and `onsort` the titles sort.
 function table(columns, rows, { sorted = null, onsort = null, rowClass = () => null } = {}) {
   const heads = columns.map((column, index) => {
     const mine = sorted && sorted.column === index;
@@ -126,12 +135,12 @@ function table(columns, rows, { sorted = null, onsort = null, rowClass = () => n
       ? element("button", { type: "button", onclick: () => onsort(index) }, column.title)
       : column.title;
     const order = mine ? (sorted.down ? "descending" : "ascending") : null;
-    return element("th", { class: column.text ? "text" : null, scope: "col", "aria-sort": order }, title);
+    return element("th", { class: classesOf(column) || null, scope: "col", "aria-sort": order }, title);
   });
   const lines = rows.map((row) =>
     element("tr", { class: rowClass(row) }, ...columns.map((column) => {
-      const classes = [column.text ? "text" : "", column.kind ? column.kind(row) : ""];
-      return element("td", { class: classes.join(" ").trim() || null }, column.cell(row));
+      const classes = `${classesOf(column)} ${column.kind ? column.kind(row) : ""}`.trim();
+      return element("td", { class: classes || null, "data-title": column.title }, column.cell(row));
     })));
   return element("table", {}, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...lines));
 }

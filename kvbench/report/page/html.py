@@ -22,7 +22,7 @@ from kvbench.report.page.data import payload
 NAME = "report.html"
 
 _LIBRARIES = ("vendor/d3.min.js", "vendor/plot.min.js")
-_SCRIPTS = ("dom.js", "state.js", "charts.js", "scores.js", "answers.js", "address.js", "report.js")
+_SCRIPTS = ("dom.js", "state.js", "charts.js", "scores.js", "pairs.js", "answers.js", "address.js", "report.js")
 """Scripts in order of their dependencies."""
 
 _UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
@@ -37,6 +37,7 @@ def write_page(
     *,
     commands: Sequence[str] = (),
     reporter: Reporter | None = None,
+    pairs: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
     """Write the report of one or several runs as an HTML page, and return its path.
 
@@ -49,6 +50,7 @@ def write_page(
         aim: Initial requirements for the choice of a setting.
         commands: Commands that made the runs.
         reporter: Progress reporter, told of every question once they take seconds.
+        pairs: Comparisons of all pairs of policies, as `kvbench.regression.pairwise.policy_pairs` returns.
 
     Raises:
         UserError: The page cannot be written.
@@ -60,7 +62,7 @@ def write_page(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot("write", error.filename or folder, error) from None
-    page_text = page(payload(results, responses, aim, commands, reporter))
+    page_text = page(payload(results, responses, aim, commands, reporter, pairs))
     with replacing(page_path) as partial_path:
         partial_path.write_text(page_text, encoding="utf-8", newline="\n")
     return page_path
@@ -71,7 +73,13 @@ def page(page_data: Mapping[str, Any]) -> str:
     return assemble(page_data, asset("report.html"), asset("report.css"), [asset(name) for name in _SCRIPTS])
 
 
-def assemble(page_data: Mapping[str, Any], template: str, style: str, own_scripts: Sequence[str]) -> str:
+def assemble(
+    page_data: Mapping[str, Any],
+    template: str,
+    style: str,
+    own_scripts: Sequence[str],
+    libraries: Sequence[str] = _LIBRARIES,
+) -> str:
     """Return a page as text: a template with data, styles, libraries and scripts.
 
     Its content security policy forbids loading anything, and running any script except the page's own, listed by
@@ -82,8 +90,9 @@ def assemble(page_data: Mapping[str, Any], template: str, style: str, own_script
         template: HTML with the fields `{{policy}}`, `{{style}}`, `{{data}}` and `{{scripts}}`.
         style: Style sheet.
         own_scripts: Scripts in order of their dependencies, which share their names.
+        libraries: File names of the libraries that they need.
     """
-    scripts = [asset(library_name) for library_name in _LIBRARIES]
+    scripts = [asset(library_name) for library_name in libraries]
     scripts.append('"use strict";\n' + "\n".join(own_scripts))
     template_parts = {
         "policy": _policy(scripts),

@@ -34,6 +34,7 @@ function draw() {
   drawCharts();
   drawMaps();
   drawTable();
+  drawPairs();
   drawSamples();
   byId("shown").textContent = filterText();
 }
@@ -66,6 +67,7 @@ function follow() {
 drawHead();
 drawProvenance();
 choosing();
+comparing();
 readAddress();
 drawChoices();
 showControls = controls(draw, lift);

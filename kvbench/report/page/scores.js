@@ -49,6 +49,12 @@ function memoryNote(panels, context) {
 
 // --- figures --------------------------------------------------------------------------------------
 
+// The colours in words, for print, where the buttons that show them are left out.
+function legend(policies) {
+  const named = policies.filter((policy) => palette.has(policy)).map((policy) => element("span", {}, swatch(policy), policy));
+  return policies.some((policy) => policy !== "full" && !palette.has(policy)) ? [...named, element("span", {}, "grey: the others")] : named;
+}
+
 function drawCharts() {
   const holder = byId("charts");
   byId("charts-title").textContent = `Score against ${MEMORY[state.memory].label}`;
@@ -60,6 +66,7 @@ function drawCharts() {
     const title = [`${task} `, element("small", {}, where.filter(Boolean).join(" · "))];
     return figure(title, 290, (width) => paretoChart(rows, width));
   }));
+  fill("legend", ...legend(distinct(found.flatMap((rows) => rows.map((row) => row.policy)))));
   if (!found.length) holder.append(element("p", {}, "No cell matches these filters."));
 }
 
@@ -140,19 +147,15 @@ function drawTable() {
     { title: "to full", value: by("diff"), kind: side, cell: (row) => (row.policy === "full" ? DASH : score(row.diff, row.unit, true)) },
     { title: "95% interval", value: by("diff_lo"), kind: side, cell: (row) => (row.policy === "full" ? DASH : interval(row.diff_lo, row.diff_hi, row.unit, true)) },
     number("samples", "samples", String),
-    number("compress, s", "compress_s", seconds),
-    number("decode, s", "decode_s", seconds),
-    { title: "cell", text: true, value: by("cell"), cell: (row) => element("code", { class: "soft" }, row.cell || DASH) },
+    { ...number("compress, s", "compress_s", seconds), screen: true },
+    { ...number("decode, s", "decode_s", seconds), screen: true },
+    { title: "cell", text: true, screen: true, value: by("cell"), cell: (row) => element("code", { class: "soft" }, row.cell || DASH) },
   ].slice(mixed ? 0 : 1);
   const { mixed: before = mixed, column: sorted } = state.sort;
   if (before !== mixed || sorted >= columns.length) state.sort = { column: 0 }; // the columns are others
   const sort = state.sort;
   sort.mixed = mixed;
-  const value = columns[sort.column].value;
-  const missing = (v) => v === null || v === undefined;
-  tableRows = sort.touched
-    ? [...rows].sort((a, b) => missing(value(a)) - missing(value(b)) || (sort.down ? d3.descending : d3.ascending)(value(a), value(b)))
-    : rows;
+  tableRows = sort.touched ? sortRows(rows, columns[sort.column].value, sort.down) : rows;
   const onsort = (column) => {
     state.sort = { column, mixed, down: sort.touched && sort.column === column ? !sort.down : false, touched: true };
     drawTable();

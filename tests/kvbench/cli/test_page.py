@@ -17,12 +17,16 @@ from ..report.conftest import make_run, save_two_metrics
 from ..report.page.conftest import data_of
 
 
+def save_small(folder: Path) -> Path:
+    """Write a small run without a grid."""
+    with RunStore(folder) as store:
+        store.write(*make_run(["snapkv"], ("0.2",), ["vt"], samples=5))
+    return folder
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    frames = make_run(["snapkv"], ("0.2",), ["vt"], samples=5)
-    with RunStore(tmp_path) as store:
-        store.write(*frames)
-    return tmp_path
+    return save_small(tmp_path)
 
 
 @pytest.fixture
@@ -103,3 +107,28 @@ def test_another_metric_has_a_page_of_its_own(
     assert capsys.readouterr().out == f"{run / 'report' / 'missed' / 'summary.md'}\n"
     assert call(["report", str(run), "--metric", "missed", "--with-published"]) == 2
     assert "leave out --metric" in capsys.readouterr().err
+
+
+def test_view_of_a_folder_of_runs_lists_them(
+    tmp_path: Path, opened: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results"
+    save_small(results / "run")
+    (results / "begun").mkdir()
+    (results / "begun" / "grid.yaml").write_text("policies: [h2o]")
+    assert call(["view", str(results)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"{results / 'index.html'}\n" and opened == [(results / "index.html").as_uri()]
+    assert f"kvbench: {results / 'begun'} is not a finished run: cells.parquet is missing" in shown.err.splitlines()
+    assert (results / "run" / "report" / "report.html").is_file()
+    assert call(["view", str(results), "--out", str(tmp_path / "site"), "--no-open"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'site' / 'index.html'}\n"
+    assert call(["view", str(results / "run"), "--out", str(tmp_path / "one"), "--no-open"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'one' / 'report.html'}\n"
+    assert len(opened) == 1
+
+
+def test_view_of_a_folder_without_runs_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert call(["view", str(tmp_path)]) == 2
+    assert f"no run in {tmp_path}; name the folder of a run" in capsys.readouterr().err

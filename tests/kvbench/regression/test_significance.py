@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from scipy import stats as reference
 
-from kvbench.regression.significance import EXACT, holm, least_contexts, paired_p
+from kvbench.regression.significance import EXACT, holm, least_contexts, paired_p, sign_p
 
 
 def slow_p(totals: list[float]) -> float:
@@ -105,3 +107,22 @@ def test_holm_bounds_the_chance_of_any_false_alarm() -> None:
     p = 2 * reference.norm.sf(np.abs(np.sqrt(0.5) * shared + np.sqrt(0.5) * own))
     assert (p.min(axis=1) < 0.05).mean() > 0.3  # without a correction
     assert np.mean([min(holm(row.tolist())) < 0.05 for row in p]) <= 0.06
+
+
+def _shifted(totals: Sequence[int]) -> float:
+    """The p-value by the distribution of sums, one total after the other."""
+    shares = {0: 1.0}
+    for total in totals:
+        following: dict[int, float] = defaultdict(float)
+        for value, share in shares.items():
+            following[value + total] += share / 2
+            following[value - total] += share / 2
+        shares = following
+    return sum(share for value, share in shares.items() if abs(value) >= abs(sum(totals)))
+
+
+@pytest.mark.parametrize(
+    "totals", [[1] * 30 + [-1] * 12, [2, 2, -2, 3, 3, 5], [1, -1, 2], [7], [1] * 25 + [-2] * 9 + [4]]
+)
+def test_equal_totals_are_counted_together(totals: list[int]) -> None:
+    assert sign_p(np.array(totals, dtype=float)) == pytest.approx(_shifted(totals), rel=1e-12)

@@ -67,10 +67,7 @@ class Browser:
         self._session = found["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        self._call("Emulation.setDeviceMetricsOverride", **size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._call("Emulation.setEmulatedMedia", features=[scheme])
+        self.emulate(width, height, dark=dark)
 
     def __enter__(self) -> Self:
         return self
@@ -87,10 +84,21 @@ class Browser:
         os.close(self._from)
         shutil.rmtree(self._profile, ignore_errors=True)
 
+    def emulate(self, width: int, height: int = 900, *, dark: bool = False, media: str = "") -> None:
+        """Set the size of the window, the scheme of the system, and the medium: "" for a screen, or "print"."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self._call("Emulation.setDeviceMetricsOverride", **size)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._call("Emulation.setEmulatedMedia", media=media, features=[scheme])
+
     def open(self, page: Path, fragment: str = "") -> None:
         """Open a file, with what follows `#` in its address, and wait until it is loaded."""
+        self.open_address(page.resolve().as_uri() + f"#{fragment}" * bool(fragment))
+
+    def open_address(self, address: str) -> None:
+        """Open an address, and wait until it is loaded."""
         self._loaded = False
-        self._call("Page.navigate", url=page.resolve().as_uri() + f"#{fragment}" * bool(fragment))
+        self._call("Page.navigate", url=address)
         while not self._loaded:
             self._event(self._receive())
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvbench.regression.pairwise import policy_pairs
 from kvbench.report.choosing import WITHIN_A_POINT, Aim
 from kvbench.report.frames import prepare
 from kvbench.report.page import write_page
@@ -33,7 +34,9 @@ def page_of(frames: Frames, folder: Path, aim: Aim = WITHIN_A_POINT, commands: S
     """The page of a made-up run."""
     cells, samples = frames
     responses = samples.set_index("sample_id", drop=False)
-    return write_page(prepare(cells, samples), lambda ids: responses.loc[list(ids)], folder, aim, commands=commands)
+    results = prepare(cells, samples)
+    pairs = policy_pairs(results)
+    return write_page(results, lambda ids: responses.loc[list(ids)], folder, aim, commands=commands, pairs=pairs)
 
 
 def data_of(page: Path) -> dict[str, Any]:

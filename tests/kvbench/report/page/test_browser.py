@@ -22,6 +22,16 @@ _CHARTS = "document.querySelectorAll('#charts svg')"
 _COLUMN = f"{_ROWS}.map(row => row.cells[%d].textContent)"
 
 
+_PAIRS = (
+    "[...document.querySelectorAll('#pair-table tbody tr')]"
+    ".map(row => [...row.cells].slice(-9).map(cell => cell.textContent))"
+)
+
+
+def number(text: str) -> float:
+    return float(text.replace("−", "-"))
+
+
 def click(browser: Browser, selector: str, text: str) -> None:
     found = f"[...document.querySelectorAll({selector!r})]"
     browser.run(f"{found}.find(e => e.textContent === {text!r}).click()")
@@ -160,7 +170,7 @@ def test_hovering_over_a_policy_lifts_its_line(browser: Browser) -> None:
     browser.until(f"{_CHARTS}.length", 2)
     at = browser.run(
         "{const box = [...document.querySelectorAll('.chip')].find(chip => chip.textContent === 'random')"
-        ".getBoundingClientRect(); scrollTo(0, scrollY + box.y - 300);"
+        ".getBoundingClientRect(); scrollTo({top: scrollY + box.y - 300, behavior: 'instant'});"
         "const now = [...document.querySelectorAll('.chip')].find(chip => chip.textContent === 'random')"
         ".getBoundingClientRect(); [now.x + now.width / 2, now.y + now.height / 2]}"
     )
@@ -229,6 +239,17 @@ def test_the_page_can_be_printed(browser: Browser) -> None:
     assert "policies" not in browser.run("document.getElementById('shown').textContent")
     click(browser, "#policies .chip", "snapkv")
     assert browser.run("document.getElementById('shown').textContent").endswith("policies: snapkv")
+    assert browser.run("document.getElementById('legend').textContent").startswith("snapkv")
+
+
+def test_print_on_a_narrow_page_is_not_laid_out_as_a_phone(browser: Browser) -> None:
+    """Sheets of paper are narrower than the width below which a window counts as a phone's."""
+    browser.emulate(600, media="print")
+    sections = browser.run("[...document.querySelectorAll('main > section')].map(section => section.id)")
+    tops = [browser.run(f"document.getElementById({name!r}).getBoundingClientRect().top") for name in sections]
+    assert tops == sorted(tops)
+    assert browser.run("getComputedStyle(document.getElementById('legend')).display") == "flex"
+    assert browser.run("getComputedStyle(document.getElementById('policies')).display") == "none"
 
 
 def test_the_device_and_the_command_are_on_the_page(hostile_page: Path, open_page: Browser) -> None:
@@ -237,6 +258,44 @@ def test_the_device_and_the_command_are_on_the_page(hostile_page: Path, open_pag
     commands = "[...document.querySelectorAll('#commands pre')].map(pre => pre.textContent)"
     assert open_page.run(commands) == data_of(hostile_page)["commands"]
     assert HOSTILE[0] in open_page.run(commands)
+
+
+def test_policies_are_compared_with_the_chosen_one(browser: Browser, page: Path, tmp_path: Path) -> None:
+    (panel, _) = (each for each in data_of(page)["pairs"])
+    expected = {tuple(test[:3]): test[3:] for test in panel["tests"]}
+    choose(browser, "select-moment", "context")
+    choose(browser, "against", "criticalkv")
+    rows = {tuple(row[:2]): row[2:] for row in browser.run(_PAIRS)}
+    assert set(rows) == {(budget, policy) for budget in ("0.1", "0.4") for policy in ("snapkv", "random")}
+    for (budget, policy), (score, base, difference, interval, p, contexts, result) in rows.items():
+        is_first = (budget, "criticalkv", policy) in expected
+        pair = ("criticalkv", policy) if is_first else (policy, "criticalkv")
+        diff, low, high, p_first, p_second, count = expected[budget, *pair]
+        assert number(difference) == pytest.approx(100 * (diff if is_first else -diff), abs=0.051)
+        assert number(score) - number(base) == pytest.approx(number(difference), abs=0.11)
+        ends = [100 * end for end in ((low, high) if is_first else (-high, -low))]
+        assert [number(end) for end in interval.strip("[]").split(",")] == pytest.approx(ends, abs=0.051)
+        assert float(p.replace("< 0.001", "0")) == pytest.approx(p_first if is_first else p_second, rel=0.06, abs=0.001)
+        assert contexts == str(count)
+        decided = number(p.replace("< ", "")) < 0.05 and ends[0] * ends[1] > 0
+        assert result == ("decided" if decided else "undecided")
+    assert {row[-1] for row in rows.values()} == {"decided", "undecided"}
+    text = browser.download("document.getElementById('download-pairs').click()", tmp_path)
+    downloaded = list(csv.DictReader(text.splitlines()))
+    assert [(row["budget"], row["policy"]) for row in downloaded] == list(rows)
+    assert {row["base"] for row in downloaded} == {"criticalkv"}
+    click(browser, "#policies .chip", "random")
+    click(browser, "#pair-table th button", "budget")
+    click(browser, "#pair-table th button", "budget")
+    assert [row[:2] for row in browser.run(_PAIRS)] == [["0.4", "random"], ["0.1", "random"]]
+    assert "against=criticalkv" in browser.run("location.hash")
+
+
+def test_a_page_without_pairs_has_no_such_section(tmp_path: Path) -> None:
+    with Browser() as browser:
+        browser.open(page_of(make_run(["snapkv"], ("0.1",), ["vt"], samples=4), tmp_path))
+        assert browser.run("document.getElementById('pairs').hidden && document.getElementById('to-pairs').hidden")
+        assert browser.problems == []
 
 
 def test_titles_sort_and_say_so(browser: Browser) -> None:

@@ -71,7 +71,7 @@ def test_only_the_scripts_of_the_page_may_run_and_nothing_may_load(hostile_page:
     assert set(rules) == {"default-src", "script-src", "style-src", "base-uri", "form-action"}
 
 
-@pytest.mark.parametrize("name", ["dom", "state", "charts", "scores", "answers", "address", "report"])
+@pytest.mark.parametrize("name", ["dom", "state", "charts", "scores", "pairs", "answers", "address", "report"])
 def test_our_scripts_make_no_markup_of_text(name: str) -> None:
     script = (resources.files("kvbench.report.page") / f"{name}.js").read_text()
     ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\b|new Function"
