@@ -26,7 +26,7 @@ from kvbench.engine.showing import PrefixCache
 from kvbench.engine.threads import now
 from kvbench.errors import BudgetError, out_of_memory
 from kvbench.moments import Moment
-from kvbench.plugin import Policy, Replay
+from kvbench.plugin import AnswerAttention, Policy, Replay
 from kvbench.view import ModelInfo, Need
 
 _ANY = Budget.parse("full")
@@ -130,6 +130,12 @@ class Prefix:
         self._forget()
         self.seconds += now(token_ids.device) - started
         return logits
+
+    def told(self, following: Mapping[str, Tensor]) -> Prefix:
+        """Return a copy whose policies may see what follows; see `RaggedCache.following`."""
+        informed_prefix = self.fork()
+        informed_prefix.cache.following = following
+        return informed_prefix
 
     def fork(self) -> Prefix:
         """Return a prefix that can be extended independently; it shares the K/V so far."""
@@ -316,7 +322,7 @@ class Prefix:
 
         The replays of all cells run together, and each of these cells is charged their full time.
         """
-        if not any(isinstance(need, Replay) for need in policy.needs):
+        if not any(isinstance(need, Replay | AnswerAttention) for need in policy.needs):
             return 0.0
         started = now(self.device)
         if observe_replays(self.model, self.cache, self.info):

@@ -152,7 +152,7 @@ class _Contexts:
                 if not context.ids:
                     self._without_context(context)
                     continue
-                if self.worker.fidelity:
+                if self.worker.fidelity or any(cell.policy.is_informed for cell, _ in context.wanted):
                     self.full_answers = FullAnswers(self.worker, context.ids, context.media)
                 self._whole(context, prefilled)
                 for cell, cell_prompts in context.wanted:
@@ -237,6 +237,10 @@ class _Contexts:
         )
         if self.full_answers is not None:
             self.full_answers.share(prefix, context_logits)
+            for cell, cell_prompts in pending:
+                if cell.policy.is_informed:
+                    self._informed(prefix, cell, cell_prompts)
+            pending = [(cell, cell_prompts) for cell, cell_prompts in pending if not cell.policy.is_informed]
         before_question = [
             (early_cell, early_prompts)
             for early_cell, cell_prompts in pending
@@ -256,6 +260,19 @@ class _Contexts:
             for cell, repeats, cache in self._compressed(with_question, by_request(cell_pairs)):
                 for prompt, forked in zip(repeats, forks(len(repeats), cache), strict=True):
                     self._add(cell, prompt, forked, with_question.seconds, cache.seconds, logits)
+
+    def _informed(self, prefix: Prefix, cell: Cell, cell_prompts: Sequence[Prompt]) -> None:
+        """Make rows for a cell whose policy sees question and answer, so that every question has its own cache."""
+        assert self.full_answers is not None
+        for _, repeats in by_request((cell, prompt) for prompt in cell_prompts):
+            seen, logits = prefix, None
+            if sees_question(cell, repeats[0]):
+                seen, logits = self.worker.ask(prefix, repeats[0].question_ids)
+            told = seen.told(self.full_answers.following(repeats[0], question_fed=logits is not None))
+            for _, _, cache in self._compressed(told, [(cell, repeats)]):
+                for prompt, forked in zip(repeats, forks(len(repeats), cache), strict=True):
+                    self._add(cell, prompt, forked, seen.seconds, cache.seconds, logits)
+            prefix.cache.modified_in_place |= told.modified_in_place  # they share keys and values
 
     def _compressed(self, prefix: Prefix, pending: Wanted) -> Iterator[tuple[Cell, list[Prompt], RaggedCache]]:
         """Compress a prefix for cells, many of one moment together; leave out cells that fail."""
@@ -393,7 +410,7 @@ class _Contexts:
         if prompt.branches:
             self.continuations.add(cell, prompt, cache, response)
             return
-        if self.full_answers is None or prompt.given_ids or prompt.repeat:
+        if self.full_answers is None or not self.worker.fidelity or prompt.given_ids or prompt.repeat:
             self._generate(cell, prompt, cache, response, logits)
             return
         full_answer = self.full_answers.of(prompt)

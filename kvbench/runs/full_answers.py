@@ -67,6 +67,21 @@ class FullAnswers:
             self._answers[key] = answer_greedily(prefix, logits, limit, worker.stop(prompt))
         return self._answers[key]
 
+    def following(self, prompt: Prompt, *, question_fed: bool) -> dict[str, Tensor]:
+        """Return the tokens that follow a compressed cache, `[1, n]` each; see `RaggedCache.following`.
+
+        Args:
+            prompt: The prompt.
+            question_fed: Whether the question is in the cache already.
+        """
+        worker, request = self.worker, prompt.request
+        question_ids = () if question_fed else prompt.question_ids
+        following = {"full": worker.tensor([*question_ids, *self.of(prompt).tokens[:-1]])}
+        if request.target:
+            reference = worker.tokenizer(", ".join(request.target), add_special_tokens=False)["input_ids"]
+            following["reference"] = worker.tensor([*question_ids, *reference])
+        return {target: token_ids.long() for target, token_ids in following.items()}
+
 
 def unobserved(prefix: Prefix) -> Prefix:
     """Return a copy of a prefix without observers, which would only take time."""

@@ -41,12 +41,15 @@ def prompts(sizes: Sequence[tuple[int, int, int]] = SIZES) -> list[Prompt]:
     ]
 
 
-def responses(model: Any, asked: Sequence[Prompt], *cells: Any, compared: bool = True, **options: Any) -> list[Any]:
+def responses(
+    model: Any, asked: Sequence[Prompt], *cells: Any, compared: bool = True, fails: bool = False, **options: Any
+) -> list[Any]:
     store: Any = Store()
     with engine(model):
-        worker: Any = Worker(model, Silent(), tokenizer=Tokenizer(), store=store, fidelity=compared, **options)  # type: ignore[arg-type]
+        options |= {"tokenizer": Tokenizer(), "store": store, "fidelity": compared}
+        worker: Any = Worker(model, Silent(), **options)
         answer(worker, asked, [make_cell(**{"length": 0, **cell}) for cell in cells])
-    assert not any(response.error for response in store.held)
+    assert all(bool(response.error) == fails for response in store.held)
     return store.held
 
 
