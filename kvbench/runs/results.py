@@ -188,7 +188,8 @@ class _Scorer:
         measured: dict[str, _Measured] = {}
         if not cell_row["error"]:
             try:
-                metrics = self._metrics(counted_responses) + _fidelity(counted_responses)
+                fidelity = _fidelity(counted_responses)
+                metrics = fidelity if self.task.metric in FIDELITY else self._metrics(counted_responses) + fidelity
                 measured = self._measured(metrics)
             except PluginError as error:
                 cell_row |= {"status": "error", "error": str(error)}
@@ -269,6 +270,7 @@ class _Scorer:
         cell_row: dict[str, Any] = {
             **cell.row(**{column: count for column, count in extra_counts.items() if count}),
             "schema": SCHEMA_VERSION,
+            "informed": cell.policy.is_informed,
             "samples": len({item.sample_id for item in responses if not item.error}),
             "metric": self.task.metric,
             "status": "error" if error else "ok",
@@ -330,6 +332,8 @@ class _Scorer:
 
     def _above_chance(self, full: stats.Estimate) -> bool:
         """Return whether the full cache is better than chance, so that differences are meaningful."""
+        if self.task.metric in FIDELITY:
+            return True
         if self.task.higher_is_better:
             return stats.discriminative(full.lo, self.task.chance)
         return stats.discriminative(-full.hi, -self.task.chance)

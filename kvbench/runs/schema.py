@@ -256,8 +256,8 @@ class Response:
         ),
     )
     nll_diff: float | None = field(default=None, metadata=_cost(_REAL, since=7))
-    first_difference: int | None = field(default=None, metadata=_cost(_LONG, since=7))
-    fidelity_tokens: int | None = field(default=None, metadata=_cost(_LONG, since=7))
+    first_difference: int | None = field(default=None, metadata=_cost(_REAL, since=7))
+    fidelity_tokens: int | None = field(default=None, metadata=_cost(_REAL, since=7))
     request: str = ""
 
     @property
@@ -324,6 +324,14 @@ CELL_COLUMNS: tuple[ResultColumn, ...] = (
         "canonical spellings. `full` has the budget `full` and no moment, except at `turns`: a live dialogue has the "
         "full cache's own answers in its history",
         *(_TEXT, _TEXT, _TEXT, _LONG),
+    ),
+    *_columns(
+        "informed",
+        "whether the policy sees question and answer, such as `oracle`: a reference that competes with no policy. "
+        "False in tables of schema 6 and before",
+        _BOOL,
+        since=7,
+        substitute=False,
     ),
     *_columns(
         "samples metric higher_is_better",
@@ -439,6 +447,8 @@ LOG_KL = "log_kl"
 KL_OFFSET = 1e-3
 FIDELITY = {"kl": False, LOG_KL: False, "agreement": True, "nll_diff": False, "first_difference": True}
 """Metrics of fidelity, and whether higher is better."""
+UNBOUNDED = frozenset(FIDELITY) - {"agreement"}
+"""Metrics that are never shown in points, even where all of their values lie in [0, 1]."""
 
 
 class ScoredCell(NamedTuple):
