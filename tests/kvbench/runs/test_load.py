@@ -132,7 +132,17 @@ def test_tables_without_the_columns_of_images_can_still_be_read(run: Path, tmp_p
     for name in ("cells.parquet", "samples.parquet"):
         table = pq.read_table(run / name).replace_schema_metadata()
         assert (table.select(["visual_tokens", "held_visual"]).to_pandas() != 0).all(axis=None)
-        later = {"state_bytes", "visual_tokens", "held_visual", "prompt_end", "kv_bytes_read", "is_mean", "metrics"}
+        later = {
+            "informed",
+            *FIDELITY_COLUMNS,
+            "state_bytes",
+            "visual_tokens",
+            "held_visual",
+            "prompt_end",
+            "kv_bytes_read",
+            "is_mean",
+            "metrics",
+        }
         old = table.drop_columns(sorted(later.intersection(table.column_names)))
         version = pa.array([2] * len(old), pa.int32())
         old = old.set_column(old.column_names.index("schema"), "schema", version)
