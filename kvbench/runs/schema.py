@@ -7,6 +7,7 @@ is read, and the tables of docs/results.md follow from these declarations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -57,7 +58,7 @@ class ResultColumn:
     meaning: str = ""
     name: str = ""
     since: int = 1
-    substitute: int | str | bool | tuple[()] | None = None
+    substitute: float | str | bool | tuple[()] | None = None
     copy_of: str = ""
     shared: bool = False
     sampled: bool = True
@@ -237,12 +238,13 @@ class Response:
             "the cell, in nats per token; at the first token, at the last one, and the mean of those between (empty "
             "for answers of one or two tokens)",
             since=7,
+            substitute=math.nan,
             summarised=True,
         ),
     )
-    kl_first: float | None = field(default=None, metadata=_cost(_REAL, since=7))
-    kl_middle: float | None = field(default=None, metadata=_cost(_REAL, since=7))
-    kl_last: float | None = field(default=None, metadata=_cost(_REAL, since=7))
+    kl_first: float | None = field(default=None, metadata=_cost(_REAL, since=7, substitute=math.nan))
+    kl_middle: float | None = field(default=None, metadata=_cost(_REAL, since=7, substitute=math.nan))
+    kl_last: float | None = field(default=None, metadata=_cost(_REAL, since=7, substitute=math.nan))
     agreement: float | None = field(
         default=None,
         metadata=_cost(
@@ -253,11 +255,12 @@ class Response:
             "`--fidelity`, for texts that are measured, for answers to a question after the first, and in tables of "
             "schema 6 and before",
             since=7,
+            substitute=math.nan,
         ),
     )
-    nll_diff: float | None = field(default=None, metadata=_cost(_REAL, since=7))
-    first_difference: int | None = field(default=None, metadata=_cost(_REAL, since=7))
-    fidelity_tokens: int | None = field(default=None, metadata=_cost(_REAL, since=7))
+    nll_diff: float | None = field(default=None, metadata=_cost(_REAL, since=7, substitute=math.nan))
+    first_difference: float | None = field(default=None, metadata=_cost(_REAL, since=7, substitute=math.nan))
+    fidelity_tokens: float | None = field(default=None, metadata=_cost(_REAL, since=7, substitute=math.nan))
     request: str = ""
 
     @property
