@@ -132,6 +132,44 @@ def test_a_policy_that_goes_on_evicts_while_the_answer_is_fed() -> None:
         agrees(response, wanted(full, logits[-len(tokens) :], tokens))
 
 
+@torch.no_grad()
+def test_a_live_dialogue_gets_the_full_caches_answers() -> None:
+    """The cache is cut before the second turn; both turns equal masked forwards over the full cache's dialogue."""
+    model, budget, sinks, limit = build("llama"), 0.4, 4, 7
+    turns, texts = [], [list(ids(6, 80)), list(ids(5, 81))]
+    for turn, new in enumerate(texts):
+        asked = request(0, limit, dialogue="d", turn=turn)
+        turns.append(Prompt(replace(asked, delta="" if turn == 0 else Tokenizer().decode(new)), ids(40, 5), tuple(new)))
+    cells = [
+        {"policy": f"streaming_llm:sinks={sinks}", "budget": str(budget), "moment": "turns"},
+        {"policy": "full", "moment": "turns"},
+    ]
+    found = {(r.cell, r.question_id): r for r in responses(model, turns, *cells)}
+    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
+    history = [*turns[0].context_ids, *texts[0]]
+    answers = [greedy(model, history, limit)]
+    answers.append(greedy(model, [*history, *answers[0], *texts[1]], limit))
+    seen = len(history) + limit - 1
+    held = torch.zeros(1, heads, seen, dtype=torch.bool)
+    count = round(budget * seen)
+    held[..., :sinks] = held[..., seen - (count - sinks) :] = True
+    pieces = [history, *[[t] for t in answers[0][:-1]], [answers[0][-1], *texts[1]], *[[t] for t in answers[1][:-1]]]
+    chunks, kept, columns = [torch.tensor([piece]) for piece in pieces], [], 0
+    for piece in pieces:
+        padded = torch.nn.functional.pad(held, (0, max(0, columns - seen)), value=True)
+        kept.append([padded] * layers if columns >= seen else None)
+        columns += len(piece)
+    mask = torch.ones(1, columns, dtype=torch.long)
+    evicted = torch.cat([step[0] for step in masked_run(model, chunks, mask, kept)])
+    plain_logits = model(torch.tensor([[token for piece in pieces for token in piece]])).logits[0]
+    ends = [(len(history) - 1, seen), (columns - limit, columns)]
+    for turn, (start, end) in enumerate(ends):
+        for settings, logits in zip(cells, (evicted, plain_logits), strict=True):
+            columns_of_turn = wanted(plain_logits[start:end], logits[start:end], answers[turn])
+            agrees(found[make_cell(length=0, **settings).cell, turn], columns_of_turn)
+    assert found[make_cell(length=0, **cells[0]).cell, 1].kl > 0.01
+
+
 KEEPS_ALL = [("full", "full", ""), *(("knorm", "900", m) for m in ("context", "question", "decode", "chunked:16"))]
 
 
