@@ -20,6 +20,7 @@ from kvbench.engine.integrity import Ledger
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.linear import combine_states
 from kvbench.engine.models import decoder_of, model_info
+from kvbench.engine.observers import observer_for
 from kvbench.engine.pruning import Pruning, watching
 from kvbench.engine.replay import observe_replays
 from kvbench.engine.showing import PrefixCache
@@ -131,10 +132,17 @@ class Prefix:
         self.seconds += now(token_ids.device) - started
         return logits
 
-    def told(self, following: Mapping[str, Tensor]) -> Prefix:
-        """Return a copy whose policies may see what follows; see `RaggedCache.following`."""
+    def told(self, policy: Policy, following: Mapping[str, Tensor]) -> Prefix:
+        """Return a copy for a policy that may see what follows; see `RaggedCache.following`.
+
+        It observes what the policy needs. Its informed needs are the only ones that the prefix itself may lack.
+        """
         informed_prefix = self.fork()
-        informed_prefix.cache.following = following
+        cache = informed_prefix.cache
+        cache.following = following
+        informed_needs = [need for need in policy.needs if need.informed]
+        cache.observers = {need: observer for need, observer in cache.observers.items() if need in policy.needs}
+        cache.observers |= {need: observer_for(need, self.info) for need in informed_needs}
         return informed_prefix
 
     def fork(self) -> Prefix:

@@ -122,7 +122,9 @@ def _columns(panel_rows: pd.DataFrame, base: str) -> list[tuple[Column, list[Tab
         Interval(record["diff"], record["diff_lo"], record["diff_hi"]) for record in row_records
     ]
     better_direction: Literal["higher", "lower"] = "higher" if panel_rows["higher_is_better"].iloc[0] else "lower"
-    policy_names: list[TableCell] = [(Name(record["policy"]), INFORMED * record["informed"]) for record in row_records]
+    policy_names: list[TableCell] = [
+        (Name(record["policy"]), INFORMED) if record["informed"] else Name(record["policy"]) for record in row_records
+    ]
     return [
         (Column("budget", align="right"), [Name(record["budget"]) for record in row_records]),
         (Column("policy"), policy_names),

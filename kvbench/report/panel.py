@@ -97,8 +97,10 @@ class Panel:
     def names(self) -> list[Filled]:
         """Return the columns for policy and budget."""
         informed = informed_policies(self.cells)
-        policies = [(Name(policy), INFORMED if policy in informed else "") for policy, *_ in self.configs]
-        budgets = [Name(budget) for _, budget, _ in self.configs]
+        policies: list[TableCell] = [
+            (Name(policy), INFORMED) if policy in informed else Name(policy) for policy, *_ in self.configs
+        ]
+        budgets: list[TableCell] = [Name(budget) for _, budget, _ in self.configs]
         return [(Column("policy"), policies), (Column("budget", align="right"), budgets)]
 
     def held(self) -> Filled:

@@ -82,8 +82,8 @@ class _Context:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What these cells need to have observed."""
-        return frozenset(need for cell, _ in self.shared for need in cell.policy.needs)
+        """What these cells need to have observed, except what they see of the answers."""
+        return frozenset(need for cell, _ in self.shared for need in cell.policy.needs if not need.informed)
 
 
 @torch.no_grad()
@@ -268,7 +268,7 @@ class _Contexts:
             seen, logits = prefix, None
             if sees_question(cell, repeats[0]):
                 seen, logits = self.worker.ask(prefix, repeats[0].question_ids)
-            told = seen.told(self.full_answers.following(repeats[0], question_fed=logits is not None))
+            told = seen.told(cell.policy, self.full_answers.following(repeats[0], question_fed=logits is not None))
             for _, _, cache in self._compressed(told, [(cell, repeats)]):
                 for prompt, forked in zip(repeats, forks(len(repeats), cache), strict=True):
                     self._add(cell, prompt, forked, seen.seconds, cache.seconds, logits)

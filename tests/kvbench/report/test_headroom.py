@@ -16,6 +16,7 @@ from kvbench.report.pareto import front_of
 from kvbench.report.rendering import write_report
 from kvbench.report.verdict import cheapest
 from kvbench.tables.outputs import markdown
+from kvbench.tables.table import Name
 
 from .conftest import STRENGTH, make_run
 
@@ -65,7 +66,8 @@ def test_it_is_on_no_front_and_never_chosen(frames: tuple[pd.DataFrame, pd.DataF
     alone = points[points["policy"] == "oracle"].reset_index(drop=True)
     assert len(front_of(alone)) == 0
     ((_, names), *_) = panel.names()
-    assert [name[1] for name in names] == ["", "", "", " (informed)", " (informed)"]
+    assert names[:3] == [Name("full"), Name("snapkv"), Name("snapkv")]
+    assert names[3:] == [(Name("oracle"), " (informed)")] * 2
     assert "## Headroom" in write_report(results, tmp_path)[0].read_text(encoding="utf-8")
 
 
