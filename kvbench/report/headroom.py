@@ -108,9 +108,9 @@ def headroom_tables(rows: pd.DataFrame) -> Iterator[Table]:
         ]
         if panel_rows["kl"].notna().any():
             columns += [
-                (Column("KL", NumberFormat.NUMBER, group="nats per token"), [row["kl"] for row in row_records]),
+                (Column("KL, nats", NumberFormat.NUMBER), [row["kl"] for row in row_records]),
                 (
-                    Column(Name(informed_policy), NumberFormat.NUMBER, group="nats per token"),
+                    Column(("KL of ", Name(informed_policy)), NumberFormat.NUMBER),
                     [row["informed_kl"] for row in row_records],
                 ),
             ]

@@ -37,7 +37,7 @@ def test_headroom_is_the_paired_difference_at_the_same_budget(frames: tuple[pd.D
         assert rows[column].to_dict() == wanted[column].to_dict()
     assert (rows["kl"] == 0.5).all() and (rows["informed_kl"] == 0.25).all()
     (table,) = headroom_tables(headroom(prepare(*frames)))
-    assert "nats per token" in markdown(table) and "not the best possible" in markdown(table)
+    assert "KL, nats" in markdown(table) and "not the best possible" in markdown(table)
 
 
 def test_other_bytes_are_interpolated_and_what_is_outside_is_left_out(
