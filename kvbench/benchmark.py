@@ -16,6 +16,9 @@ DocsHook = Callable[..., "Sequence[Doc] | Path"]
 
 LEXICONS = ("natural", "reference")
 
+FIDELITY = "kl"
+"""Metric of a benchmark without reference answers: how far a cell is from the full cache, in nats per token."""
+
 IMAGE, VIDEO = "<|kvb_image|>", "<|kvb_video|>"
 """Markers in the `context` of a row, one in the place of each image or video."""
 
@@ -111,7 +114,8 @@ class Benchmark:
             checks these tables.
         needs_hub: Tasks that cannot run without the hub; None for all that have `sources`.
         harness: Name of the harness.
-        metric: The YAML's metric to use as the score; `metric,filter` if it has several filters.
+        metric: The YAML's metric to use as the score; `metric,filter` if it has several filters. With `FIDELITY`, rows
+            have no reference answers (`outputs` is empty), and only runs with `--fidelity` can score them.
         chance: Chance level, the score without seeing the context: one number, or a mapping by task (0 for tasks not
             in it).
         judge: Rubric by which a judge marks the responses, without its variant; "" if the metric needs no judge. The
@@ -192,6 +196,11 @@ class Benchmark:
     def version_of(self, leaf: str, lexicon: str) -> str:
         """Return the version of a task's data, prompts and metric in a lexicon."""
         return self.versions.get(lexicon, {}).get(leaf, self.version)
+
+    @property
+    def has_references(self) -> bool:
+        """Whether the rows have reference answers."""
+        return self.metric != FIDELITY
 
     @property
     def hub_leaves(self) -> frozenset[str]:

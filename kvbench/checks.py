@@ -34,6 +34,8 @@ from kvbench.spelling import KINDS, policy, spell
 _VOCABULARY = 96
 _TOKENS = 61
 _LENGTHS = (_TOKENS, 40, 17)
+_FOLLOWING = 7
+"""Tokens of question and answer together."""
 _BUDGETS: tuple[str, ...] = ("1", "0.2", "13", "0.73", str(_TOKENS))
 
 
@@ -99,8 +101,12 @@ def _keep(
     For a policy with a reader, return the entries that the next token reads, `[L, B, H, T + 1]`.
     """
     candidate = candidate.stand_in(model_info(model), Path(_folder().name))
-    measure_kept = kept if candidate.read is None else entries_read
-    layer_masks = measure_kept(model, token_ids, candidate, budget, attention_mask, seed=seed)
+    if candidate.read is None:
+        # A policy that sees question and answer is told a few tokens, which depend on nothing but the row.
+        following = token_ids[:, -_FOLLOWING:].flip(1) if candidate.is_informed else None
+        layer_masks = kept(model, token_ids, candidate, budget, attention_mask, seed=seed, following=following)
+    else:
+        layer_masks = entries_read(model, token_ids, candidate, budget, attention_mask, seed=seed)
     return torch.stack([layer_mask for layer_mask in layer_masks if layer_mask is not None])
 
 

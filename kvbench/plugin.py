@@ -33,6 +33,7 @@ from torch import Tensor
 from kvbench.errors import UserError
 from kvbench.moments import Moment
 from kvbench.view import (
+    AnswerAttention,
     AttentionMass,
     Blocks,
     ModelInfo,
@@ -55,6 +56,7 @@ from kvbench.view import (
 __all__ = [
     "PLUGIN_API",
     "Allocator",
+    "AnswerAttention",
     "AttentionMass",
     "Blocks",
     "Merger",
@@ -399,6 +401,11 @@ class Policy:
         """All observations that the parts require from the engine."""
         channel_needs: set[Need] = set() if self.key_channels == 1 else {CHANNEL_QUERIES}
         return frozenset(channel_needs.union(*(component.needs for component in self.parts)))
+
+    @property
+    def is_informed(self) -> bool:
+        """Whether the policy sees what follows the cached tokens, such as the answer: a reference, not a method."""
+        return any(need.informed for need in self.needs)
 
     @property
     def part_versions(self) -> dict[str, int]:

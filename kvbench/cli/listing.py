@@ -94,6 +94,7 @@ def policy_record(policy_name: str) -> Record:
         "parameters": {key: default for part_defaults in parameters for key, default in part_defaults.items()}
         | ({"buffer": loaded_policy.buffer} if loaded_policy.evicts else {}),
         "moments": list(loaded_policy.moments),
+        "informed": loaded_policy.is_informed,
         "package": package,
     }
 

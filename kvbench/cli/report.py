@@ -91,6 +91,7 @@ def report(
     from kvbench.report.figure_options import figure_options
     from kvbench.report.frames import prepare
     from kvbench.report.groups import group_table
+    from kvbench.report.headroom import headroom
     from kvbench.report.overall import group_means
     from kvbench.report.rendering import write_report
     from kvbench.report.sorted_samples import COLUMNS, Samples
@@ -174,6 +175,7 @@ def report(
                 "means": rows_of(group_means(cells, grouped_samples)),
                 "against": {base_policy: rows_of(differences) for base_policy, differences in comparisons},
                 "cheapest": choosing.as_records(results, aim),
+                "headroom": rows_of(headroom(results)),
             }
             | extra_json
         )

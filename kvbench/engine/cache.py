@@ -9,7 +9,7 @@ Lengths are mirrored on the CPU, so that no layer waits for the device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -50,6 +50,8 @@ class RaggedCache(Cache):
         tower: Observations of the vision tower, if `pruning` uses them.
         pruned: Mask of pruned columns, bool `[B, S]`; None if none is pruned.
         ids: Token ids of the forwards so far; None if a forward received embeddings.
+        following: Token ids that follow the cached ones, `[B, n]` each, by `AnswerAttention.target`: for policies that
+            may see them. Empty if they are unknown.
         observers: Layer observers by need.
         token_observers: Token observers by need.
         turns: First logical column of every turn after the first, per sequence.
@@ -88,6 +90,7 @@ class RaggedCache(Cache):
         self.visual: Tensor | None = None
         self.pruned: Tensor | None = None
         self.ids: list[Tensor] | None = []
+        self.following: Mapping[str, Tensor] = {}
         self.turns: list[list[int]] = []
         self.asked = 0
         self.readings: list[Reading] = []

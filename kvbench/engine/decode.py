@@ -313,7 +313,7 @@ class Batch:
             open_rows = sum(not response.reason for response in responses)
             logits = self.feed(next_inputs, 1, token_count=open_rows)
 
-    def measure(self, responses: Sequence[DecodeRow], logits: Tensor) -> None:
+    def measure(self, responses: Sequence[DecodeRow], logits: Tensor, width: int = BLOCK) -> None:
         """Feed every row its given tokens and sum their negative log-likelihood.
 
         Tokens are fed one by one if the cache is evicted from as it grows, or has sliding windows.
@@ -321,8 +321,10 @@ class Batch:
         Args:
             responses: One response per row of the batch.
             logits: Logits after each row's last prompt token, `[rows, vocabulary]`.
+            width: Columns of every forward otherwise.
         """
-        width = 1 if self.cache.eviction_state is not None or self.cache.forbids_gaps else BLOCK
+        if self.cache.eviction_state is not None or self.cache.forbids_gaps:
+            width = 1
         for response, row_logits in zip(responses, logits, strict=True):
             response.measure(row_logits[None])
         while not all(response.reason for response in responses):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from kvbench.plugin import Replay
+from kvbench.plugin import AnswerAttention, Replay
 from kvbench.view import AttentionMass, ModelInfo, Need, Observer, PerToken, Queries
 from kvbench.view.softmax import attention_weights, capped
 
@@ -29,7 +29,7 @@ def observer_for(need: Need, info: ModelInfo) -> Observer:
         return QueryObserver(need.window)
     if isinstance(need, AttentionMass):
         return MassObserver(need.observe, need.power)
-    if isinstance(need, Replay):
+    if isinstance(need, Replay | AnswerAttention):
         return ReplayObserver()
     if isinstance(need, PerToken):
         return TokenObserver(need, info)
@@ -38,7 +38,7 @@ def observer_for(need: Need, info: ModelInfo) -> Observer:
 
 def is_built_in(need: Need) -> bool:
     """Return whether kvbench itself observes a need, not plugin code."""
-    return isinstance(need, Queries | AttentionMass | Replay) or need.of_tokens
+    return isinstance(need, Queries | AttentionMass | Replay | AnswerAttention) or need.of_tokens
 
 
 def measured(need: PerToken, layer: int, *observed: Tensor, model: ModelInfo) -> Tensor:

@@ -20,13 +20,14 @@ from kvbench.engine.integrity import Ledger
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.linear import combine_states
 from kvbench.engine.models import decoder_of, model_info
+from kvbench.engine.observers import observer_for
 from kvbench.engine.pruning import Pruning, watching
 from kvbench.engine.replay import observe_replays
 from kvbench.engine.showing import PrefixCache
 from kvbench.engine.threads import now
 from kvbench.errors import BudgetError, out_of_memory
 from kvbench.moments import Moment
-from kvbench.plugin import Policy, Replay
+from kvbench.plugin import AnswerAttention, Policy, Replay
 from kvbench.view import ModelInfo, Need
 
 _ANY = Budget.parse("full")
@@ -134,6 +135,19 @@ class Prefix:
         self._forget()
         self.seconds += now(token_ids.device) - started
         return logits
+
+    def told(self, policy: Policy, following: Mapping[str, Tensor]) -> Prefix:
+        """Return a copy for a policy that may see what follows; see `RaggedCache.following`.
+
+        It observes what the policy needs. Its informed needs are the only ones that the prefix itself may lack.
+        """
+        informed_prefix = self.fork()
+        cache = informed_prefix.cache
+        cache.following = following
+        informed_needs = [need for need in policy.needs if need.informed]
+        cache.observers = {need: observer for need, observer in cache.observers.items() if need in policy.needs}
+        cache.observers |= {need: observer_for(need, self.info) for need in informed_needs}
+        return informed_prefix
 
     def fork(self) -> Prefix:
         """Return a prefix that can be extended independently; it shares the K/V so far."""
@@ -320,7 +334,7 @@ class Prefix:
 
         The replays of all cells run together, and each of these cells is charged their full time.
         """
-        if not any(isinstance(need, Replay) for need in policy.needs):
+        if not any(isinstance(need, Replay | AnswerAttention) for need in policy.needs):
             return 0.0
         started = now(self.device)
         if observe_replays(self.model, self.cache, self.info):

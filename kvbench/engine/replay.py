@@ -1,4 +1,4 @@
-"""Replays: the model reads its own context a second time, and its attention is observed.
+"""Replays: the model reads its own context a second time, or what follows it, and its attention is observed.
 
 A replay runs on a copy of one sequence's prefilled cache, once per prefill for all policies that need it, between the
 prefill and the first eviction step.
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.driver import forward
 from kvbench.engine.models import decoder_of
-from kvbench.engine.observers import ReplayObserver
+from kvbench.engine.observers import MassObserver, ReplayObserver
 from kvbench.errors import UserError
-from kvbench.plugin import Replay
+from kvbench.plugin import AnswerAttention, Replay
 from kvbench.view import ModelInfo
 from kvbench.view.softmax import attention_weights, capped
 
@@ -40,12 +40,17 @@ def observe_replays(model: nn.Module, cache: RaggedCache, info: ModelInfo) -> bo
         cache: A dense cache.
 
     Raises:
-        UserError: The token ids of the context are unknown, or it has images.
+        UserError: The token ids of the context are unknown, it has images, or what follows it is unknown.
     """
     was_replayed = False
     for need, observer in cache.observers.items():
-        if isinstance(need, Replay) and isinstance(observer, ReplayObserver) and observer.stale:
+        if not isinstance(observer, ReplayObserver) or not observer.stale:
+            continue
+        if isinstance(need, Replay):
             observer.record(_replayed(model, cache, info, need))
+            was_replayed = True
+        elif isinstance(need, AnswerAttention):
+            observer.record(_answered(model, cache, need))
             was_replayed = True
     return was_replayed
 
@@ -55,8 +60,7 @@ def _replayed(model: nn.Module, cache: RaggedCache, info: ModelInfo, need: Repla
     assert cache.valid is not None
     if cache.ids is None:
         raise UserError("a replay needs token ids, but the forward was given embeddings")
-    if cache.visual is not None and bool(cache.visual.any()):
-        raise UserError("a replay supports text only, but the context has images")
+    _check_text(cache)
     token_ids = torch.cat(cache.ids, 1)
     replay_values = {
         layer_index: torch.zeros(*layer.key.shape[:3], device=layer.key.device)
@@ -85,6 +89,42 @@ def _replayed(model: nn.Module, cache: RaggedCache, info: ModelInfo, need: Repla
 def replayed_tokens(token_count: int, chunk_size: int) -> int:
     """Return the tokens of the forwards that replay a context of `token_count` tokens."""
     return sum(end - max(0, start - LEAD) for start, end in _chunks(token_count, chunk_size))
+
+
+def _check_text(cache: RaggedCache) -> None:
+    if cache.visual is not None and bool(cache.visual.any()):
+        raise UserError("a replay supports text only, but the context has images")
+
+
+def _answered(model: nn.Module, cache: RaggedCache, need: AnswerAttention) -> dict[int, Tensor]:
+    """Return the attention that every entry receives from the tokens that follow, by layer, float32 `[B, H, S]`."""
+    assert cache.valid is not None
+    following_ids = cache.following.get(need.target)
+    if following_ids is None:
+        if cache.following:
+            raise UserError("the sample has no reference answer; use target=full")
+        raise UserError(
+            "the policy sees question and answer; use it with kvbench run, or give kvbench.kept the following tokens"
+        )
+    _check_text(cache)
+    column_count = cache.valid.shape[1]
+    received = {
+        layer_index: torch.zeros(*layer.key.shape[:3], device=layer.key.device)
+        for layer_index, layer in enumerate(cache.ragged)
+        if layer.key is not None
+    }
+    if not following_ids.shape[1]:
+        return received
+    for sequence_index, token_count in enumerate(cache.lengths().tolist()):
+        sequence_cache = _sequence(model, cache, sequence_index, token_count)
+        mass_observer = MassObserver(None)
+        sequence_cache.observers[need] = mass_observer
+        forward(model, sequence_cache, following_ids[sequence_index : sequence_index + 1])
+        for layer_index, layer_values in received.items():
+            by_query_head = mass_observer.read(layer_index)[0, :, :token_count]
+            by_kv_head = by_query_head.unflatten(0, (layer_values.shape[1], -1)).mean(1)
+            layer_values[sequence_index, :, column_count - token_count :] = by_kv_head
+    return received
 
 
 def _chunks(token_count: int, chunk_size: int) -> Iterator[tuple[int, int]]:

@@ -283,6 +283,7 @@ def kept(
     *,
     seed: int = 0,
     pixels: Pixels | None = None,
+    following: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Return the context entries that a policy keeps.
 
@@ -294,6 +295,7 @@ def kept(
         seed: Seed of policies that draw noise.
         pixels: The processor's outputs for the context's images and videos: `pixel_values`, `image_grid_thw` and
             others.
+        following: Question and answer after the context, `[B, n]`, for a policy that sees them (`Policy.is_informed`).
 
     Returns:
         Per layer of the model, bool `[B, H, T]` on `input_ids.device`, False for padding; None for sliding-window
@@ -307,6 +309,8 @@ def kept(
     if not pixels and len(visual) and bool(torch.isin(input_ids, visual).any()):
         raise UserError("the context has image or video tokens; give pixels, the processor's other outputs")
     with attach(model, policy, budget, seed=seed) as cache:
+        if following is not None:
+            cache.following = dict.fromkeys(("full", "reference"), following)
         if pixels:
             forward(model, cache, input_ids, attention_mask, pixels=pixels)
         else:

@@ -241,8 +241,11 @@ def _rows(
         data_hash = data.digest_rows(version, media.identity(doc_rows) if benchmark.media else doc_rows)
     completed: list[Doc] | Spool[Doc] = [] if benchmark.media else Spool()
     for row_index, row in enumerate(rows):
-        complete_row = dialogue.complete if dialogue.is_dialogue(row) else data.complete
-        completed.append(complete_row(row, f"{task_name}, row {row_index}"))
+        location = f"{task_name}, row {row_index}"
+        if dialogue.is_dialogue(row):
+            completed.append(dialogue.complete(row, location))
+        else:
+            completed.append(data.complete(row, location, has_references=benchmark.has_references))
         if data.has_media(row) and not benchmark.media:
             raise UserError(f"{task_name}: its rows have media, so benchmark {benchmark.name} must set media")
     return completed, data_hash

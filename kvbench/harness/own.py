@@ -3,17 +3,21 @@
 Each line is an object with `context`, `question` and `answers` (a string or a list of strings). It may also have
 `metric` (one of `METRICS`; default `contains_all`), `max_new_tokens` (default 128) and `until` (a string or a list of
 strings that end the answer). Other fields are errors. Lines with the same context share its prefill.
+
+If no line has `answers`, only the fidelity to the full cache is measured. Then `question` may be missing, too, in all
+lines: the model continues the text, without a chat template.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvbench import metrics
-from kvbench.benchmark import Benchmark, Doc
+from kvbench.benchmark import FIDELITY, Benchmark, Doc
 from kvbench.data.spool import Spool
 from kvbench.errors import UserError, nearest, quoted, unknown
 from kvbench.harness.rows import complete, read_rows
@@ -22,6 +26,8 @@ _MAX_NEW_TOKENS = 128
 _LARGEST = 2**31 - 1
 _METRIC = "contains_all"
 _REQUIRED = ("context", "question", "answers")
+_LEAD = 12
+"""Words at the end of a text without a question that take its place: what follows a context is never evicted."""
 _OTHERWISE = {
     "context": ("document", "passage", "prompt", "text"),
     "question": ("input", "query", "instruction"),
@@ -42,10 +48,17 @@ def own_benchmark(path: str | Path) -> Benchmark:
         raise UserError(f"{path} has no name to call a task by; rename the file")
     rows: Spool[Doc] = Spool()
     metric_names = set()
+    first_keys: frozenset[str] | None = None
     for line_number, row in read_rows(rows_path):
-        rows.append(_row(row, f"{rows_path}:{line_number}"))
-        metric_names.add(row.get("metric", _METRIC))
-    if not rows:
+        location = f"{rows_path}:{line_number}"
+        keys = _keys(row, location)
+        first_keys = keys if first_keys is None else first_keys
+        if keys != first_keys:
+            (key, *_) = sorted(keys ^ first_keys)
+            raise UserError(f"{location}: {key!r} must be in all rows or in none; row 1 differs")
+        rows.append(_row(row, location))
+        metric_names.add(row.get("metric", _METRIC) if "answers" in keys else FIDELITY)
+    if first_keys is None:
         raise UserError(f"{rows_path} has no rows")
     return Benchmark(
         name="own",
@@ -56,6 +69,7 @@ def own_benchmark(path: str | Path) -> Benchmark:
         source=str(rows_path),
         metric=metric_names.pop() if len(metric_names) == 1 else "score",
         sized=False,
+        plain=frozenset() if "question" in first_keys else frozenset({rows_path.stem}),
     )
 
 
@@ -63,23 +77,34 @@ def _docs(rows: Sequence[Doc], leaf: str, **_: Any) -> Sequence[Doc]:
     return rows
 
 
-def _row(row: Any, location: str) -> Doc:
-    """Check a line and convert it to the form of `Benchmark.docs`."""
+def _keys(row: Any, location: str) -> frozenset[str]:
+    """Return which of the required keys a line has; without answers, the question may be missing, too."""
     if not isinstance(row, dict):
         raise UserError(f"{location}: must be an object with context, question and answers")
+    keys = frozenset(key for key in _REQUIRED if key in row)
     for key in _REQUIRED:
-        if key not in row:
+        is_optional = key == "answers" or (key == "question" and "answers" not in keys)
+        if key not in keys and (not is_optional or _spelt(key, row)):
             raise UserError(f"{location}: {key!r} is missing{_spelt(key, row)}")
+    if "answers" not in keys and "metric" in row:
+        raise UserError(f"{location}: 'metric' needs 'answers'; without them, fidelity is the metric")
+    return keys
+
+
+def _row(row: dict[str, Any], location: str) -> Doc:
+    """Check a line and convert it to the form of `Benchmark.docs`."""
     for key in row:
         if key not in _KEYS:
             suggestion = nearest(key, _KEYS, max_matches=1) or f"; there are {', '.join(_KEYS)}"
             raise UserError(f"{location}: unknown key {quoted(key)}{suggestion}")
     for key in ("context", "question"):
-        if not isinstance(row[key], str) or not row[key].strip():
+        if key in row and (not isinstance(row[key], str) or not row[key].strip()):
             raise UserError(f"{location}: {key!r} must be a text that is not empty")
-    answers = [row["answers"]] if isinstance(row["answers"], str) else row["answers"]
-    if not isinstance(answers, list) or not answers or not all(map(_filled, answers)):
+    has_answers = "answers" in row
+    answers = [row["answers"]] if has_answers and isinstance(row["answers"], str) else row.get("answers", [])
+    if has_answers and (not isinstance(answers, list) or not answers or not all(map(_filled, answers))):
         raise UserError(f"{location}: 'answers' must be a text or a list of texts that are not empty")
+    context, question = (row["context"], row["question"]) if "question" in row else _parted(row["context"], location)
     metric = row.get("metric", _METRIC)
     if not isinstance(metric, str) or metric not in METRICS:
         raise UserError(f"{location}: {unknown('metric', metric, METRICS)}")
@@ -90,16 +115,25 @@ def _row(row: Any, location: str) -> Doc:
     stop_texts = [stop_texts] if isinstance(stop_texts, str) else stop_texts
     if not isinstance(stop_texts, list) or not all(map(_filled, stop_texts)):
         raise UserError(f"{location}: 'until' must be a text or a list of texts that are not empty")
-    has_space = row["context"][-1].isspace() or row["question"][0].isspace()
+    has_space = context[-1].isspace() or question[0].isspace()
     document = {
-        "context": row["context"] + ("" if has_space else "\n"),
-        "question": row["question"],
+        "context": context + ("" if has_space else "\n"),
+        "question": question,
         "outputs": answers,
         "metric": metric,
         "max_new_tokens": token_limit,
         "until": stop_texts,
     }
-    return complete(document, location)
+    return complete(document, location, has_references=has_answers)
+
+
+def _parted(text: str, location: str) -> tuple[str, str]:
+    """Return a text without its last words, and these."""
+    words = [*re.finditer(r"\S+", text)]
+    if len(words) <= _LEAD:
+        raise UserError(f"{location}: a context without a question needs more than {_LEAD} words")
+    lead_start = words[-_LEAD - 1].end()
+    return text[:lead_start], text[lead_start:].rstrip()
 
 
 def _filled(value: object) -> bool:
@@ -121,6 +155,11 @@ def process_results(doc: Doc, results: list[str]) -> dict[str, float]:
     """Score a response with its row's metric; called by lm-eval."""
     value = METRICS[doc["metric"]](results[0], doc["outputs"])
     return {"score": value, doc["metric"]: value}
+
+
+def no_results(doc: Doc, results: list[str]) -> dict[str, float]:
+    """Return no score for a row without reference answers; called by lm-eval."""
+    return {}
 
 
 def contains_all(response: str, answers: Sequence[str]) -> float:

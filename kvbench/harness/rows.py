@@ -94,12 +94,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return parsed
 
 
-def complete(document: Mapping[str, Any], location: str) -> Doc:
+def complete(document: Mapping[str, Any], location: str, *, has_references: bool = True) -> Doc:
     """Check a row and fill in its optional fields.
 
     Args:
         document: A row as `Benchmark.docs` describes it.
         location: Name of the row in messages.
+        has_references: See `Benchmark.has_references`.
 
     Raises:
         UserError: A field is missing, has the wrong type or contains the sentinel.
@@ -113,7 +114,10 @@ def complete(document: Mapping[str, Any], location: str) -> Doc:
         raise UserError(f"{location}: 'shots' must be a list of objects with {_SHOT_FIELDS}")
     completed: Doc = {"gen_prefix": "", "extra": {}, **document}
     _check_media(completed, location)
-    if not completed["outputs"] or not all(isinstance(output, str) for output in completed["outputs"]):
+    if not has_references:
+        if completed["outputs"]:
+            raise UserError(f"{location}: 'outputs' must be empty, because the benchmark has no reference answers")
+    elif not completed["outputs"] or not all(isinstance(output, str) for output in completed["outputs"]):
         raise UserError(f"{location}: 'outputs' must be a list of at least one string")
     if any(SENTINEL in content for content in _strings(completed)):
         raise UserError(f"{location}: the data must not contain {SENTINEL}, which kvbench uses itself")

@@ -37,6 +37,7 @@ MARKS = {
     "frees no memory": "The whole cache is held, and the budget limits what a decode step reads.",
     "own file": "The policy is a file of whoever published the run.",
     "judged": "A judge scored the responses.",
+    "informed": "The policy sees question and answer: a reference, not a method.",
 }
 """Marks of entries, and what each means."""
 _COLUMNS = ("cell", "sample_id", "question_id", "repeat", "context_id", "score")
@@ -187,6 +188,7 @@ def _marks(row: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], disagrees
         "not a mean": not all(cell["is_mean"] for cell in cells),
         "frees no memory": row["policy"] != "full" and is_scored and row["kv_bytes_read"] < row["kv_bytes_live"],
         "own file": ".py:" in row["policy"],
+        "informed": bool(cells[0]["informed"]),
         "judged": any("judge" in recorded(str(cell["versions"])) for cell in cells),
     }
     return [mark for mark in MARKS if applies[mark]]
@@ -234,7 +236,9 @@ def _mark_fronts(rows: list[dict[str, Any]]) -> None:
     """Set `held_front` and `read_front` of rows on the Pareto front of their panel."""
     for panel_rows in _grouped(rows, _PANEL):
         # Full is what a front is compared with; at chance, a front would be a row of accidents.
-        ranked = [row for row in panel_rows if row["policy"] != "full" and not row["error"] and row["telling"]]
+        # So is a policy that sees the answer.
+        competing = [row for row in panel_rows if row["policy"] != "full" and not row["informed"]]
+        ranked = [row for row in competing if not row["error"] and row["telling"]]
         values = [row["score"] if row["higher"] else -row["score"] for row in ranked]
         for memory in (HELD, READ):
             optimal = front([row[memory.bytes] for row in ranked], values)

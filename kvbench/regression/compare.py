@@ -13,6 +13,7 @@ from kvbench import stats
 from kvbench.errors import UserError
 from kvbench.regression import significance
 from kvbench.regression.pairs import CellPair, Frames, made_differently, pair_cells
+from kvbench.runs.schema import UNBOUNDED
 
 POINT = 0.01
 LEAST_ALPHA = 1e-4
@@ -206,7 +207,8 @@ def unit_tasks(cell_pairs: Sequence[CellPair]) -> dict[str, bool]:
     """Return by task whether all scores lie in [0, 1]."""
     unit_by_task: dict[str, bool] = {}
     for pair in cell_pairs:
-        unit_by_task[pair.place.task] = unit_by_task.get(pair.place.task, True) and pair.shared.unit
+        is_unit = pair.shared.unit and pair.metric not in UNBOUNDED
+        unit_by_task[pair.place.task] = unit_by_task.get(pair.place.task, True) and is_unit
     return unit_by_task
 
 

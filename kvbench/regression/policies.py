@@ -15,7 +15,7 @@ from kvbench import stats
 from kvbench.errors import UserError, nearest
 from kvbench.regression import significance
 from kvbench.regression.compare import LEAST_ALPHA, check_share
-from kvbench.report.frames import Results, budget_order, tasks_at_chance, unaveraged_tasks
+from kvbench.report.frames import Results, budget_order, tasks_at_chance, unaveraged_tasks, unit_scale
 from kvbench.report.overall import SETTING, mean_difference
 from kvbench.report.sorted_samples import Samples
 
@@ -158,7 +158,7 @@ def _compare_setting(
                 "use --metric"
             )
         raise UserError(f"{group}: the full cache is not above chance on any task, so differences are meaningless")
-    scales = {bool(scores.between(0, 1).all()) for _, scores in means.groupby("task")["score"]}
+    scales = {unit_scale(task_cells) for _, task_cells in means.groupby("task")}
     if len(scales) > 1 or means["higher_is_better"].nunique() > 1:
         raise UserError(f"{group}: its tasks differ in scale or direction, so they have no mean; choose with --task")
     scores = _PairedScores(means, samples, base, policy, draw_count)

@@ -9,7 +9,7 @@ import pandas as pd
 
 from kvbench.errors import UserError, nearest
 from kvbench.files import write_whole
-from kvbench.report.frames import records, unaveraged_tasks
+from kvbench.report.frames import INFORMED, records, unaveraged_tasks, unit_scale
 from kvbench.report.overall import SETTING, group_means
 from kvbench.report.sorted_samples import Samples
 from kvbench.tables.numbers import score_kind
@@ -18,7 +18,7 @@ from kvbench.tables.table import Column, Interval, Name, Table, TableCell, besid
 from kvbench.tables.text import code, md, tokens
 
 _PANEL = [*SETTING, "dtype", "device", "attention", "moment", "budget"]
-_OF_POLICY = ["policy", "tasks", "higher_is_better"]
+_OF_POLICY = ["policy", "tasks", "higher_is_better", "informed", "metric"]
 _NUMBERS = ["base_score", "score", "diff", "diff_lo", "diff_hi"]
 
 _READING = """\
@@ -27,7 +27,7 @@ intervals by a bootstrap over contexts, stratified by task. Scores in [0, 1] are
 At every budget the best score is bold and the second best underlined."""
 
 
-def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples, base: str) -> pd.DataFrame:
+def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None, base: str) -> pd.DataFrame:
     """Return the paired difference of every policy from a base policy, at the same budget and moment.
 
     As in `group_means`, every task of a group has the same weight, and tasks on which the full cache is not above
@@ -36,12 +36,12 @@ def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples, base: str)
 
     Args:
         cells: The frame of `cells.parquet`.
-        samples: The frame of `samples.parquet`.
+        samples: The frame of `samples.parquet`; see `group_means`.
         base: Canonical spelling of the policy to compare the others with.
 
     Returns:
         A row per (model, model_revision, group, length, seed, moment, budget, policy) with `tasks`, `higher_is_better`,
-        `base_score`, `score`, `diff` (score minus base), `diff_lo`, `diff_hi`.
+        `informed`, `metric`, `base_score`, `score`, `diff` (score minus base), `diff_lo`, `diff_hi`.
 
     Raises:
         UserError: `base` was not run; the message suggests the closest names.
@@ -80,7 +80,7 @@ def tables(difference_frame: pd.DataFrame, base: str) -> list[Table]:
             ": against ",
             Name(base),
         )
-        budget_groups = panel_rows["budget"].astype(str).tolist()
+        budget_groups = panel_rows["budget"].astype(str).mask(panel_rows["informed"], "").tolist()
         panel_tables.append(beside(table_title, _columns(panel_rows, base), groups=budget_groups))
     return panel_tables
 
@@ -117,15 +117,17 @@ def write(difference_frame: pd.DataFrame, base: str, output_path: Path, note: st
 
 def _columns(panel_rows: pd.DataFrame, base: str) -> list[tuple[Column, list[TableCell]]]:
     row_records = records(panel_rows)
-    scores = panel_rows[["base_score", "score"]]
-    number_kind = score_kind(unit_scaled=bool(((scores >= 0) & (scores <= 1)).all(axis=None)))
+    number_kind = score_kind(unit_scaled=unit_scale(panel_rows.assign(full_score=panel_rows["base_score"])))
     gap_cells: list[TableCell] = [
         Interval(record["diff"], record["diff_lo"], record["diff_hi"]) for record in row_records
     ]
     better_direction: Literal["higher", "lower"] = "higher" if panel_rows["higher_is_better"].iloc[0] else "lower"
+    policy_names: list[TableCell] = [
+        (Name(record["policy"]), INFORMED) if record["informed"] else Name(record["policy"]) for record in row_records
+    ]
     return [
         (Column("budget", align="right"), [Name(record["budget"]) for record in row_records]),
-        (Column("policy"), [Name(record["policy"]) for record in row_records]),
+        (Column("policy"), policy_names),
         (Column(Name(base), number_kind), [record["base_score"] for record in row_records]),
         (
             Column("score", number_kind, better=better_direction),

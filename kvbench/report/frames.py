@@ -11,6 +11,7 @@ import pandas as pd
 
 from kvbench.report.overall import CONFIG, group_means
 from kvbench.report.sorted_samples import Samples
+from kvbench.runs.schema import UNBOUNDED
 from kvbench.tables.text import tokens
 
 _QUESTIONS = ["model", "task", "length", "seed"]
@@ -25,6 +26,8 @@ _TELL_APART = [
     "answers",
     "cell",
 ]
+INFORMED = " (informed)"
+"""Mark behind the name of a policy that sees the answer."""
 _COUNTS = ("repeats", "truncated", "think_end")
 
 
@@ -151,6 +154,11 @@ def prepare(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None = None) 
     return Results(cells, samples, overall, policies)
 
 
+def informed_policies(cells: pd.DataFrame) -> set[str]:
+    """Return the policies that see the answer: references that compete with no policy."""
+    return {str(policy) for policy in cells.loc[cells["informed"], "policy"]}
+
+
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the rows of a frame as dictionaries."""
     return [{str(column_name): value for column_name, value in record.items()} for record in frame.to_dict("records")]
@@ -158,6 +166,8 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def unit_scale(frame: pd.DataFrame) -> bool:
     """Return whether all scores lie in [0, 1], so that they are shown in points, 0 to 100."""
+    if frame["metric"].isin(UNBOUNDED).any():
+        return False
     scores = pd.concat([frame["score"], frame["full_score"]]).dropna()
     return bool(scores.between(0.0, 1.0).all())
 

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from kvbench.progress import Late, Reporter
 from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
-from kvbench.report.frames import Results, budget_order, extras, of_moment, unaveraged_tasks
+from kvbench.report.frames import Results, budget_order, extras, of_moment, unaveraged_tasks, unit_scale
 from kvbench.report.overall import CONFIG
 from kvbench.stats import Floats
 from kvbench.tables.plot_style import COLUMN, PAGE, SEQUENTIAL, SavedFigure, lay_out_figure, plot_style, save
@@ -174,7 +174,7 @@ def _heatmap(
     max_across = max(1, int(panels_width / max(0.6, field_width * len(lengths) + 0.08)))
     panel_lines = _panels(sample_rows, max_across, policies)
     column_count = max(len(panel_line) for panel_line in panel_lines)
-    unit_scaled = bool(sample_rows["score"].between(0, 1).all())
+    unit_scaled = unit_scale(sample_rows.assign(full_score=sample_rows["score"]))
     score_scale = 100.0 if unit_scaled else 1.0
     lower_limit, upper_limit = (0.0, 100.0) if unit_scaled else (float(field_means.min()), float(field_means.max()))
     figure_width = options.width or (PAGE if column_count > 2 else COLUMN)

@@ -50,9 +50,10 @@ def group_means(
 
     Returns:
         A row per (model, group, length, seed, policy, budget, moment) with `status` ("error" if a task of the group
-        failed; its numbers are then NaN), `tasks` and `samples` (counts), `discriminative`, `higher_is_better`,
-        `score`, `score_lo`, `score_hi`, `full_score`, `diff`, `diff_lo`, `diff_hi`, and the mean over tasks of
-        `held_entries`, `kv_bytes_live`, `kv_bytes_read`, `kv_bytes_allocated` and `kv_bytes_full`.
+        failed; its numbers are then NaN), `tasks` and `samples` (counts), `discriminative`, `informed`, `metric` ("" if
+        tasks differ), `higher_is_better`, `score`, `score_lo`, `score_hi`, `full_score`, `diff`, `diff_lo`, `diff_hi`,
+        and the mean over tasks of `held_entries`, `kv_bytes_live`, `kv_bytes_read`, `kv_bytes_allocated`,
+        `kv_bytes_full` and `kl`.
     """
     mean_rows: list[dict[str, Any]] = []
     if isinstance(samples, pd.DataFrame):
@@ -113,6 +114,7 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
                 is_bounded,
                 signed=True,
             )
+    informed_policies = {str(policy) for policy in group_cells.loc[group_cells["informed"], "policy"]}
     mean, lower, upper = score_strata.interval()
     gap_mean, gap_lower, gap_upper = diff_strata.interval() if full_index is not None else (mean * np.nan,) * 3
     held_means = ok_cells.groupby(CONFIG)[MEMORY].mean()
@@ -128,6 +130,8 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
                 "tasks": len(mean_tasks),
                 "samples": int(sample_counts.loc[config]) if is_complete else 0,
                 "discriminative": bool(is_informative.any()),
+                "informed": config[0] in informed_policies,
+                "metric": metric_names.pop() if len(metric_names := set(ok_cells["metric"])) == 1 else "",
                 "higher_is_better": bool(ok_cells["higher_is_better"].iloc[0]),
                 "score": mean[config_index],
                 "score_lo": lower[config_index],

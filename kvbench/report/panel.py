@@ -10,9 +10,11 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from kvbench.report.frames import (
+    INFORMED,
     Results,
     ResultVariant,
     holds_codes,
+    informed_policies,
     lower_is_better_tasks,
     pick,
     readers,
@@ -94,11 +96,12 @@ class Panel:
 
     def names(self) -> list[Filled]:
         """Return the columns for policy and budget."""
-        head_columns = (Column("policy"), Column("budget", align="right"))
-        return [
-            (head_column, [Name(config[head_index]) for config in self.configs])
-            for head_index, head_column in enumerate(head_columns)
+        informed = informed_policies(self.cells)
+        policies: list[TableCell] = [
+            (Name(policy), INFORMED) if policy in informed else Name(policy) for policy, *_ in self.configs
         ]
+        budgets: list[TableCell] = [Name(budget) for _, budget, _ in self.configs]
+        return [(Column("policy"), policies), (Column("budget", align="right"), budgets)]
 
     def held(self) -> Filled:
         """Return the column of bytes held, as a share of the full cache."""
@@ -202,7 +205,7 @@ class Panel:
 
     def _optimal(self, memory: MemoryMetric, column_title: str) -> Filled:
         group_means = self.overall
-        compressed_means = group_means[group_means["policy"] != "full"]
+        compressed_means = group_means[(group_means["policy"] != "full") & ~group_means["informed"]]
         direction_sign = 1.0 if group_means["higher_is_better"].iloc[0] else -1.0
         optimal_indices = set(
             compressed_means.index[front(compressed_means[memory.bytes], direction_sign * compressed_means["score"])]

@@ -178,13 +178,14 @@ def draw_panel(
     scores = score_scale * points["score"].to_numpy(dtype=np.float64)
     shares = points[byte_axis.memory.share].to_numpy(dtype=np.float64)
     front_indices = front_of(points, byte_axis.memory)
-    ax.step(
-        [*shares[front_indices], byte_axis.high],
-        [*scores[front_indices], scores[front_indices[-1]]],
-        where="post",
-        zorder=2,
-        **FRONT,
-    )
+    if len(front_indices):
+        ax.step(
+            [*shares[front_indices], byte_axis.high],
+            [*scores[front_indices], scores[front_indices[-1]]],
+            where="post",
+            zorder=2,
+            **FRONT,
+        )
     interval_ends = (score_scale * points[bound].to_numpy(dtype=np.float64) for bound in ("score_lo", "score_hi"))
     lower_ends, upper_ends = (np.clip(bound, *score_limits) for bound in interval_ends)
     _draw_policies(ax, points["policy"], shares, scores, lower_ends, upper_ends, policy_styles, pale_policies)
@@ -199,11 +200,17 @@ def draw_panel(
 
 
 def front_of(points: pd.DataFrame, memory: MemoryMetric = HELD) -> npt.NDArray[np.intp]:
-    """Return the positions of the Pareto-optimal rows of a panel, in ascending order of bytes."""
+    """Return the positions of the Pareto-optimal rows of a panel, in ascending order of bytes.
+
+    Policies that see the answer are on no front.
+    """
+    competing = np.flatnonzero(~points["informed"].to_numpy(dtype=bool))
+    if not len(competing):
+        return competing
     scores = points["score"].to_numpy(dtype=np.float64)
     # If a lower score is better, the front runs along the lowest points.
     rank_key = scores if points["higher_is_better"].iloc[0] else -scores
-    front_indices = np.flatnonzero(front(points[memory.bytes], rank_key))
+    front_indices = competing[front(points[memory.bytes].iloc[competing], rank_key[competing])]
     shares = points[memory.share].to_numpy(dtype=np.float64)
     return front_indices[np.argsort(shares[front_indices], kind="stable")]
 

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from kvbench.progress import Late, Reporter
 from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
-from kvbench.report.frames import Results, pick, readers, unit_scale
+from kvbench.report.frames import INFORMED, Results, informed_policies, pick, readers, unit_scale
 from kvbench.report.pareto import HELD, READ, ByteAxis, MemoryMetric, draw_panel, front_of, in_bytes
 from kvbench.tables.plot_style import (
     COLUMN,
@@ -324,7 +324,10 @@ def _compressed(cell_rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _pale_policies(panel_frames: Iterable[pd.DataFrame], memory: MemoryMetric) -> list[str]:
-    """Return the policies to draw in grey: those on no front, if there are more policies than colours."""
+    """Return the policies to draw in grey: those on no front, if there are more policies than colours.
+
+    Policies that see the answer keep their colour.
+    """
     compressed_frames = [_compressed(panel_rows).reset_index(drop=True) for panel_rows in panel_frames]
     policy_names = list(
         dict.fromkeys(
@@ -338,6 +341,7 @@ def _pale_policies(panel_frames: Iterable[pd.DataFrame], memory: MemoryMetric) -
         for panel_points in compressed_frames
         for policy in panel_points["policy"].iloc[front_of(panel_points, memory)]
     }
+    front_policies |= {policy for panel_points in compressed_frames for policy in informed_policies(panel_points)}
     return [policy for policy in policy_names if policy not in front_policies]
 
 
@@ -381,7 +385,8 @@ def _legend(
     drawn_policies = [policy for policy in policy_styles if (cell_rows["policy"] == policy).any()]
     named_policies = [policy for policy in drawn_policies if with_names and policy not in pale_policies]
     legend_handles: list[Any] = [legend_handle(policy_styles[policy]) for policy in named_policies]
-    legend_labels = [options.label(policy) for policy in named_policies]
+    informed = informed_policies(cell_rows)
+    legend_labels = [options.label(policy) + INFORMED * (policy in informed) for policy in named_policies]
     if pale_policies:
         pale_count = sum(policy in pale_policies for policy in drawn_policies)
         legend_handles.append(Line2D([], [], color=PALE, marker="o", ms=2.5, lw=0.6))

@@ -17,6 +17,7 @@ from kvbench.report.choosing import (
     lines,
 )
 from kvbench.report.frames import Results, records
+from kvbench.report.headroom import headroom, headroom_tables
 from kvbench.report.panel import Filled, Panel
 from kvbench.report.remarks import remarks
 from kvbench.report.table_files import PanelTables
@@ -77,6 +78,8 @@ def summary_text(
             _heading(panel_entry.panel, has_several_models),
             *(markdown(panel_table.table) for panel_table in panel_entry.tables),
         ]
+    if head_tables := [markdown(table) for table in headroom_tables(headroom(results))]:
+        blocks += ["## Headroom", *head_tables]
     blocks += ["## Figures", *_figures(figures, root_folder)]
     blocks += ["## How to read this page", _READING]
     failed_cells = results.cells[results.cells["status"] != "ok"]

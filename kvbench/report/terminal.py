@@ -10,6 +10,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from kvbench.report.frames import Results, lower_is_better_tasks, prepare
+from kvbench.report.headroom import headroom, headroom_tables
 from kvbench.report.panel import DOWN, MOST_TASKS, Filled, Panel, panels
 from kvbench.report.remarks import remarks
 from kvbench.tables.numbers import size
@@ -44,6 +45,7 @@ class RunTable:
             return
         for panel in panels(self.results):
             yield from _fitted(panel, console, options)
+        yield from map(terminal, headroom_tables(headroom(self.results)))
         yield from _notes(self.results)
 
 

@@ -41,7 +41,7 @@ class Verdict:
 def cheapest(setting_rows: pd.DataFrame, *, unit_scaled: bool, within: float = POINT) -> Verdict:
     """Find the policy and budget that holds the fewest bytes within the tolerance; of equal bytes, the best score.
 
-    A setting that holds as much as full saves nothing and is never chosen.
+    A setting that holds as much as full saves nothing and is never chosen, nor is a policy that sees the answer.
 
     Args:
         setting_rows: Cells of one task, or group means, of one panel.
@@ -49,7 +49,7 @@ def cheapest(setting_rows: pd.DataFrame, *, unit_scaled: bool, within: float = P
         within: Tolerated loss relative to full, in the task's own unit.
     """
     ok_rows = setting_rows[setting_rows["status"] == "ok"]
-    compressed_rows = ok_rows[ok_rows["policy"] != "full"]
+    compressed_rows = ok_rows[(ok_rows["policy"] != "full") & ~ok_rows["informed"]]
     if not len(compressed_rows):
         return Verdict("empty")
     if not ok_rows["discriminative"].all():

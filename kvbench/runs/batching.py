@@ -103,20 +103,22 @@ class Batching:
         widths: Iterable[int],
         trunk_widths: Collection[int] = (),
         branch_widths: Collection[int] = (),
+        queues: int = 1,
     ) -> None:
-        """Plan the batches of a task, with a queue of caches half as long as the batch.
+        """Plan the batches of a task, with queues of caches half as long as the batch.
 
         Args:
             tokens: Tokens of its longest prompt and answer.
             widths: Numbers of tokens fed to a row at once, other than 1.
             trunk_widths, branch_widths: The same for batches of `rows_for`; the tokens of branches all get logits.
+            queues: Number of queues, and of batches of `rows_for` that copy one.
         """
         cache_bytes = max(1, tokens) * self._token_bytes
         cache_count = self._memory / cache_bytes - _SPARE
         self.prefills = max(1, min(self._prefills(tokens), int(cache_count / 2)))
         if self.prefills > 1:  # the batch itself, beside the sequence extracted from it
             cache_count -= self.prefills
-        row_count = max(1, min(int(cache_count / 1.5), self._most))
+        row_count = max(1, min(int(cache_count / (1 + queues / 2)), self._most))
         self.counts = _ladder(row_count)
         self.asking = _ladder(max(1, row_count // 2))
         if self._steady is None:

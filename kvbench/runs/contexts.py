@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from kvbench.benchmark import Medium
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decode import BLOCK, Batch
+from kvbench.engine.decode import BLOCK, Batch, DecodeRow
 from kvbench.engine.driver import forward
 from kvbench.engine.eviction_state import tail_of
+from kvbench.engine.fidelity import FidelityRow
 from kvbench.engine.pool import Pooled
 from kvbench.engine.prefix import Prefix
 from kvbench.engine.pruning import prunes, pruning_of
@@ -36,7 +38,8 @@ from kvbench.runs.answers import (
 )
 from kvbench.runs.cell import Cell
 from kvbench.runs.chunks import end_chunks, feed_chunks
-from kvbench.runs.continuations import Continuations, add_widths, measured
+from kvbench.runs.continuations import Continuations, add_widths, branch_width, measured
+from kvbench.runs.full_answers import FullAnswers, answer_widths
 from kvbench.runs.schema import Response
 from kvbench.runs.whole_texts import measure_whole_texts
 from kvbench.runs.work import Wanted, context_key, context_tokens, unanswered
@@ -51,11 +54,13 @@ class _Queue(NamedTuple):
         question_fed: Whether the questions are in the caches already.
         policy: The policy, if it runs while the answers are decoded.
         coding: How the entries are quantised.
+        columns: Tokens fed per forward of the full cache's answers, which are measured; 0 if answers are generated.
     """
 
     question_fed: bool
     policy: str
     coding: str
+    columns: int = 0
 
 
 @dataclass
@@ -75,8 +80,8 @@ class _Context:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What these cells need to have observed."""
-        return frozenset(need for cell, _ in self.shared for need in cell.policy.needs)
+        """What these cells need to have observed, except what they see of the answers."""
+        return frozenset(need for cell, _ in self.shared for need in cell.policy.needs if not need.informed)
 
 
 @torch.no_grad()
@@ -116,14 +121,20 @@ class _Contexts:
             else:
                 self.width = max(self.width, len(prompt.question_ids))
                 has_given |= bool(prompt.given_ids)
+                if worker.fidelity and not prompt.given_ids:
+                    branch_widths |= answer_widths(prompt.limit)
+        if worker.fidelity:
+            trunk_widths |= {max(self.width, columns) for columns in branch_widths}
         worker.batching.fit(
             longest_context + self.reserve,
             [self.width, *([BLOCK] if has_given else [])],
             trunk_widths,
             branch_widths,
+            queues=3 if worker.fidelity else 1,
         )
         self.pool = worker.pool(self.width)
         self.continuations = Continuations(worker)
+        self.full_answers: FullAnswers | None = None
 
     def answer(self, cells: Sequence[Cell]) -> None:
         self._cells = cells
@@ -131,6 +142,8 @@ class _Contexts:
             with self.worker.meter.contexts(sum(context_tokens(context.wanted) for context in prefill_batch)):
                 for context, prefilled in zip(prefill_batch, self._prefilled(prefill_batch), strict=True):
                     self._answer_context(context, prefilled)
+        for queue in sorted(self.queues, key=lambda queue: not queue.columns):  # measured answers are generated next
+            self._flush(queue)
         for queue in list(self.queues):
             self._flush(queue)
         self._done(self.pool.drain())
@@ -141,6 +154,8 @@ class _Contexts:
         if not context.ids:
             self._without_context(context)
             return
+        if self.worker.fidelity or any(cell.policy.is_informed for cell, _ in context.wanted):
+            self.full_answers = FullAnswers(self.worker, context.ids, context.media)
         self._whole(context, prefilled)
         for cell, cell_prompts in context.wanted:
             if prunes(cell.policy):
@@ -205,6 +220,12 @@ class _Contexts:
         prefix, context_logits = batch_result or self.worker.prefill(
             open_context.ids, open_context.needs, open_context.media
         )
+        if self.full_answers is not None:
+            self.full_answers.share(prefix, context_logits)
+            for cell, cell_prompts in pending:
+                if cell.policy.is_informed:
+                    self._informed(prefix, cell, cell_prompts)
+            pending = [(cell, cell_prompts) for cell, cell_prompts in pending if not cell.policy.is_informed]
         before_question = [
             (early_cell, early_prompts)
             for early_cell, cell_prompts in pending
@@ -224,6 +245,19 @@ class _Contexts:
             for cell, repeats, cache in self._compressed(with_question, by_request(cell_pairs)):
                 for prompt, forked in zip(repeats, forks(len(repeats), cache), strict=True):
                     self._add(cell, prompt, forked, with_question.seconds, cache.seconds, logits)
+
+    def _informed(self, prefix: Prefix, cell: Cell, cell_prompts: Sequence[Prompt]) -> None:
+        """Make rows for a cell whose policy sees question and answer, so that every question has its own cache."""
+        assert self.full_answers is not None
+        for _, repeats in by_request((cell, prompt) for prompt in cell_prompts):
+            seen, logits = prefix, None
+            if sees_question(cell, repeats[0]):
+                seen, logits = self.worker.ask(prefix, repeats[0].question_ids)
+            told = seen.told(cell.policy, self.full_answers.following(repeats[0], question_fed=logits is not None))
+            for _, _, cache in self._compressed(told, [(cell, repeats)]):
+                for prompt, forked in zip(repeats, forks(len(repeats), cache), strict=True):
+                    self._add(cell, prompt, forked, seen.seconds, cache.seconds, logits)
+            prefix.cache.modified_in_place |= told.modified_in_place  # they share keys and values
 
     def _compressed(self, prefix: Prefix, pending: Wanted) -> Iterator[tuple[Cell, list[Prompt], RaggedCache]]:
         """Compress a prefix for cells, many of one moment together; leave out cells that fail."""
@@ -365,19 +399,47 @@ class _Contexts:
         if prompt.branches:
             self.continuations.add(cell, prompt, cache, response)
             return
+        if self.full_answers is None or not self.worker.fidelity or prompt.given_ids or prompt.repeat:
+            self._generate(cell, prompt, cache, response, logits)
+            return
+        full_answer = self.full_answers.of(prompt)
+        columns = branch_width(len(full_answer.tokens) - 1) or 1
+        queue = self._queue(cell, cache, logits)._replace(columns=columns)
+        if not queue.policy:
+            cache.detach_state()
+        waiting = self.queues.setdefault(queue, [])
+        row = FidelityRow.of(full_answer, self.worker.stop(prompt))
+        waiting.append(PendingAnswer(cell, prompt, row, cache, response, logits))
+        batching = self.worker.batching
+        is_full = len(waiting) >= batching.rows_for(self._widest(queue))
+        if is_full or not batching.has_room(len(waiting), self._waiting_caches()):
+            self._flush(queue)
+
+    def _generate(
+        self, cell: Cell, prompt: Prompt, cache: RaggedCache, response: Response, logits: Tensor | None
+    ) -> None:
+        """Queue one answer for decoding."""
         row = self.worker.row(cell, prompt)
-        coding = cache.ragged[0].coding
-        runs = cache.eviction_state is not None or cell.policy.read is not None
-        if not (runs or coding is not None or cache.forbids_gaps or row.given):
+        queue = self._queue(cell, cache, logits)
+        if not (queue.policy or queue.coding or cache.forbids_gaps or row.given):
             cache.detach_state()
             question_ids = prompt.question_ids
             self._done(self.pool.add(Pooled(row, cache, question_ids, logits, response)))
             return
-        queue = _Queue(logits is not None, str(cell.policy) if runs else "", str(coding or ""))
         waiting = self.queues.setdefault(queue, [])
         waiting.append(PendingAnswer(cell, prompt, row, cache, response, logits))
         if not self.worker.batching.has_room(len(waiting), self._waiting_caches()):
             self._flush(queue)
+
+    def _queue(self, cell: Cell, cache: RaggedCache, logits: Tensor | None) -> _Queue:
+        """Return the queue of answers that can be decoded with this one."""
+        coding = cache.ragged[0].coding
+        runs = cache.eviction_state is not None or cell.policy.read is not None
+        return _Queue(logits is not None, str(cell.policy) if runs else "", str(coding or ""))
+
+    def _widest(self, queue: _Queue) -> int:
+        """Return the columns of the widest forward that measures the answers of a queue."""
+        return queue.columns if queue.question_fed else max(self.width, queue.columns)
 
     def _done(self, items: Iterable[Pooled[Response]]) -> None:
         """Store the responses that the pool has ended."""
@@ -394,12 +456,13 @@ class _Contexts:
         if not answers:
             return
         cells = [answer.cell for answer in answers]
-        if not queue.policy:
-            self.worker.done(self._decode(answers, queue.question_fed), cells)
-            return
+        responses: list[Response] = []
         try:
-            with self.worker.policy_call():
-                responses = self._decode(answers, queue.question_fed)
+            with self.worker.policy_call() if queue.policy else nullcontext():
+                if queue.columns:
+                    self._compare(answers, queue)
+                else:
+                    responses = self._decode(answers, queue.question_fed)
         except PluginError as error:
             cell_groups = by_cell(answers)
             if len(cell_groups) == 1:
@@ -407,27 +470,51 @@ class _Contexts:
                     self.worker.fail(answer.cell, answer.prompt, str(error))
                 return
             for cell_group in cell_groups:  # decode each cell alone to find out which one fails
-                self.queues[queue] = [
-                    replace(answer, row=self.worker.row(answer.cell, answer.prompt)) for answer in cell_group
-                ]
+                self.queues[queue] = [replace(answer, row=self._restarted(answer)) for answer in cell_group]
                 self._flush(queue)
             return
-        self.worker.done(responses, cells)
+        if not queue.columns:
+            self.worker.done(responses, cells)
+            return
+        while answers:  # each leaves this list, so that its cache can be freed
+            answer = answers.pop(0)
+            if isinstance(answer.row, FidelityRow) and not answer.row.error:
+                answer.response = replace(answer.response, **answer.row.columns())
+            if answer.cell.cell not in self.worker.failed:
+                self._generate(answer.cell, answer.prompt, answer.cache, answer.response, answer.logits)
+
+    def _restarted(self, answer: PendingAnswer) -> DecodeRow:
+        """Return the row of an answer without its tokens."""
+        if isinstance(answer.row, FidelityRow):
+            return FidelityRow.of(answer.row.full_answer, answer.row.stop)
+        return self.worker.row(answer.cell, answer.prompt)
+
+    def _compare(self, answers: Sequence[PendingAnswer], queue: _Queue) -> None:
+        """Feed the full cache's answers to copies of caches in one batch."""
+        worker = self.worker
+        if not queue.question_fed and answers[0].cache.forbids_gaps:  # feeding changes a cache
+            answers = [replace(answer, cache=answer.cache.fork()) for answer in answers]
+        slots = worker.batching.slots_for(len(answers), self._widest(queue))
+        batch, logits = self._prompted(answers, queue.question_fed, slots)
+        batch.measure([answer.row for answer in answers], logits, queue.columns)
+
+    def _prompted(self, answers: Sequence[PendingAnswer], question_fed: bool, slots: int) -> tuple[Batch, Tensor]:
+        """Return a batch of answers that has read the questions, and the logits after them."""
+        worker = self.worker
+        if not question_fed and answers[0].cache.forbids_gaps:
+            for answer in answers:  # padding would push tokens out of the sliding windows
+                answer.logits = forward(worker.model, answer.cache, worker.tensor(answer.prompt.question_ids))
+        batch = Batch(worker.model, [answer.cache for answer in answers], slots)
+        answer_logits = [answer.logits for answer in answers if answer.logits is not None]
+        if answer_logits:
+            return batch, torch.cat(answer_logits)
+        return batch, batch.feed([answer.prompt.question_ids for answer in answers], self.width)
 
     def _decode(self, answers: list[PendingAnswer], question_fed: bool) -> list[Response]:
         """Decode answers in one batch."""
         worker = self.worker
         start_time = now(worker.device)
-        if not question_fed and answers[0].cache.forbids_gaps:
-            for answer in answers:  # padding would push tokens out of the sliding windows
-                answer.logits = forward(worker.model, answer.cache, worker.tensor(answer.prompt.question_ids))
-        caches = [answer.cache for answer in answers]
-        batch = Batch(worker.model, caches, worker.batching.slots(len(answers)))
-        answer_logits = [answer.logits for answer in answers if answer.logits is not None]
-        if answer_logits:
-            logits = torch.cat(answer_logits)
-        else:
-            logits = batch.feed([answer.prompt.question_ids for answer in answers], self.width)
+        batch, logits = self._prompted(answers, question_fed, worker.batching.slots(len(answers)))
         rows = [answer.row for answer in answers]
         if rows[0].given:
             batch.measure(rows, logits)

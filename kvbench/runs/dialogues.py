@@ -17,12 +17,15 @@ from torch import Tensor
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import Batch, DecodeRow
 from kvbench.engine.evict import read_few, restore
+from kvbench.engine.fidelity import FidelityRow, FullAnswer, answer_greedily
 from kvbench.engine.models import model_info
+from kvbench.engine.prefix import Prefix
 from kvbench.engine.threads import now
 from kvbench.errors import PluginError
 from kvbench.harness.protocol import Request
 from kvbench.runs.answers import Prompt, begun, by_cell, empty, ended, forks, key_of
 from kvbench.runs.cell import Cell
+from kvbench.runs.full_answers import answer_limit, unobserved
 from kvbench.runs.index import Key
 from kvbench.runs.schema import Response
 from kvbench.runs.work import dialogue_key, dialogue_tokens, earlier_of
@@ -32,13 +35,18 @@ from kvbench.view import ModelInfo
 
 @dataclass
 class Dialogue:
-    """One dialogue of one cell."""
+    """One dialogue of one cell.
+
+    Attributes:
+        full_answers: What the full cache answers in its own dialogue, by turn; empty if it does not matter.
+    """
 
     cell: Cell
     turns: list[Prompt]
     cache: RaggedCache
     logits: Tensor
     prefill_s: float
+    full_answers: Sequence[FullAnswer] = ()
 
 
 @torch.no_grad()
@@ -75,6 +83,7 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
         first_prompt = repeats[0][0]
         with worker.meter.contexts(dialogue_tokens(first_prompt, [cell for cell, _ in pending])):
             prefix, logits = worker.prefill(first_prompt.ids, needs, first_prompt.media)
+            full_answers = _full_dialogue(worker, prefix, logits, repeats[0]) if worker.fidelity else []
             for cell, missing_turns in pending:
                 cache = worker.compress(prefix, cell, first_prompt)
                 if cache is None:
@@ -82,7 +91,8 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
                 policy = str(cell.policy)
                 for turns, forked in zip(missing_turns, forks(len(missing_turns), cache), strict=True):
                     queue = queues.setdefault(policy, [])
-                    queue.append(Dialogue(cell, turns, forked, logits, prefix.seconds))
+                    compared_answers = full_answers if turns[0].repeat == 0 else []
+                    queue.append(Dialogue(cell, turns, forked, logits, prefix.seconds, compared_answers))
                     waiting_caches = (dialogue.cache for queue in queues.values() for dialogue in queue)
                     # Padding would push tokens out of sliding windows, and a forward takes the images
                     # of one dialogue: there a dialogue goes alone.
@@ -91,6 +101,29 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
                         _hold(worker, queues.pop(policy), turn_width, done_keys)
     for queue in queues.values():
         _hold(worker, queue, turn_width, done_keys)
+
+
+def _full_dialogue(worker: Worker, prefix: Prefix, logits: Tensor, turns: Sequence[Prompt]) -> list[FullAnswer]:
+    """Hold a dialogue on the full cache; return its answers.
+
+    Args:
+        prefix: The prefilled first turn.
+        logits: Logits after it, `[1, vocabulary]`.
+        turns: The turns of the dialogue.
+    """
+    prefix = unobserved(prefix)
+    answers: list[FullAnswer] = []
+    for turn, prompt in enumerate(turns):
+        stop = worker.stop(prompt)
+        if turn:
+            row = DecodeRow(len(answers[-1].tokens), stop, [*answers[-1].tokens], answers[-1].reason)
+            pixels = worker.pixels(prompt.request.delta_media)
+            logits = prefix.extend(worker.tensor(_next(worker, turns, turn, row)), pixels=pixels)
+        limit = answer_limit(prompt.request, worker.tokenizer)
+        answers.append(answer_greedily(prefix, logits, limit, stop))
+        if answers[-1].reason == "error":
+            break
+    return answers
 
 
 def _shows(turns: Sequence[Prompt]) -> bool:
@@ -111,7 +144,15 @@ def _hold(worker: Worker, dialogues: list[Dialogue], turn_width: int, done_keys:
                 worker.meter.begin(dialogue.cell, prompt, earlier_turns.get(id(prompt)))
     try:
         with worker.policy_call():  # the policy runs again before every turn
-            responses = list(_turns(worker, dialogues, turn_width))
+            compared = [dialogue for dialogue in dialogues if dialogue.full_answers]
+            pairs = _turns(worker, compared, turn_width, fed=True) if compared else ()
+            columns = {
+                response.key: row.columns() for response, row in pairs if isinstance(row, FidelityRow) and not row.error
+            }
+            responses = [
+                replace(response, **columns.get(response.key, {}))
+                for response, _ in _turns(worker, dialogues, turn_width)
+            ]
     except PluginError as error:
         cell_groups = by_cell(dialogues)
         if len(cell_groups) == 1:
@@ -125,17 +166,24 @@ def _hold(worker: Worker, dialogues: list[Dialogue], turn_width: int, done_keys:
     worker.done(new_responses, [dialogue.cell for dialogue in dialogues])
 
 
-def _turns(worker: Worker, dialogues: list[Dialogue], turn_width: int) -> Iterator[Response]:
+def _turns(
+    worker: Worker, dialogues: list[Dialogue], turn_width: int, *, fed: bool = False
+) -> Iterator[tuple[Response, DecodeRow]]:
+    """Yield every answer of dialogues of one policy, and its row.
+
+    Args:
+        fed: Whether the full cache's answers are fed and compared instead of answers being generated.
+    """
     has_media = _shows(dialogues[0].turns)
     batch_slots = 1 if has_media else worker.batching.slots(len(dialogues))
     batch = Batch(worker.model, [dialogue.cache for dialogue in dialogues], batch_slots)
     cache, eviction_state, model_facts = batch.cache, batch.cache.eviction_state, model_info(worker.model)
     last_rows: list[DecodeRow] = []
     failures = [False] * len(dialogues)
-    for turn in range(max(len(dialogue.turns) for dialogue in dialogues)):
+    turn_counts = [len(dialogue.full_answers if fed else dialogue.turns) for dialogue in dialogues]
+    for turn in range(max(turn_counts)):
         alive = [
-            turn < len(dialogue.turns) and not has_failed
-            for dialogue, has_failed in zip(dialogues, failures, strict=True)
+            turn < turn_count and not has_failed for turn_count, has_failed in zip(turn_counts, failures, strict=True)
         ]
         if not any(alive):
             return
@@ -151,7 +199,7 @@ def _turns(worker: Worker, dialogues: list[Dialogue], turn_width: int) -> Iterat
             _cut(cache, dialogues, alive, model_facts)
             start_responses = [_state(cache, row_index, dialogue, turn) for row_index, dialogue in enumerate(dialogues)]
             turn_tokens = [
-                _next(worker, dialogue, turn, row) if is_alive else []
+                _next(worker, dialogue.turns, turn, row) if is_alive else []
                 for dialogue, is_alive, row in zip(dialogues, alive, last_rows, strict=True)
             ]
             longest_turn = max(len(new_tokens) for new_tokens in turn_tokens)
@@ -161,15 +209,23 @@ def _turns(worker: Worker, dialogues: list[Dialogue], turn_width: int) -> Iterat
                 longest_turn if cache.forbids_gaps or has_media else max(turn_width, longest_turn),
                 pixels,
             )
-        rows = [worker.row(dialogue.cell, dialogue.turns[min(turn, len(dialogue.turns) - 1)]) for dialogue in dialogues]
-        for row, is_alive in zip(rows, alive, strict=True):
-            row.reason = "" if is_alive else "over"
-        batch.answer(rows, logits, pause_ended=True)
+        rows: list[DecodeRow] = []
+        for dialogue, is_alive in zip(dialogues, alive, strict=True):
+            prompt = dialogue.turns[min(turn, len(dialogue.turns) - 1)]
+            if fed and is_alive:
+                rows.append(FidelityRow.of(dialogue.full_answers[turn], worker.stop(prompt)))
+            else:
+                rows.append(worker.row(dialogue.cell, prompt))
+            rows[-1].reason = "" if is_alive else "over"
+        if fed:
+            batch.measure(rows, logits)
+        else:
+            batch.answer(rows, logits, pause_ended=True)
         evict_seconds = (0.0 if eviction_state is None else eviction_state.seconds) - evict_seconds
         row_seconds = (now(worker.device) - start_time - evict_seconds) / max(1, sum(alive))
         for start_response, row, is_alive in zip(start_responses, rows, alive, strict=True):
             if is_alive:
-                yield replace(ended(start_response, row, row_seconds), compress_s=evict_seconds / sum(alive))
+                yield replace(ended(start_response, row, row_seconds), compress_s=evict_seconds / sum(alive)), row
         last_rows = rows
         failures = [has_failed or bool(row.error) for has_failed, row in zip(failures, rows, strict=True)]
 
@@ -217,9 +273,9 @@ def _state(cache: RaggedCache, row_index: int, dialogue: Dialogue, turn: int) ->
     )
 
 
-def _next(worker: Worker, dialogue: Dialogue, turn: int, row: DecodeRow) -> list[int]:
+def _next(worker: Worker, turns: Sequence[Prompt], turn: int, row: DecodeRow) -> list[int]:
     """Tokens from the end of the last answer to the end of the next question."""
-    last_request, next_request = dialogue.turns[turn - 1].request, dialogue.turns[turn].request
+    last_request, next_request = turns[turn - 1].request, turns[turn].request
     if row.reason == "length":
         return row.tokens[-1:] + _added(worker, last_request.answer_end, next_request)
     # The token that ended the answer is not in the cache and stays out: the history closes an

@@ -82,6 +82,13 @@ def unfit_policies(grid: Grid, task_name: str, prompts: Prompts, depth: int) -> 
     problems: dict[str, str] = {}
     late_timings = [str(timing) for timing in grid.timings if timing.moment not in ("context", "question")]
     for policy in grid.built_policies:
+        if policy.is_informed and late_timings:
+            problems[str(policy)] = (
+                "it sees question and answer, and evicts once before them; "
+                f"use --moment context or question instead of {', '.join(late_timings)}"
+            )
+        elif policy.is_informed and prompts.only_measured:
+            problems[str(policy)] = "it sees the answer, but the task measures texts instead"
         if not prunes(policy):
             continue
         if not prompts.shows:

@@ -21,6 +21,7 @@ from kvbench.errors import UserError, nearest, quoted
 from kvbench.runs.integrity import CELLS, METRICS, SAMPLES, checked_cells, checked_metrics, unreadable
 from kvbench.runs.schema import (
     CELLS_SCHEMA,
+    FIDELITY,
     METRICS_SCHEMA,
     OLDEST_VERSION,
     SAMPLE_COLUMNS,
@@ -222,6 +223,8 @@ def _with_metric(cells: pd.DataFrame, folders: Sequence[Path], metric: str) -> t
     has_metric = facts["metric"].notna()
     if others := list(dict.fromkeys(cells.loc[~has_metric, "task"])):
         warnings.warn(f"shown by their own metric, because they lack {metric}: {', '.join(others)}", stacklevel=1)
+    # Fidelity is to the full cache, so that the chance level of the task does not matter.
+    cells["discriminative"] |= found["metric"].isin(FIDELITY) & found["full_score"].notna()
     lacks_score = has_metric & (cells["status"] == "ok") & found["score"].isna()
     for column in (*SCORES, *_METRIC_FACTS):
         values = found[column] if column in SCORES else facts[column]

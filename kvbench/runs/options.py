@@ -222,6 +222,12 @@ class GridOptions(Options):
         "Passed to the chat template. Only the text after the last </think> is scored.",
         spelling="--thinking/--no-thinking", digest="if set",
     )  # fmt: skip
+    fidelity: bool = declare(
+        False, values.truth("fidelity"), bool, ANSWERS, FLAG,
+        "Also compare every cell's next-token distributions with the full cache's on the full cache's own answers: "
+        "columns kl, agreement and others (docs/statistics.md). Needs no reference answers.",
+        spelling="--fidelity", digest="never",
+    )  # fmt: skip
     judge: str = declare(
         "auto", judge_name, str, ANSWERS, "WHO",
         "For tasks that need a judge: endpoint (KVBENCH_JUDGE_URL), local (compares words; for "

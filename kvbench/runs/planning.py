@@ -252,6 +252,8 @@ class _Planner:
         except LeftOut as error:
             self.left_out[task_name] = str(error)
             return None
+        if not benchmark.has_references and not grid.fidelity:
+            raise UserError(f"{task_name} has no reference answers; add --fidelity, which needs none")
         for note in task.notes:
             self.say(note)
         if judge is not None and benchmark.name not in self._judged:

@@ -56,13 +56,14 @@ class Prompts(Sequence[Prompt]):
         parted: Whether all prompts have a context and a question.
         longest: Tokens of the longest prompt, without its answer, or of the longest window of a whole text.
         limit: Maximum number of tokens after a prompt.
+        only_measured: Whether texts are measured after every prompt, and no answer is generated.
         first_answered: Index of the first request that asks for an answer; 0 if all are measured.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.shows, self.dialogues, self.rolls, self.parted = False, True, False, True
         self.longest = self.limit = self.first_answered = 0
-        self._only_measured = True
+        self.only_measured = True
         self._requests = requests
         self._ids: Spool[tuple[bytes, ...]] = Spool()
         self._context_lengths, self._question_lengths = array("Q"), array("Q")  # of each request
@@ -73,8 +74,8 @@ class Prompts(Sequence[Prompt]):
         """Store the tokens of the next request."""
         branch_parts = ((branch.lead_ids, branch.answer_ids) for branch in prompt.branches)
         token_parts = (prompt.context_ids, prompt.question_ids, prompt.given_ids, *chain.from_iterable(branch_parts))
-        if self._only_measured and not prompt.request.measures:
-            self._only_measured, self.first_answered = False, len(self._ids)
+        if self.only_measured and not prompt.request.measures:
+            self.only_measured, self.first_answered = False, len(self._ids)
         self._ids.append(tuple(array("I", ids).tobytes() for ids in token_parts))
         context_length = prompt.limit if prompt.request.rolling else len(prompt.context_ids)
         self._context_lengths.append(context_length)

@@ -24,6 +24,9 @@ from kvbench.runs.planning import Job
 from kvbench.runs.prompt_excerpts import prompt_excerpt
 from kvbench.runs.schema import (
     AVERAGED,
+    FIDELITY,
+    KL_OFFSET,
+    LOG_KL,
     MEASURED,
     METRICS_SCHEMA,
     SCHEMA_VERSION,
@@ -193,7 +196,8 @@ class _Scorer:
         measured: dict[str, _Measured] = {}
         if not cell_row["error"]:
             try:
-                metrics = self._metrics(counted_responses)
+                fidelity = _fidelity(counted_responses)
+                metrics = fidelity if self.task.metric in FIDELITY else self._metrics(counted_responses) + fidelity
                 measured = self._measured(metrics)
             except PluginError as error:
                 cell_row |= {"status": "error", "error": str(error)}
@@ -242,7 +246,7 @@ class _Scorer:
         row: Row = {
             **{column: cell_row[column] for column in METRICS_SCHEMA.names if column in cell_row},
             **dict.fromkeys(SCORES, math.nan),
-            "metric": metric.name if judge is None else f"{metric.name} ({judge.mark})",
+            "metric": metric.name if judge is None or metric.name in FIDELITY else f"{metric.name} ({judge.mark})",
             "filter": metric.filter,
             "higher_is_better": metric.higher_is_better,
             "is_mean": metric.aggregate is None,
@@ -274,6 +278,7 @@ class _Scorer:
         cell_row: dict[str, Any] = {
             **cell.row(**{column: count for column, count in extra_counts.items() if count}),
             "schema": SCHEMA_VERSION,
+            "informed": cell.policy.is_informed,
             "samples": len({item.sample_id for item in responses if not item.error}),
             "metric": self.task.metric,
             "status": "error" if error else "ok",
@@ -335,6 +340,8 @@ class _Scorer:
 
     def _above_chance(self, full: stats.Estimate) -> bool:
         """Return whether the full cache is better than chance, so that differences are meaningful."""
+        if self.task.metric in FIDELITY:
+            return True
         if self.task.higher_is_better:
             return stats.discriminative(full.lo, self.task.chance)
         return stats.discriminative(-full.hi, -self.task.chance)
@@ -382,7 +389,29 @@ def _finite(value: Any) -> float:
 
 
 def _means(responses: Sequence[Response]) -> dict[str, float]:
-    """Return the mean costs per response."""
-    return {
-        column: sum(float(getattr(response, column)) for response in responses) / len(responses) for column in AVERAGED
-    }
+    """Return the mean costs per response; NaN for what no response has."""
+    means = {}
+    for column in AVERAGED:
+        numbers = [float(value) for response in responses if (value := getattr(response, column)) is not None]
+        means[column] = sum(numbers) / len(numbers) if numbers else math.nan
+    return means
+
+
+def _fidelity(responses: Sequence[Response]) -> list[MetricScores]:
+    """Return the scores by the metrics of fidelity; none if it was not measured."""
+    measured = [response for response in responses if response.kl is not None]
+    if not measured:
+        return []
+    scores = []
+    for name, higher_is_better in FIDELITY.items():
+        values = {_key(response): _fidelity_value(response, name) for response in measured}
+        scores.append(MetricScores(name, "", higher_is_better, values, sum(values.values()) / len(values)))
+    return scores
+
+
+def _fidelity_value(response: Response, name: str) -> float:
+    """Return a response's value by a metric of fidelity."""
+    if name == LOG_KL:
+        assert response.kl is not None
+        return math.log(response.kl + KL_OFFSET)
+    return float(getattr(response, name))

@@ -102,7 +102,7 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
     reporter = Silent() if reporter is None else reporter
     folder = grid.path.absolute()  # a plugin may change the working directory
     planned = plan(grid, reporter.message, reporter=reporter)
-    with RunStore(folder, fresh=fresh) as store:
+    with RunStore(folder, fresh, grid.fidelity) as store:
         stored_grid = _check_same_grid(grid, folder, extend=extend)
         grid, planned = _with_held(grid, planned, stored_grid, folder, reporter.message)
         store.save_grid(grid.to_dict())
@@ -229,7 +229,7 @@ def describe(grid: Grid, notify: Say, *, fresh: bool = False, reporter: Reporter
     planned = plan(grid, notify, reporter=reporter)
     lines = []
     exists = not fresh and (folder / RESPONSES).exists()
-    store = RunStore(folder) if exists else None
+    store = RunStore(folder, fidelity=grid.fidelity) if exists else None
     try:
         if store is not None and (folder / GRID).exists():
             stored_grid = Grid.from_yaml(folder / GRID)

@@ -7,6 +7,7 @@ is read, and the tables of docs/results.md follow from these declarations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -18,7 +19,7 @@ from kvbench.runs.index import Key
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 OLDEST_VERSION = 2
 """The oldest schema whose tables can be read."""
 
@@ -57,7 +58,7 @@ class ResultColumn:
     meaning: str = ""
     name: str = ""
     since: int = 1
-    substitute: int | str | bool | tuple[()] | None = None
+    substitute: float | str | bool | tuple[()] | None = None
     copy_of: str = ""
     shared: bool = False
     sampled: bool = True
@@ -228,6 +229,38 @@ class Response:
     )
     compress_s: float = field(default=0.0, metadata=_cost(_REAL, sampled=False, paged=True))
     decode_s: float = field(default=0.0, metadata=_cost(_REAL, sampled=False, paged=True))
+    kl: float | None = field(
+        default=None,
+        metadata=_cost(
+            _REAL,
+            "with `--fidelity`, how far the cell is from the full cache on the full cache's own greedy answer, which "
+            "is fed to the cell's cache: mean KL divergence of the full cache's next-token distribution from that of "
+            "the cell, in nats per token; at the first token, at the last one, and the mean of those between (empty "
+            "for answers of one or two tokens)",
+            since=7,
+            substitute=math.nan,
+            summarised=True,
+        ),
+    )
+    kl_first: float | None = field(default=None, metadata=_cost(_REAL, since=7, substitute=math.nan))
+    kl_middle: float | None = field(default=None, metadata=_cost(_REAL, since=7, substitute=math.nan))
+    kl_last: float | None = field(default=None, metadata=_cost(_REAL, since=7, substitute=math.nan))
+    agreement: float | None = field(
+        default=None,
+        metadata=_cost(
+            _REAL,
+            "likewise: fraction of the tokens that the cell finds most likely, too; by how much the mean negative "
+            "log-likelihood of a token is larger, in nats; number of tokens before the first one that the cell does "
+            "not find most likely (all, if there is none), and of all tokens. These columns are empty without "
+            "`--fidelity`, for texts that are measured, for answers to a question after the first, and in tables of "
+            "schema 6 and before",
+            since=7,
+            substitute=math.nan,
+        ),
+    )
+    nll_diff: float | None = field(default=None, metadata=_cost(_REAL, since=7, substitute=math.nan))
+    first_difference: float | None = field(default=None, metadata=_cost(_REAL, since=7, substitute=math.nan))
+    fidelity_tokens: float | None = field(default=None, metadata=_cost(_REAL, since=7, substitute=math.nan))
     request: str = ""
 
     @property
@@ -294,6 +327,14 @@ CELL_COLUMNS: tuple[ResultColumn, ...] = (
         "canonical spellings. `full` has the budget `full` and no moment, except at `turns`: a live dialogue has the "
         "full cache's own answers in its history",
         *(_TEXT, _TEXT, _TEXT, _LONG),
+    ),
+    *_columns(
+        "informed",
+        "whether the policy sees question and answer, such as `oracle`: a reference that competes with no policy. "
+        "False in tables of schema 6 and before",
+        _BOOL,
+        since=7,
+        substitute=False,
     ),
     *_columns(
         "samples metric higher_is_better",
@@ -404,6 +445,13 @@ SCORES = tuple(column.name for column in _SCORE_COLUMNS)
 """Columns of a score and of its difference from the full cache."""
 AVERAGED = tuple(column.name for column in CELL_COLUMNS if column.averaged)
 """Columns of the cells that are means of a field of their responses."""
+LOG_KL = "log_kl"
+"""Metric of fidelity for tests: the logarithm of the KL divergence plus `KL_OFFSET`."""
+KL_OFFSET = 1e-3
+FIDELITY = {"kl": False, LOG_KL: False, "agreement": True, "nll_diff": False, "first_difference": True}
+"""Metrics of fidelity, and whether higher is better."""
+UNBOUNDED = frozenset(FIDELITY) - {"agreement"}
+"""Metrics that are never shown in points, even where all of their values lie in [0, 1]."""
 
 
 class ScoredCell(NamedTuple):

@@ -47,14 +47,16 @@ class RunStore:
     Args:
         path: The folder; it is created if it does not exist.
         fresh: Whether to discard earlier results in it.
+        fidelity: Whether answers need the columns of fidelity; those without them are generated again.
 
     Raises:
         UserError: Another process has the folder open, it cannot be written, or it holds files that were not written by
             a kvbench run.
     """
 
-    def __init__(self, path: str | Path, fresh: bool = False) -> None:
+    def __init__(self, path: str | Path, fresh: bool = False, fidelity: bool = False) -> None:
         self.path = Path(path)
+        self._fidelity = fidelity
         self._lock = -1
         self._journal: Journal | None = None
         self._index = ResponseIndex()
@@ -89,7 +91,7 @@ class RunStore:
         self._lock = -1
 
     def keys(self) -> Set[Key]:
-        """Return a live set of the keys of responses without an error, which are not generated again."""
+        """Return a live set of the keys of complete responses without an error, which are not generated again."""
         return self._index.done()
 
     def responses(self) -> list[Response]:
@@ -121,11 +123,12 @@ class RunStore:
             return
         assert self._journal is not None
         try:
-            locations = self._journal.append(map(vars, responses))
+            entries = [_entry(response) for response in responses]
+            locations = self._journal.append(entries)
         except OSError as error:
             raise cannot("write", self.path / RESPONSES, error) from None
-        for response, location in zip(responses, locations, strict=True):
-            self._index.add(response.key, location, done=not response.error)
+        for response, entry, location in zip(responses, entries, locations, strict=True):
+            self._index.add(response.key, location, done=self._is_complete(entry))
 
     def save_grid(self, grid: Mapping[str, Any]) -> None:
         """Write the grid as YAML for `kvbench run --config`."""
@@ -236,7 +239,7 @@ class RunStore:
             if not _NEEDED <= entry.keys() <= _FIELDS:
                 raise UserError(f"another version of kvbench wrote the responses in {self.path}; choose another --out")
             key = (entry["cell"], entry["sample_id"], entry["question_id"], entry["repeat"])
-            self._index.add(key, location, done=not entry.get("error"))
+            self._index.add(key, location, done=self._is_complete(entry))
         if self._journal.damaged:
             warnings.warn(
                 f"{self._journal.path}: {self._journal.damaged} damaged line(s) were moved to "
@@ -244,12 +247,22 @@ class RunStore:
                 stacklevel=4,
             )
 
+    def _is_complete(self, entry: Mapping[str, Any]) -> bool:
+        """Return whether a response need not be generated again."""
+        lacks_fidelity = self._fidelity and "kl" not in entry and entry.get("stop") != "given" and not entry["repeat"]
+        return not entry.get("error") and not lacks_fidelity
+
     def _read(self, locations: Sequence[Place]) -> list[Response]:
         assert self._journal is not None
         try:
             return [_response(self._journal.at(location)) for location in locations]
         except OSError as error:
             raise cannot("read", self.path / RESPONSES, error) from None
+
+
+def _entry(response: Response) -> dict[str, Any]:
+    """Return the record of a response, without what was not measured."""
+    return {name: value for name, value in vars(response).items() if value is not None}
 
 
 def _response(entry: Mapping[str, Any]) -> Response:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kvbench.benchmark import Medium
 from kvbench.decoding import Thinking
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decode import DecodeRow, end_tokens
+from kvbench.engine.decode import DecodeRow, Stop, end_tokens
 from kvbench.engine.draw import Draw
 from kvbench.engine.driver import engine, left_padded
 from kvbench.engine.integrity import Weights
@@ -292,6 +292,7 @@ class Worker(ModelRunner):
         tokenizer: The model's tokenizer.
         store: Receives responses as soon as they exist, and says which are not needed.
         batch_size, cache_memory, prefill_batch: See `Batching`.
+        fidelity: Whether cells are also compared with the full cache on its own answers.
     """
 
     tokenizer: Any = field(kw_only=True)
@@ -299,6 +300,7 @@ class Worker(ModelRunner):
     batch_size: int | str = field(default="auto", kw_only=True)
     cache_memory: int | None = field(default=None, kw_only=True)
     prefill_batch: int | str = field(default="auto", kw_only=True)
+    fidelity: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -316,13 +318,17 @@ class Worker(ModelRunner):
     def row(self, cell: Cell, prompt: Prompt) -> DecodeRow:
         """A response of a cell to a prompt, still to be generated."""
         request = prompt.request
-        stop = stop_of(request, self.tokenizer, self._ends, self._thinking)
+        stop = self.stop(prompt)
         draw = None
         if request.sampling is not None:
             # Neither policy nor budget: cells that are compared draw with the same noise.
             draw_key = (cell.seed, cell.task, request.sample_id, request.question_id, prompt.repeat)
             draw = Draw(request.sampling, draw_key)
         return DecodeRow(prompt.limit, stop, draw=draw, given=prompt.given_ids)
+
+    def stop(self, prompt: Prompt) -> Stop:
+        """Return the stop condition of the answers to a prompt."""
+        return stop_of(prompt.request, self.tokenizer, self._ends, self._thinking)
 
     def pool(self, question_width: int) -> Pool[Response]:
         """A pool for responses whose questions have at most `question_width` tokens."""

@@ -99,6 +99,7 @@ def search_space(model: str, restricted: Mapping[str, Collection[str]], *, with_
         candidate
         for candidate in map(policy, registry.names(registry.POLICIES))
         if candidate.score is not None
+        and not candidate.is_informed
         and not _prunes(candidate.score)
         and not candidate.recodes
         and all(_has_its_files(component, model, with_files=with_files) for component in candidate.parts)
@@ -134,7 +135,8 @@ def _parts_of(kind: str) -> dict[str, Part | None]:
     registered = [name.removeprefix(prefix) for name in registry.names(registry.PARTS) if name.startswith(prefix)]
     for name in dict.fromkeys([*filter(None, [_GENERIC.get(kind)]), *registered]):
         component = part(kind, name)
-        if not (isinstance(component, Score) and _prunes(component)):
+        is_informed = any(need.informed for need in component.needs)
+        if not is_informed and not (isinstance(component, Score) and _prunes(component)):
             found[name] = component
     return found
 

@@ -5,6 +5,7 @@ the view, `d` head dimension.
 """
 
 from kvbench.view.needs import (
+    AnswerAttention,
     AttentionMass,
     ModelInfo,
     Need,
@@ -28,6 +29,7 @@ from kvbench.view.shown import (
 )
 
 __all__ = [
+    "AnswerAttention",
     "AttentionMass",
     "Blocks",
     "ModelInfo",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
@@ -76,6 +76,8 @@ class Need:
     """Whether the observation is known only after a prefill."""
     goes_on: ClassVar[bool] = False
     """Whether the engine keeps this per-entry observation from one eviction step to the next."""
+    informed: ClassVar[bool] = False
+    """Whether the observation depends on tokens that follow the cached ones, which no method knows in use."""
 
     def observer(self, model: ModelInfo) -> Observer:
         """Return a new observer. Custom needs must implement this; the engine provides those of this module."""
@@ -163,6 +165,25 @@ class Replay(Need):
     norm: bool = False
     per_entry: ClassVar[bool] = True
     at_end: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class AnswerAttention(Need):
+    """Attention that every entry receives from the tokens that follow it, float32 `[B, H, n]`.
+
+    These are the question, if it is not in the cache yet, and the answer without its last token, which is never fed.
+    They are fed to a copy of the full cache after the prefill; their attention is summed over tokens and averaged over
+    the query heads of a KV head. Present only at the first eviction step.
+
+    Attributes:
+        target: `full`: the full cache's own greedy answer; `reference`: the whole reference answer (several are joined
+            with commas).
+    """
+
+    target: Literal["full", "reference"] = "full"
+    per_entry: ClassVar[bool] = True
+    at_end: ClassVar[bool] = True
+    informed: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from kvbench.papers.layouts.notes import Tests, notes
 from kvbench.papers.layouts.slots import ComputedSlot, Layout, MeasuredSlot, Slot
 from kvbench.papers.layouts.value import Value
 from kvbench.regression import significance
+from kvbench.report.frames import informed_policies
 from kvbench.tables.numbers import NumberFormat, number, score_kind
 from kvbench.tables.table import Column, Graded, Table, TableCell, TableRow, first_two
 
@@ -39,7 +40,8 @@ def fill(layout: Layout, measures: Measures, against: str = "") -> Table:
     """Fill a layout.
 
     Policies compete for the best number in the same place at the same budget: the best has rank 1, the second best
-    rank 2; the full cache does not compete. A slot without a result is a dash, and a note lists what is missing.
+    rank 2; the full cache and policies that see the answer do not compete. A slot without a result is a dash, and a
+    note lists what is missing.
 
     Args:
         layout: The layout.
@@ -149,7 +151,8 @@ def _ranks(layout: Layout, filler: _Filler) -> dict[Slot, int]:
     contests: dict[tuple[object, ...], dict[Slot, tuple[float, str]]] = {}
     for slot in dict.fromkeys(layout.slots):
         direction, slot_value = filler.sign(slot), filler.value(slot)
-        if slot.config.policy == "full" or not direction or math.isnan(slot_value):
+        is_reference = slot.config.policy in ("full", *informed_policies(filler.measures.cells))
+        if is_reference or not direction or math.isnan(slot_value):
             continue
         number_kind, signed = filler.format(slot)
         shown_text = number(slot_value, number_kind, signed=signed)

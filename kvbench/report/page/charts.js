@@ -36,10 +36,11 @@ function swatch(policy) {
   return made;
 }
 
-// The points that no other beats: none is cheaper and as good, or better and as cheap.
+// The points that no other beats: none is cheaper and as good, or better and as cheap. Policies that see the answer
+// do not compete.
 function front(points, memory) {
   const worth = (row) => (row.higher ? row.score : -row.score);
-  const ordered = [...points].sort((a, b) => a[memory.bytes] - b[memory.bytes] || worth(b) - worth(a));
+  const ordered = points.filter((row) => !row.informed).sort((a, b) => a[memory.bytes] - b[memory.bytes] || worth(b) - worth(a));
   const best = [];
   for (const row of ordered) if (!best.length || worth(row) > worth(best[best.length - 1])) best.push(row);
   return best;
@@ -66,6 +67,7 @@ function told(row) {
   if (holdsCodes) lines.push(`KV allocated ${percent(row.allocated_share)}`);
   if (readsFew) lines.push(`KV read ${percent(row.read_share)}, ${bytes(row.kv_bytes_read)}`);
   lines.push(`${row.samples} samples`);
+  if (row.informed) lines.push("a reference that sees the answer");
   return lines.join("\n");
 }
 
@@ -98,7 +100,7 @@ function paretoChart(rows, width) {
     marks.push(Plot.rect([full], { y1: at("score_lo"), y2: at("score_hi"), fill: "var(--soft)", fillOpacity: 0.13 }));
     marks.push(Plot.ruleY([full], { y: at("score"), stroke: "var(--soft)", strokeDasharray: "5,3" }));
   }
-  marks.push(Plot.line([...best, { ...best[best.length - 1], [memory.share]: domain[1] / 100 }],
+  if (best.length) marks.push(Plot.line([...best, { ...best[best.length - 1], [memory.share]: domain[1] / 100 }],
     { x: share, y: at("score"), curve: "step-after", stroke: "currentColor", strokeDasharray: "1.5,3", clip: true }));
   for (const policy of policies) {
     const mine = [...ofPolicy.get(policy)].sort((a, b) => share(a) - share(b));

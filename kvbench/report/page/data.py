@@ -94,6 +94,7 @@ def setting_rows(panel: Panel) -> Iterator[dict[str, Any]]:
                 "unit": unit_scaled,
                 "higher": bool(frame_row["higher_is_better"]),
                 "telling": bool(frame_row["discriminative"]),
+                "informed": bool(frame_row["informed"]),
                 "error": str(frame_row.get("error", "")) or ("failed" * (frame_row["status"] != "ok")),
             } | {column_name: _number(frame_row[column_name]) for column_name in _NUMBERS if column_name in frame_row}
 
@@ -145,7 +146,10 @@ def _depths(results: Results) -> list[dict[str, Any]]:
     # Full has no moment and belongs to all of them; without a depth there is nothing to group.
     mean_frame = depth_samples.groupby(_HEAT, sort=False)["score"].agg(["mean", "count"]).reset_index()
     unit_by_task = (
-        depth_samples.groupby("task")["score"].agg(lambda task_scores: bool(task_scores.between(0, 1).all())).to_dict()
+        depth_samples.assign(full_score=depth_samples["score"])
+        .groupby("task")[["score", "full_score", "metric"]]
+        .apply(unit_scale)
+        .to_dict()
     )
     return [
         {column_name: mean_row[column_name] for column_name in _HEAT}

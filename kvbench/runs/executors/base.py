@@ -64,6 +64,7 @@ def worker_of(model: nn.Module, stage: Stage, grid: Grid, store: ResponseSink, r
         batch_size=grid.batch_size,
         cache_memory=grid.cache_memory,
         prefill_batch=grid.prefill_batch,
+        fidelity=grid.fidelity,
     )
 
 

@@ -18,7 +18,11 @@ from tests.sweeps import slow_but
 from .conftest import batch, build, step
 
 SPECS = [
-    *(name for name in registry.names(registry.POLICIES) if kvbench.policy(name).evicts),
+    *(
+        name
+        for name in registry.names(registry.POLICIES)
+        if kvbench.policy(name).evicts and not kvbench.policy(name).is_informed
+    ),
     "h2o:merge=ema",
     "snapkv:window=4:merge=value:allocate=pyramid",
     "keydiff:allocate=inverse_variance:scale=raw",

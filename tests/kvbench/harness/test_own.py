@@ -171,3 +171,38 @@ def test_every_metric_that_rows_name_has_the_scores_of_its_rows(
     assert [len(metric.values) for metric in metrics.values()] == [3, 2, 1]
     assert metrics["f1"].score == pytest.approx(0.5) and metrics["contains_all"].score == 1
     assert metrics["score"].score == pytest.approx(2 / 3)
+
+
+TEXT = "One two three four five six seven eight nine ten eleven twelve thirteen fourteen."
+
+
+def test_without_answers_fidelity_is_the_metric(tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerBase) -> None:
+    asked = {"context": TEXT, "question": "Why?", "max_new_tokens": 9}
+    task = load(write(tmp_path / "open.jsonl", asked, asked), bpe_tokenizer)
+    (first, _) = task.requests
+    assert (task.metric, task.higher_is_better, first.target, first.max_new_tokens) == ("kl", False, (), 9)
+    assert "<|im_start|>" in first.context
+
+
+def test_without_a_question_the_text_is_continued_without_a_template(
+    tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    task = load(write(tmp_path / "texts.jsonl", {"context": TEXT}), bpe_tokenizer)
+    (only,) = task.requests
+    assert only.context.endswith("One two")
+    assert only.question == TEXT.removeprefix("One two")
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([GOOD, {"context": TEXT, "question": "Why?"}], r":2: 'answers' must be in all rows or in none; row 1 differs"),
+        ([{"context": TEXT, "question": "?"}, {"context": TEXT}], r":2: 'question' must be in all rows or in none"),
+        ([{"context": "Too short."}], r":1: a context without a question needs more than 12 words"),
+        ([{"context": TEXT, "answers": "x"}], r":1: 'question' is missing"),
+        ([{"context": TEXT, "metric": "f1"}], r":1: 'metric' needs 'answers'; without them, fidelity is the metric"),
+    ],
+)
+def test_rows_that_do_not_agree_are_refused(tmp_path: Path, rows: list[Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        own_benchmark(write(tmp_path / "mine.jsonl", *rows))

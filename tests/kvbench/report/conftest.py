@@ -30,6 +30,7 @@ _SAMPLES = (
     "length doc_id question_id repeat context_tokens question_tokens generated_tokens score "
     "budget_entries held_entries kv_bytes_live kv_bytes_read visual_tokens held_visual state_bytes"
 ).split()
+_FIDELITY = "kl kl_first kl_middle kl_last agreement nll_diff first_difference fidelity_tokens".split()
 FULL_BYTES = 2_097_152.0
 
 
@@ -113,6 +114,7 @@ def make_run(
                     "prefill_s": 0.01,
                     "compress_s": 0.001,
                     "decode_s": 0.02,
+                    **dict.fromkeys(_FIDELITY, np.nan),
                 }
                 telling = with_full and discriminative(full_lo, 0.99 if task == "qa_1" else chance)
                 cells.append(
@@ -123,7 +125,8 @@ def make_run(
                      "dtype": "float32", "device": "cpu", "attention": "auto",
                      "versions": json.dumps({"kvbench": "0.1.0", "torch": "2.13.0"}),
                      "schema": SCHEMA_VERSION, "length": length, "samples": samples, "seed": 0,
-                     "higher_is_better": True, "is_mean": True, "discriminative": telling and not bad}
+                     "higher_is_better": True, "is_mean": True, "discriminative": telling and not bad,
+                     "informed": policy == "oracle"}
                     | {k: np.nan if bad else v for k, v in numbers.items()}
                 )  # fmt: skip
                 rows += [
@@ -140,7 +143,7 @@ def make_run(
                     if not bad
                 ]  # fmt: skip
     frame = pd.DataFrame(cells).astype({"schema": "int32", "length": "int32", "samples": "int32"})
-    return frame, pd.DataFrame(rows, columns=_SAMPLES)
+    return frame, pd.DataFrame(rows, columns=[*_SAMPLES, *_FIDELITY])
 
 
 @pytest.fixture(scope="session")

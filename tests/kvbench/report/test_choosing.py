@@ -25,7 +25,9 @@ def frame(*rows: tuple[str, str, float, float, float, float]) -> pd.DataFrame:
     columns = ["policy", "budget", "kv_bytes_live", "diff", "diff_lo", "diff_hi"]
     made = pd.DataFrame([("full", "full", 100.0, 0.0, 0.0, 0.0), *rows], columns=columns)
     made = made.assign(kv_bytes_full=100.0, share=made["kv_bytes_live"] / 100, score=0.5)
-    return made.assign(full_score=0.5, samples=20, status="ok", discriminative=True, higher_is_better=True)
+    return made.assign(
+        full_score=0.5, samples=20, status="ok", discriminative=True, informed=False, metric="m", higher_is_better=True
+    )
 
 
 SURE = ("a", "0.4", 40.0, -0.004, -0.015, 0.01)

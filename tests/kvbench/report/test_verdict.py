@@ -13,7 +13,9 @@ def points(*rows):
     columns = ["policy", "budget", "kv_bytes_live", "diff", "diff_lo", "diff_hi", "score"]
     frame = pd.DataFrame([("full", "full", 100.0, 0, 0, 0, 0.9), *rows], columns=columns)
     frame = frame.assign(kv_bytes_full=100.0, share=frame["kv_bytes_live"] / 100)
-    return frame.assign(samples=20, status="ok", discriminative=True, higher_is_better=True, full_score=0.9)
+    return frame.assign(
+        samples=20, status="ok", discriminative=True, informed=False, higher_is_better=True, full_score=0.9
+    )
 
 
 def test_cheapest_within_a_point():

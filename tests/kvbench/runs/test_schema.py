@@ -17,6 +17,7 @@ from kvbench.runs.schema import CELL_COLUMNS, SAMPLE_COLUMNS, Response, ResultCo
 
 ROOT = Path(__file__).parents[3]
 KINDS = {"str": pa.types.is_string, "int": pa.types.is_integer, "float": pa.types.is_floating}
+KINDS["float | None"] = pa.types.is_floating
 
 
 def test_a_measured_column_has_the_type_of_its_field() -> None:

@@ -43,6 +43,8 @@ def _frames(scores: dict[str, int]) -> tuple[pd.DataFrame, pd.DataFrame]:
                 "status": "ok",
                 "samples": CONTEXTS,
                 "discriminative": True,
+                "informed": False,
+                "metric": "m",
                 "is_mean": True,
                 "higher_is_better": True,
                 "score": right / CONTEXTS,
