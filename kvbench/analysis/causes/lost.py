@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
-
 from kvbench.errors import UserError
 from kvbench.runs.cell import Cell
 from kvbench.runs.load import load_frames
@@ -95,12 +93,3 @@ def common_opening(contexts: Sequence[Sequence[int]]) -> int:
     first, last = min(contexts), max(contexts)
     shared = (index for index, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
     return next(shared, min(len(first), len(last)))
-
-
-def frame_of(rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
-    """Return rows as a data frame, with text columns as categories."""
-    frame = pd.DataFrame(rows)
-    for column in frame.columns:
-        if frame[column].dtype == object and frame[column].map(lambda value: isinstance(value, str)).all():
-            frame[column] = frame[column].astype("category")
-    return frame

@@ -178,7 +178,9 @@ def _check_maskable(cache: RaggedCache, model: str) -> None:
 
 
 def _check_prompts(job: Job) -> None:
-    """Refuse prompts in which no evidence can be masked."""
+    """Refuse prompts without an answer in words, or without evidence that can be masked."""
+    if job.prompts[0].request.measures:
+        raise UserError(f"{job.task.name} measures given texts, so there is no answer to lose; use another --task")
     if job.prompts.shows:
         raise UserError(f"{job.task.name} shows images, which have no evidence in words; use kvbench analyze vision")
 
