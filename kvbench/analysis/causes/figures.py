@@ -105,7 +105,7 @@ def _held(rows: pd.DataFrame, title: str, stem: Path, options: FigureOptions) ->
         return []
     is_right = held["verdict"] == RIGHT
     counts = held["whole_heads"].astype(int)
-    edges = np.unique(np.concatenate([[0, 1], np.geomspace(1, max(2, counts.max() + 1), 9).round()])).astype(int)
+    edges = np.unique(np.concatenate([[0, 1], np.geomspace(1, max(2, counts.max() + 1), 6).round()])).astype(int)
     colours = [colour for colour, _ in marker_styles(["right", "lost"]).values()]
     layout = lay_out_figure(
         1,
@@ -157,10 +157,16 @@ def _maps(
             )
             for row, image in zip(panels, (layer_gains(chosen, shape), needed, share, held), strict=True):
                 row.append((f"budget {budget}", image))
-        scales = [_colours(row, label) for row, label in zip(panels, _LABELS, strict=True)]
+        # A policy that loses nothing has no gains.
+        shown = [
+            (row, label)
+            for row, label in zip(panels, _LABELS, strict=True)
+            if label in ("share", "holds answer") or any(np.nan_to_num(image).any() for _, image in row)
+        ]
+        scales = [_colours(row, label) for row, label in shown]
         title = f"{options.label(str(policy))}: evidence by layer and KV head · {subtitle}"
         stem = folder / f"heads-{slug(str(policy))}-{suffix}"
-        yield from head_maps(panels, scales, title, "KV head", layers, stem, options)
+        yield from head_maps([row for row, _ in shown], scales, title, "KV head", layers, stem, options)
 
 
 _LABELS = ("gain (nats)", "times needed", "share", "holds answer")
