@@ -52,8 +52,11 @@ class RunAnswers:
         self._answers: dict[tuple[str, ...], dict[_Key, RecordedAnswer]] = {}
         for names, rows in named.groupby(_LABELS, sort=False):
             self._answers[tuple(map(str, names))] = {
-                (str(row.sample_id), int(row.question_id)): RecordedAnswer(str(row.response), float(row.score))
-                for row in rows.itertuples()
+                (str(sample_id), int(question_id)): RecordedAnswer(str(response), float(score))
+                for sample_id, question_id, response, score in zip(
+                    *(rows[column].tolist() for column in ("sample_id", "question_id", "response", "score")),
+                    strict=True,
+                )
             }
 
     def full(self, cell: Cell) -> Mapping[_Key, RecordedAnswer]:
@@ -86,7 +89,7 @@ def is_lost(full: RecordedAnswer, other: RecordedAnswer) -> bool:
     return is_answered(full) and other.score <= full.score / 2
 
 
-def common_opening(contexts: Sequence[Sequence[int]]) -> int:
+def common_opening(contexts: Sequence[tuple[int, ...]]) -> int:
     """Return how many first tokens all contexts share; 0 for a single one."""
     if len(contexts) < 2:
         return 0

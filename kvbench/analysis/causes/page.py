@@ -47,7 +47,13 @@ def write_pages(result: CausesResult, folder: Path) -> list[Path]:
     groups: dict[tuple[object, ...], list[ExaminedSample]] = {}
     for sample in result.samples:
         labels, request = sample.cell.labels, sample.prompt.request
-        place = (labels["model"], labels["task"], labels["length"], request.sample_id, request.question_id)
+        place: tuple[object, ...] = (
+            labels["model"],
+            labels["task"],
+            labels["length"],
+            request.sample_id,
+            request.question_id,
+        )
         groups.setdefault(place, []).append(sample)
     paths = []
     for place, samples in groups.items():

@@ -51,7 +51,10 @@ def cause_tables(
 
 def _cells(rows: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
     """Return the rows of every policy and budget, in order of budgets."""
-    groups = [(*map(str, names), cell_rows) for names, cell_rows in rows.groupby(["policy", "budget"], sort=False)]
+    groups = [
+        (str(policy), str(budget), cell_rows)
+        for (policy, budget), cell_rows in rows.groupby(["policy", "budget"], sort=False)
+    ]
     return sorted(groups, key=lambda group: budget_order(group[1]))
 
 

@@ -17,6 +17,7 @@ from kvbench.analysis.causes import study, write
 from kvbench.analysis.causes.diagnosis import RIGHT
 from kvbench.analysis.causes.lost import RunAnswers
 from kvbench.analysis.causes.options import CausesOptions
+from kvbench.analysis.causes.page import write_pages
 from kvbench.engine.driver import forward
 from kvbench.engine.masks import masked_copies
 from kvbench.errors import UserError
@@ -51,7 +52,7 @@ def test_everything_given_back_is_the_full_answer_and_masks_answer_as_the_run(
 ) -> None:
     """The kept set of every cell, as a mask over one prefill, gives the response that the run has recorded."""
     compared = []
-    original = study._Examiner._cell
+    original: Any = study._Examiner._cell
 
     def checking(self: Any, prefix: Any, extended: Any, prompt: Any, *more: Any) -> Any:
         found = original(self, prefix, extended, prompt, *more)
@@ -133,7 +134,7 @@ def test_pages_and_sentences_escape_what_a_model_wrote(run: Path, tmp_path: Path
     result = examined(run, CausesOptions(units="layers"), policies="streaming_llm", moments="question")
     for sample in result.samples:
         object.__setattr__(sample.own, "response", "<script>alert(1)</script>")
-    (page, *_) = write.write_pages(result, tmp_path)
+    (page, *_) = write_pages(result, tmp_path)
     assert "<script" not in page.read_text() and "&lt;script&gt;" in page.read_text()
     for sample in result.samples:
         object.__setattr__(sample.own, "score", sample.full.score)
