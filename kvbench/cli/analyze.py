@@ -6,10 +6,11 @@ import importlib
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvbench.analysis.causes.options import CausesOptions
 from kvbench.analysis.perturbation.options import PerturbationOptions
 from kvbench.analysis.retention.options import RetentionOptions
 from kvbench.analysis.vision.options import VisionOptions
@@ -92,6 +93,28 @@ def vision(**flag_values: Any) -> None:
     """Show which image tokens are kept, drawn over the image, and cache use by modality."""
     own_values, grid_values = split_options(flag_values, VisionOptions)
     _analyze("vision.write", "write_vision", grid_values, options=VisionOptions.of(own_values))
+
+
+@app.command("causes")
+@grid_options(
+    *_GRID,
+    help_texts={
+        "moments": "When to compress, comma-separated: context, before the question (the default); question, after it; "
+        "or decode, while the answer is generated, with a budget in tokens.",
+        "samples": "Samples per task. Default: 50, or those of RUN.",
+    },
+    anchor="run",
+)
+@declared_options(FigureFlags, anchor="out")
+@grid_options("out", anchor="units", help_texts=_HELP)
+@declared_options(CausesOptions, anchor="run")
+def causes(
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="A run to explain; the options restrict it.")] = None,
+    **flag_values: Any,
+) -> None:
+    """Explain why samples are lost: what was evicted, whether it suffices and is needed, in which layers and heads."""
+    own_values, grid_values = split_options(flag_values, CausesOptions)
+    _analyze("causes.write", "write_causes", grid_values, run=run, options=CausesOptions.of(own_values))
 
 
 def _analyze(module: str, writer: str, flag_values: Mapping[str, Any], **settings: Any) -> None:

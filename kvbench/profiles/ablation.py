@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.driver import engine, forward
+from kvbench.engine.masks import everything, keep_only
 from kvbench.engine.models import model_info
 from kvbench.engine.prefix import Prefix
 from kvbench.profiles.needle_attention import NeedleAnswer
@@ -210,25 +211,3 @@ def ablate(cache: RaggedCache, heads: Sequence[Head], reserved_tokens: int) -> R
     for layer, kv_head in heads:
         masks[layer][:, kv_head, SINKS : max(SINKS, masks[layer].shape[-1] - WINDOW)] = False
     return keep_only(cache, masks, reserved_tokens)
-
-
-def everything(cache: RaggedCache) -> list[Tensor]:
-    """Return masks that keep every entry of a dense cache, bool `[B, H, T]` per full-attention layer."""
-    keys = [layer.key for layer in cache.ragged if layer.key is not None]
-    return [torch.ones(key.shape[:3], dtype=torch.bool, device=key.device) for key in keys]
-
-
-def keep_only(cache: RaggedCache, keep_masks: Sequence[Tensor], reserved_tokens: int) -> RaggedCache:
-    """Return a packed copy of a dense cache with only the entries to keep.
-
-    Args:
-        cache: A dense cache; not changed.
-        keep_masks: Entries to keep, bool `[B, H, T]` per full-attention layer.
-        reserved_tokens: Number of tokens to reserve space for.
-    """
-    packed_cache = cache.fork()
-    for dense_layer, packed_layer, kept_mask in zip(cache.ragged, packed_cache.ragged, keep_masks, strict=True):
-        assert dense_layer.key is not None and dense_layer.value is not None
-        columns = torch.arange(kept_mask.shape[-1], device=kept_mask.device).expand(dense_layer.key.shape[:3])
-        packed_layer.pack(dense_layer.key, dense_layer.value, kept_mask, columns, {}, reserved_tokens)
-    return packed_cache

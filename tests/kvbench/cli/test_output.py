@@ -173,7 +173,7 @@ def test_the_help_of_run_is_grouped(
 @pytest.mark.parametrize(
     "command",
     [
-        *(f"analyze {name}" for name in ("perturbation", "allocation", "retention")),
+        *(f"analyze {name}" for name in ("perturbation", "allocation", "retention", "causes")),
         "train gates",
         "profile heads",
     ],

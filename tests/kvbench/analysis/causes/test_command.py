@@ -1,0 +1,174 @@
+"""`kvbench analyze causes` on the reference model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvbench import cli
+from kvbench.analysis.causes import study, write
+from kvbench.analysis.causes.diagnosis import RIGHT
+from kvbench.analysis.causes.lost import RunAnswers
+from kvbench.analysis.causes.options import CausesOptions
+from kvbench.analysis.causes.page import write_pages
+from kvbench.engine.driver import forward
+from kvbench.engine.masks import masked_copies
+from kvbench.errors import UserError
+from kvbench.progress import Silent
+from kvbench.runs.grid import Grid
+from kvbench.runs.runner import execute
+
+BASE = {"models": "reference", "tasks": "niah_single_2", "lengths": 160, "samples": 2, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that loses samples before and after the question, by eviction and by merging."""
+    folder = tmp_path_factory.mktemp("run")
+    policies = ["streaming_llm", "snapkv", "d2o"]
+    values = {**BASE, "policies": policies, "budgets": "0.2", "moments": "context,question", "out": str(folder)}
+    execute(Grid.from_dict(values))
+    return folder
+
+
+def examined(run: Path, options: CausesOptions, **changes: Any) -> study.CausesResult:
+    grid = write._run_grid(changes, options, str(run))
+    return study.examine_run(grid, RunAnswers(run), options, Silent())
+
+
+def command(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.app.app, ["analyze", "causes", *arguments])
+
+
+def test_everything_given_back_is_the_full_answer_and_masks_answer_as_the_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kept set of every cell, as a mask over one prefill, gives the response that the run has recorded."""
+    compared = []
+    original: Any = study._Examiner._cell
+
+    def checking(self: Any, prefix: Any, extended: Any, prompt: Any, *more: Any) -> Any:
+        found = original(self, prefix, extended, prompt, *more)
+        sample = found[0]
+        if sample.cell.policy.merge is None:
+            source = extended if sample.cell.moment == "question" else prefix
+            cache = masked_copies(source.cache, [mask[None] for mask in sample.kept], 64)
+            fed = [] if sample.cell.moment == "question" else [*prompt.question_ids]
+            ids, text = [], ""
+            if not fed:
+                ids = [more[0].ids[0]]  # the first token comes from the full prefill
+                fed = ids[:]
+            while len(ids) < prompt.limit and not text:
+                logits = forward(self.runner.model, cache, torch.tensor([fed]))
+                fed = [int(logits.argmax())]
+                if fed[0] in self.ends:
+                    break
+                ids += fed
+            response = self.tokenizer.decode(ids, skip_special_tokens=True)
+            compared.append((response.strip(), sample.own.response.strip(), sample.verdict))
+        return found
+
+    monkeypatch.setattr(study._Examiner, "_cell", checking)
+    result = examined(run, CausesOptions(units="layers"))
+    assert len(compared) == 8 and any(verdict != RIGHT for *_, verdict in compared)
+    for response, recorded, _ in compared:
+        assert response.startswith(recorded) or recorded.startswith(response)
+        assert response and recorded
+    lost = [sample for sample in result.samples if sample.diagnosis is not None]
+    assert lost and all(sample.diagnosis.outcomes["full"].right for sample in lost if sample.diagnosis)
+    assert {sample.cell.moment for sample in lost} == {"context", "question"}
+    merged = [sample for sample in lost if str(sample.cell.policy) == "d2o"]
+    assert merged and all("own" in sample.diagnosis.outcomes for sample in merged if sample.diagnosis)
+    assert result.differing == 0
+
+
+def test_it_writes_tables_figures_and_pages(run: Path, tmp_path: Path) -> None:
+    done = command(str(run), "--against", "snapkv", "--moment", "question", "--evidence", "search",
+                   "--out", str(tmp_path))  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "why samples are lost" in " ".join(done.output.split())
+    frames = {path.stem: pd.read_parquet(path) for path in tmp_path.glob("*.parquet")}
+    assert set(frames) == {"samples", "interventions", "heads", "pairs"}
+    samples, interventions = frames["samples"], frames["interventions"]
+    lost = samples[samples["verdict"] != RIGHT]
+    assert len(samples) == 6 and len(lost) and set(lost["source"]) <= {"search", ""}
+    found = lost[lost["give_right"].fillna(False).astype(bool)]
+    assert (found["n_heads"] > 0).all() and len(found)
+    assert not lost["give_random_right"].fillna(False).any()
+    single = interventions[(interventions["intervention"] == "give heads") & (interventions["kv_head"] >= 0)]
+    assert (single["layer"] >= 0).all() and (single["entries"] > 0).all()
+    assert set(interventions.loc[interventions["policy"] == "full", "intervention"]) == {"take from full"}
+    heads = frames["heads"]
+    assert len(heads) == 4 * 2 * heads[["policy", "budget"]].drop_duplicates().shape[0]
+    assert heads["needed"].sum() == lost["n_heads"].sum()
+    assert set(frames["pairs"]["policy"]) <= {"streaming_llm", "d2o"} and len(frames["pairs"])
+    names = {path.name.partition("-")[0] for path in (tmp_path / "figures").iterdir()}
+    assert names == {"verdicts", "held", "heads"}
+    pages = list((tmp_path / "samples").glob("*.html"))
+    assert len(pages) == lost["sample_id"].nunique() and "<script" not in pages[0].read_text()
+    summary = (tmp_path / "summary.md").read_text()
+    assert "questions that the full cache answers" in summary and "explains the difference" in summary
+    assert json.loads((tmp_path / "settings.json").read_text())["against"] == "snapkv"
+
+
+def test_decode_examines_the_step_where_the_answer_departs(tmp_path: Path) -> None:
+    values = {**BASE, "samples": 2, "policies": ["streaming_llm"], "budgets": "24", "moments": "decode"}
+    execute(Grid.from_dict({**values, "out": str(tmp_path)}))
+    result = examined(tmp_path, CausesOptions(evidence="search"))
+    lost = [sample for sample in result.samples if sample.diagnosis is not None]
+    assert lost
+    for sample in lost:
+        assert sample.diagnosis is not None
+        assert sample.kept.shape[-1] == len(sample.prompt.ids) + sample.step
+        assert not sample.diagnosis.outcomes["own"].right and sample.diagnosis.outcomes["full"].right
+
+
+def test_pages_and_sentences_escape_what_a_model_wrote(run: Path, tmp_path: Path) -> None:
+    result = examined(run, CausesOptions(units="layers"), policies="streaming_llm", moments="question")
+    for sample in result.samples:
+        object.__setattr__(sample.own, "response", "<script>alert(1)</script>")
+    (page, *_) = write_pages(result, tmp_path)
+    assert "<script" not in page.read_text() and "&lt;script&gt;" in page.read_text()
+    for sample in result.samples:
+        object.__setattr__(sample.own, "score", sample.full.score)
+    with pytest.raises(UserError, match="nothing is lost"):
+        write._require_lost(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda run, tmp: [str(tmp)], "is not a run"),
+        (lambda run, tmp: [str(run), "--policy", "keydiff"], "no answers of keydiff"),
+        (lambda run, tmp: [str(run), "--against", "keydiff"], "the run has no such policy"),
+        (lambda run, tmp: [str(run), "--moment", "turns"], "compresses at context or question or decode only"),
+        (lambda run, tmp: [str(run), "--evidence", "("], "neither sentence, target or search"),
+        (lambda run, tmp: [str(run), "--evidence", "[0-9]{9}"], "matches nothing in the context"),
+        (lambda run, tmp: ["--units", "tokens", str(run)], "units"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    arguments: Callable[[Path, Path], list[str]], message: str, run: Path, tmp_path: Path
+) -> None:
+    done = command(*arguments(run, tmp_path), "--out", str(tmp_path / "out"))
+    assert done.exit_code != 0
+    shown = str(done.exception) if isinstance(done.exception, UserError) else " ".join(done.output.split())
+    assert message in shown and "Traceback" not in shown
+
+
+def test_a_run_without_the_full_cache_is_refused(tmp_path: Path) -> None:
+    values = {**BASE, "samples": 1, "policies": ["snapkv"], "full": False, "out": str(tmp_path / "no_full")}
+    execute(Grid.from_dict(values))
+    with pytest.raises(UserError, match="no full cache"):
+        RunAnswers(tmp_path / "no_full")
+
+
+def test_a_judged_index_counts_from_the_first_token_that_the_cache_decides() -> None:
+    assert study._later([0, 1, 4], 1) == [0, 3]
