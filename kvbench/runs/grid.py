@@ -52,12 +52,6 @@ class Grid(GridOptions):
                 f"the product of {', '.join(list_options)} has {variant_count:,} combinations; "
                 f"use at most {_MOST_VARIANTS:,} in a run"
             )
-        fractions = [str(budget) for budget in self.parsed_budgets if budget.absolute is None and not budget.is_full]
-        if self.has_moment("decode") and fractions:
-            raise UserError(
-                f"moment decode needs budgets in tokens such as 128, not {', '.join(fractions)}: "
-                "the length of a response is not known in advance"
-            )
         if self.temperature == 0 and (self.top_p, self.top_k) != (None, None):
             raise UserError("temperature 0 is greedy; leave out top_p and top_k")
         if self.device_map is not None and self.device != "auto":

@@ -61,7 +61,6 @@ def test_to_dict_reads_back() -> None:
         ({"budgets": None}, "budgets must be"),
         ({"policies": []}, "policies must be"),
         ({"policies": [3]}, "policies must be names"),
-        ({"moments": "decode"}, "moment decode needs budgets in tokens"),
         ({"moments": "chunked:x"}, "use chunked:512"),
         ({"moments": "context:5"}, "context takes no number"),
         ({"moments": "contxt"}, "did you mean context"),
