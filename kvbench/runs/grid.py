@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +242,8 @@ class Grid(GridOptions):
     def leaves(self) -> list[tuple[str, Benchmark]]:
         """Return each task of `tasks` with its benchmark, once each, in the order given.
 
+        With `chat_template_everywhere`, no task of a benchmark goes without the chat template.
+
         Raises:
             UserError: A task is unknown, or two have the same name.
         """
@@ -254,6 +256,8 @@ class Grid(GridOptions):
                         f"two tasks are called {task_name!r}: {first_group.name} ({first_group.source}) "
                         f"and {group.name} ({group.source})"
                     )
+        if self.chat_template_everywhere:
+            return [(task_name, replace(group, plain=frozenset())) for task_name, group in groups.items()]
         return list(groups.items())
 
     def variants(self) -> list[CellVariant]:
