@@ -75,9 +75,15 @@ class _Builder:
         self.substitutes, self.labels = substitutes, labels
         run_tasks = set(measures.cells["task"].astype(str))
         self.weights = {figure: task_weights(figure, run_tasks) for figure in figures}
-        claim_by_figure = {
-            claim.figure: claim
+        # A table that prints a result of the full cache in several places has a claim for one of them.
+        claim_by_measurement = {
+            _measurement(claim.figure): claim
             for claim in claims(published_layout.paper, published_layout.table.number, figures, of_a_run=True)
+        }
+        claim_by_figure = {
+            figure: claim_by_measurement[_measurement(figure)]
+            for figure in figures
+            if _measurement(figure) in claim_by_measurement
         }
         # The mean of a single task is measured; a mean of several tasks is computed as in the paper.
         self.claims: dict[Figure, Claim] = {
@@ -276,6 +282,10 @@ def _as_run(figures: Sequence[Figure], measures: Measures) -> list[Figure]:
         figure if figure.policy in run_policies else replace(figure, policy=spellings.get(figure.policy, figure.policy))
         for figure in figures
     ]
+
+
+def _measurement(figure: Figure) -> tuple[str, ...]:
+    return figure.method, figure.model, figure.kept, figure.setting, figure.dataset, figure.metric
 
 
 def _is_line(figure: Figure, builder: _Builder, line_key: Callable[[Figure], tuple[str, str]]) -> bool:
