@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import typer
 
+import kvbench
 from kvbench import cli
 from kvbench.analysis.speed.settings import SpeedSettings
 from kvbench.cli.app import app
@@ -250,6 +251,18 @@ def test_a_miniature_runs_and_is_laid_out_as_it_says(tmp_path: Path, capsys: pyt
     shown = next(line for line in lines if line.startswith("table: "))
     assert cli.call(shlex.split(shown)[2:]) == 0
     assert "VT" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_smoothing_constant_acts_in_its_recipe(tmp_path: Path) -> None:
+    """D2O evicts at every step of an answer, so that the threshold moves, and answers depend on how fast."""
+    out = tmp_path / "run"
+    command = ["run", "--recipe", "d2o-table11", "--model", "reference", "--out", str(out)]
+    assert cli.call([*command, "--samples", "2", "--length", "128", "--quiet"]) == 0
+    _, samples = kvbench.load(out)
+    answers = samples[samples["policy"] != "full"].groupby("policy")["response"].apply(tuple)
+    assert len(answers) == 5 and len(set(answers)) > 1
+    assert (samples["held_entries"] > samples["budget_entries"])[samples["policy"] != "full"].all()
 
 
 def test_a_full_run_says_what_differs_from_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
