@@ -154,12 +154,15 @@ def pivot(measures: Measures, axes: Axes, labels: Mapping[str, str] | None = Non
 
 
 def _with_domains(cells: pd.DataFrame) -> pd.DataFrame:
+    """Return the cells with their domains; a task in several subsets is in the first."""
     domains: dict[str, str] = {}
     for benchmark in catalogue.benchmarks()[0].values():
         for subset_name, task_names in benchmark.subsets.items():
-            domains |= {task_name: subset_name for task_name in task_names if task_name not in domains}
-    task_names = cells["task"].astype(str)
-    return cells.assign(domain=task_names.map(domains).fillna(cells["group"].astype(str)))
+            domains = {task_name: subset_name for task_name in task_names} | domains
+    task_column, groups = cells["task"].astype(str), cells["group"].astype(str)
+    return cells.assign(
+        domain=[domains.get(task_name, group) for task_name, group in zip(task_column, groups, strict=True)]
+    )
 
 
 def _only(cells: pd.DataFrame, axis: str) -> Any:
