@@ -158,7 +158,7 @@ def _with_domains(cells: pd.DataFrame) -> pd.DataFrame:
     domains: dict[str, str] = {}
     for benchmark in catalogue.benchmarks()[0].values():
         for subset_name, task_names in benchmark.subsets.items():
-            domains = {task_name: subset_name for task_name in task_names} | domains
+            domains = dict.fromkeys(task_names, subset_name) | domains
     task_column, groups = cells["task"].astype(str), cells["group"].astype(str)
     return cells.assign(
         domain=[domains.get(task_name, group) for task_name, group in zip(task_column, groups, strict=True)]
