@@ -61,7 +61,7 @@ of one sequence; ranking the entries adds `O(H T log T)`.
 
 **Moments** are those for which the policy's paper defines it; every policy runs at all of them:
 `context` (the context is compressed before the question is seen), `question` (context and question
-are compressed together), `decode` (an absolute budget holds during generation), `chunked` (the
+are compressed together), `decode` (the budget holds during generation), `chunked` (the
 prompt comes in chunks, and after each the cache is cut back to its share of the whole prompt;
 `kvbench.attach` does not know the whole prompt and takes an absolute budget), `turns` (before every
 new turn of a dialogue).

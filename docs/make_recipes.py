@@ -12,6 +12,7 @@ from typing import Any
 
 from kvbench.papers.published.results import papers
 from kvbench.papers.recipes import Recipe, left_out, recipes
+from kvbench.papers.recipes.compare import ComparedSetting, compared_settings
 from kvbench.papers.recipes.recipe import RUN
 from kvbench.runs.options import flag_of
 
@@ -38,7 +39,10 @@ def block() -> str:
 def described(one: Recipe) -> Iterator[str]:
     """The section of a recipe."""
     yield from (f"### {one.name}", "", f"{one.title}." + f" Also {one.also}." * bool(one.also), "")
-    yield f"- In full: {settings(one.full)}"
+    yield from ("| setting | in the paper | in full here | |", "| --- | --- | --- | --- |")
+    for compared in compared_settings(one):
+        yield row(compared)
+    yield ""
     for model, changed in one.miniatures.items():
         yield f"- With `{model}`: {settings(changed)}"
     if one.needs:
@@ -51,6 +55,13 @@ def described(one: Recipe) -> Iterator[str]:
     yield "- Differs from the paper:"
     yield from (f"    - {sentence}" for sentence in one.differs)
     yield ""
+
+
+def row(compared: ComparedSetting) -> str:
+    """A setting of the paper beside the recipe's."""
+    of_paper = ", ".join(compared.of_paper) or "-"
+    of_recipe = ", ".join(f"`{text}`" for text in compared.of_recipe) or "the default"
+    return f"| {compared.name} | {of_paper} | {of_recipe} | {compared.verdict} |".replace("*", "\\*")
 
 
 def settings(grid: Mapping[str, Any]) -> str:

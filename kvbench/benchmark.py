@@ -127,7 +127,8 @@ class Benchmark:
             every `--length`.
         lexicons: The lexicons that the benchmark has prompts for.
         media: Kinds of media in its prompts: `image`, `video`. Only a vision-language model can run its tasks.
-        plain: Tasks whose prompts never use the chat template, because the model continues the text itself.
+        plain: Tasks whose prompts use the chat template only with `--chat-template-everywhere`, because the model
+            continues the text itself.
         subsets: Tasks by subset name, such as a domain. A subset can be run by its name, and a report shows its means.
             The name must differ from those of all tasks and benchmarks.
 

@@ -12,8 +12,8 @@ Moment = Literal["context", "question", "decode", "chunked", "turns"]
 """When a cache is compressed.
 
 `context`: after the context, before the question is seen. `question`: after context and question. `decode`: also while
-the answer is generated, to an absolute budget. `chunked`: after each chunk of the prompt. `turns`: before every new
-turn of a dialogue.
+the answer is generated; a fraction as budget refers to the prompt. `chunked`: after each chunk of the prompt. `turns`:
+before every new turn of a dialogue.
 """
 
 MOMENTS: tuple[Moment, ...] = typing.get_args(Moment)

@@ -82,7 +82,7 @@ def retention(**flag_values: Any) -> None:
     *_GRID,
     help_texts={
         "moments": "When to compress, comma-separated: context, before the question (the default); "
-        "question, after it; or decode, while the answer is generated, with a budget in tokens.",
+        "question, after it; or decode, while the answer is generated.",
         "samples": "Samples per task. Default: 1.",
     },
 )

@@ -188,6 +188,16 @@ def list_(
             show_default=False,
         ),
     ] = None,
+    paper: Annotated[
+        str | None,
+        option(
+            None,
+            "PAPER",
+            "Recipes only: list all tables and figures of a paper, with the recipe of each or why it has none.",
+            autocompletion=complete.papers,
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, option(None, FLAG, "Print the list as JSON.", "--json")] = False,
 ) -> None:
     """List policies (paper, parts, parameters), tasks, models, runs, layouts or recipes."""
@@ -199,6 +209,10 @@ def list_(
         if kind != "tasks" or search is None:
             raise UserError("--search and --include-path are for kvbench list tasks --search WORD")
         kind, (list_records, failures) = "names", listing.found_tasks(search, split_names([include_path or ""]))
+    elif paper is not None:
+        if kind != "recipes" or folder is not None:
+            raise UserError("--paper is for kvbench list recipes --paper NAME")
+        kind, list_records, failures = "items", listing.items(paper), []
     else:
         list_records, failures = listing.records(kind, folder)
     if as_json:

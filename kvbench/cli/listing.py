@@ -317,6 +317,17 @@ def recipes() -> tuple[list[Record], list[str]]:
     ], []
 
 
+def items(paper_name: str) -> list[Record]:
+    """List all tables and figures of a paper, with the recipe and layout of each, or the reason why it has none.
+
+    Raises:
+        UserError: There is no such paper.
+    """
+    from kvbench.papers.recipes import paper_items  # needs torch
+
+    return [asdict(item) for item in paper_items(paper_name)]
+
+
 _COMPARED = {
     "attention": "kvbench to transformers",
     "chunk": "4 tokens at once to one by one",
@@ -364,8 +375,9 @@ def render_list(list_kind: str, list_records: list[Record]) -> RenderableType:
     """Render the records of a kind for `rich.print`.
 
     Args:
-        list_kind: One of `KINDS`, "policy" for all that is known about a policy, or "names" for found tasks.
-        list_records: Output of `records` or `found_tasks`.
+        list_kind: One of `KINDS`, "policy" for all that is known about a policy, "names" for found tasks, or "items"
+            for the tables and figures of a paper.
+        list_records: Output of `records`, `found_tasks` or `items`.
     """
     if list_kind == "runs":
         return Group(*(line for record in list_records for line in _run_lines(record)))
@@ -458,6 +470,11 @@ def _recipe_row(record: Record) -> tuple[TableCell, ...]:
     return Name(record["name"]), recipe_title, Lines(tuple(record["missing"]) or ("nothing",))
 
 
+def _item_row(record: Record) -> tuple[TableCell, ...]:
+    made_by = Name(record["recipe"]) if record["recipe"] else record["reason"]
+    return record["item"], record["title"], made_by, Name(record["layout"]) if record["layout"] else None
+
+
 def _model_row(record: Record) -> tuple[TableCell, ...]:
     return Name(record["name"]), record["note"]
 
@@ -470,6 +487,7 @@ _TABLES: dict[str, tuple[tuple[str, ...], Callable[[Record], tuple[TableCell, ..
     "models": (("model", "what to know"), _model_row),
     "layouts": (("layout", "what it shows", "why it cannot be filled"), _layout_row),
     "recipes": (("recipe", "what it shows", "what kvbench lacks of it"), _recipe_row),
+    "items": (("item", "what it shows", "recipe, or why there is none", "layout"), _item_row),
 }
 _INDENT = (0, 0, 0, 2)
 """Padding of the lines below a run's folder: top, right, bottom, left."""

@@ -70,7 +70,7 @@ def table(
         option(
             FREE,
             "NAMES",
-            "Row dimensions, comma-separated: policy, budget, task, group, model, "
+            "Row dimensions, comma-separated: policy, budget, task, domain, group, model, "
             "moment, length, seed. Default: policy,budget, after other dimensions that vary.",
         ),
     ] = None,

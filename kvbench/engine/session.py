@@ -138,7 +138,9 @@ class AttachedCache(RaggedCache):
         """Free what only the prefill needed and start the decode-time eviction state."""
         eviction_step, absolute_budget = self.prefill_cut(), self.budget.absolute
         self.first_cut = self.ids = None
-        head_budgets = self._allowed() if self.policy.read is not None else eviction_step.budget
+        # A fraction at moment `decode` refers to the prompt, even if nothing is evicted from it yet.
+        stays = self.policy.read is not None or self.moment == "decode"
+        head_budgets = self._allowed() if stays else eviction_step.budget
         start_eviction_state(
             eviction_step,
             self,
@@ -217,11 +219,11 @@ def attach(
         model: A causal language model of a supported family, in evaluation mode.
         policy: A policy or its spelling, such as `"snapkv:window=64"`.
         budget: `"0.2"`, `0.2` (the fraction kept), `512` (tokens) or `"full"`.
-        moment: `context`: compress once. `decode`: keep an absolute budget during generation; evict when the policy's
-            buffer beyond the budget is full. `chunked`: restore an absolute budget after every forward of more than one
-            token (for policies that treat the last chunk differently, set `cache.eviction_state.final = False` while
-            more chunks follow). `turns`: compress whenever `cache.compress()` is called, which belongs before every new
-            turn.
+        moment: `context`: compress once. `decode`: keep a budget during generation (a fraction refers to the prompt);
+            evict when the policy's buffer beyond the budget is full. `chunked`: restore an absolute budget after every
+            forward of more than one token (for policies that treat the last chunk differently, set
+            `cache.eviction_state.final = False` while more chunks follow). `turns`: compress whenever
+            `cache.compress()` is called, which belongs before every new turn.
         compress: `auto` or `manual`.
         seed: Seed of policies that draw noise.
 
@@ -253,8 +255,10 @@ def _attached(
         raise UserError(f"unknown moment {moment!r}; attach takes context, {', '.join(LATER)}")
     if compress not in ("auto", "manual"):
         raise UserError(f"unknown compress={compress!r}; use auto or manual")
-    if moment in ("decode", "chunked") and parsed_budget.absolute is None and parsed_policy.has_budget:
-        raise UserError(f"moment {moment} needs a budget in tokens such as 512, not {parsed_budget}")
+    if moment == "chunked" and parsed_budget.absolute is None and parsed_policy.has_budget:
+        raise UserError(f"moment chunked needs a budget in tokens such as 512, not {parsed_budget}")
+    if moment == "decode" and parsed_budget.is_full and parsed_policy.has_budget:
+        raise UserError(f"at budget {parsed_budget}, {parsed_policy} evicts nothing; use the policy full")
     check_quantizer(parsed_policy)
     is_automatic = compress == "auto" and moment != "turns"
     cache = AttachedCache(model, parsed_policy, parsed_budget, moment, is_automatic, seed)

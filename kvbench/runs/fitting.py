@@ -64,6 +64,12 @@ def _check_early_moments(grid: Grid, task: LoadedTask, prompts: Prompts) -> None
             f"{task.name} measures whole texts, so there is nothing to compress before them at moment "
             f"{', '.join(early_timings)}; use --moment decode (budget in tokens) or chunked"
         )
+    fractions = [str(budget) for budget in grid.parsed_budgets if budget.absolute is None and not budget.is_full]
+    if prompts.rolls and grid.has_moment("decode") and fractions:
+        raise UserError(
+            f"{task.name} measures whole texts without a prompt to which a fraction could refer at moment decode; "
+            f"use a budget in tokens such as 128 instead of {', '.join(fractions)}"
+        )
     for timing in grid.timings:
         if timing.moment in task.refused:
             raise UserError(task.refused[timing.moment])

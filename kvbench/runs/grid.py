@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,6 @@ class Grid(GridOptions):
             raise UserError(
                 f"the product of {', '.join(list_options)} has {variant_count:,} combinations; "
                 f"use at most {_MOST_VARIANTS:,} in a run"
-            )
-        fractions = [str(budget) for budget in self.parsed_budgets if budget.absolute is None and not budget.is_full]
-        if self.has_moment("decode") and fractions:
-            raise UserError(
-                f"moment decode needs budgets in tokens such as 128, not {', '.join(fractions)}: "
-                "the length of a response is not known in advance"
             )
         if self.temperature == 0 and (self.top_p, self.top_k) != (None, None):
             raise UserError("temperature 0 is greedy; leave out top_p and top_k")
@@ -244,6 +238,8 @@ class Grid(GridOptions):
     def leaves(self) -> list[tuple[str, Benchmark]]:
         """Return each task of `tasks` with its benchmark, once each, in the order given.
 
+        With `chat_template_everywhere`, no task of a benchmark goes without the chat template.
+
         Raises:
             UserError: A task is unknown, or two have the same name.
         """
@@ -256,6 +252,8 @@ class Grid(GridOptions):
                         f"two tasks are called {task_name!r}: {first_group.name} ({first_group.source}) "
                         f"and {group.name} ({group.source})"
                     )
+        if self.chat_template_everywhere:
+            return [(task_name, replace(group, plain=frozenset())) for task_name, group in groups.items()]
         return list(groups.items())
 
     def variants(self) -> list[CellVariant]:

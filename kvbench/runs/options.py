@@ -190,6 +190,11 @@ class GridOptions(Options):
         "Apply the chat template. Default: if the tokenizer has one.",
         spelling="--chat-template/--no-chat-template",
     )  # fmt: skip
+    chat_template_everywhere: bool | None = declare(
+        None, values.optional(values.truth("chat_template_everywhere")), bool, PROMPTS, FLAG,
+        "Apply the chat template to tasks whose authors leave it out, too, as kvpress does.",
+        spelling="--chat-template-everywhere", digest="if set",
+    )  # fmt: skip
     seed: int = declare(
         0, values.integer("seed", 0, values.INT64), int, PROMPTS, "N",
         "Seed of the data and of all noise. Default: 0.",

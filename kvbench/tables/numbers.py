@@ -18,6 +18,8 @@ class NumberFormat(StrEnum):
     TEXT = "text"
     POINTS = "points"
     """A score in [0, 1], shown as 0 to 100 with one decimal."""
+    RATING = "rating"
+    """A rating in [0, 1], shown on the judge's scale up to 10 with two decimals."""
     NUMBER = "number"
     """Any number, with four significant digits."""
     PERCENT = "percent"
@@ -77,6 +79,8 @@ def _bare(value: float, kind: NumberFormat) -> str:
     match kind:
         case NumberFormat.POINTS:
             return f"{100 * value:.1f}"
+        case NumberFormat.RATING:
+            return f"{10 * value:.2f}"
         case NumberFormat.PERCENT:
             # From 99.95%, the text is 100%; `verdict.cheapest` does not count that as a saving either.
             return f"{100 * value:.0f}%" if abs(value) >= 0.9995 else f"{100 * value:.1f}%"

@@ -98,5 +98,6 @@ PYRAMIDKV = Policy(
     select=TopK(),
     summary="SnapKV's scores; layer budgets decrease linearly from lower to upper layers",
     paper="arXiv 2406.02069",
+    moments=("context", "question", "decode"),  # D2O, arXiv 2406.13035, compares them while answers are generated
     cost="time O(w T d), memory O(w T), as snapkv",
 )

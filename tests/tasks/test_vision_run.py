@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -74,6 +75,14 @@ def test_a_live_dialogue_keeps_its_images(folder: str, tmp_path: Path, monkeypat
     )
     cells, _ = kvbench.load(tmp_path / "run")
     assert set(cells.status) == {"ok"}
+    use = ["--use", "512=0.5", "--reduced", "--format", "csv"]
+    done = CliRunner().invoke(cli.app.app, ["table", str(tmp_path / "run"), "--layout", "dbtrimkv-6", *use])
+    assert done.exit_code == 0, done.output
+    (shown,) = (row for row in csv.DictReader(done.output.splitlines()) if "SnapKV" in row.values())
+    by_column = {"Creativity": "creativity", "Image Relative": "image_relationships", "Overall": "overall"}
+    for column, metric in by_column.items():
+        cells, _ = kvbench.load(tmp_path / "run", metric=metric)
+        assert float(shown[column]) == cells.loc[cells.policy == "snapkv", "score"].item(), column
 
 
 def test_a_text_model_leaves_them_out_with_one_line(

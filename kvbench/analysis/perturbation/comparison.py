@@ -121,7 +121,8 @@ def cells(heads: pd.DataFrame) -> pd.DataFrame:
         A row per model, task, length, moment, policy and budget: `l1` (mean over heads, layers and questions, with
             `l1_lo`, `l1_hi`), `relative` (mean l1 over mean L1 norm of the output), `assumption` (share of (question,
             head) pairs with `stage1_mass > 0.5`, with its interval), `assumption_top` (the same for `top_mass`),
-            `mass`, and for each bound `tightness` (mean bound over mean l1 in the rows where the assumption holds; for
+            `mass`, and for each bound its mean `bound` (over the rows of `tightness`; `bound_ratio` is that of bound 2
+            over that of bound 3), `tightness` (mean bound over mean l1 in the rows where the assumption holds; for
             bound 1 in all rows if stage 1 is unknown) and `violations` (rows with l1 above it: of all rows for bound 1,
             of those where the assumption holds for bounds 2 and 3). Unknown numbers are NaN.
     """
@@ -158,11 +159,13 @@ def _cell(cell_rows: pd.DataFrame) -> Row:
         # Bound 1 needs no assumption, but bounds are comparable only on the same rows.
         bound_rows = cell_rows[assumption_holds] if stage1_known.all() or bound_index > 1 else cell_rows
         bound_values, true_l1 = bound_rows[f"bound{bound_index}"], bound_rows["l1"]
+        measures[f"bound{bound_index}"] = float(bound_values.mean())
         measures[f"tightness{bound_index}"] = (
             float(bound_values.mean() / true_l1.mean()) if true_l1.sum() > 0 else math.nan
         )
         bound_rows = cell_rows if bound_index == 1 else bound_rows
         measures[f"violations{bound_index}"] = int(violated(bound_rows["l1"], bound_rows[f"bound{bound_index}"]).sum())
+    measures["bound_ratio"] = measures["bound2"] / measures["bound3"] if measures["bound3"] else math.nan
     measures |= {
         "rows": len(cell_rows),
         "questions": len(l1_matrix),

@@ -118,6 +118,8 @@ class _Filler:
             return NumberFormat.PERCENT, False
         if slot.value in (Value.RELATIVE, Value.LOSS):
             return NumberFormat.PERCENT, slot.value is Value.RELATIVE
+        if all(source.is_rating for source, _ in slot.weights):
+            return NumberFormat.RATING, slot.value is Value.DIFF
         unit_scaled = all(self.measures.unit(source) for source, _ in slot.weights)
         return score_kind(unit_scaled=unit_scaled), slot.value is Value.DIFF
 

@@ -11,8 +11,8 @@ from kvbench.papers.layouts.measures import ScoreSource, Weights
 from kvbench.papers.published.results import SCORES, Figure, PublishedTable, papers
 
 _TABLES = {
-    "criticalkv": "1 2",
-    "dbtrimkv": "2 3 6 7 8",
+    "criticalkv": "1 2 4 7 14",
+    "dbtrimkv": "1 2 3 6 7 8",
     "trimkv": "1 3 5 7 8 9",
     "d2o": "1 3 18 21",
 }
@@ -32,8 +32,15 @@ _PARTS = {
     "Acc. Medium": ScoreSource("longbench_v2", "length", "medium"),
     "Acc. Easy": ScoreSource("longbench_v2", "difficulty", "easy"),
     "Acc. Hard": ScoreSource("longbench_v2", "difficulty", "hard"),
+    "MMDU Answer Accuracy": ScoreSource("mmdu", metric="answer_accuracy", is_rating=True),
+    "MMDU Creativity": ScoreSource("mmdu", metric="creativity", is_rating=True),
+    "MMDU Richness": ScoreSource("mmdu", metric="richness", is_rating=True),
+    "MMDU Visual Perception": ScoreSource("mmdu", metric="visual_perception", is_rating=True),
+    "MMDU Logical Coherence": ScoreSource("mmdu", metric="logical_coherence", is_rating=True),
+    "MMDU Image Relative": ScoreSource("mmdu", metric="image_relationships", is_rating=True),
+    "MMDU Overall": ScoreSource("mmdu", is_rating=True),
 }
-"""Published datasets that are parts of a task."""
+"""Published datasets that are parts of a task, or another metric of it."""
 
 LENGTHS = {"L=50k": (50_000, 51_200), "L=100k": (100_000, 102_400)}
 """Published settings that are lengths, and the corresponding lengths of a run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from kvbench.papers.layouts.slots import ComputedSlot, Layout, LayoutRow, Measur
 from kvbench.papers.layouts.substitutes import Substitutes
 from kvbench.papers.published.beside import MOMENTS
 from kvbench.papers.published.claims import Claim, claims
-from kvbench.papers.published.results import SCORES, Figure, papers
+from kvbench.papers.published.results import SCORES, Figure, papers, published_spelling
 from kvbench.tables.table import Column, Name, Phrase, TableCell
 from kvbench.tables.text import listed, tokens
 
@@ -46,7 +47,7 @@ def lay_out(
         UserError: kvbench or the runs have nothing to fill in, or the runs have several lengths, moments or seeds.
     """
     substitutes.check(published_layout.figures, measures)
-    figures = [substitutes.apply(figure) for figure in published_layout.figures]
+    figures = _as_run([substitutes.apply(figure) for figure in published_layout.figures], measures)
     builder = _Builder(published_layout, measures, figures, substitutes, labels or {})
     if not builder.direct:
         hint = "; use --use 'NAME=TASK' to fill it in from another task" * bool(datasets(figures))
@@ -74,8 +75,15 @@ class _Builder:
         self.substitutes, self.labels = substitutes, labels
         run_tasks = set(measures.cells["task"].astype(str))
         self.weights = {figure: task_weights(figure, run_tasks) for figure in figures}
+        # A table that prints a result of the full cache in several places has a claim for one of them.
+        claim_by_measurement = {
+            _measurement(claim.figure): claim
+            for claim in claims(published_layout.paper, published_layout.table.number, figures, of_a_run=True)
+        }
         claim_by_figure = {
-            claim.figure: claim for claim in claims(published_layout.paper, published_layout.table.number, figures)
+            figure: claim_by_measurement[_measurement(figure)]
+            for figure in figures
+            if _measurement(figure) in claim_by_measurement
         }
         # The mean of a single task is measured; a mean of several tasks is computed as in the paper.
         self.claims: dict[Figure, Claim] = {
@@ -262,6 +270,22 @@ class _Builder:
             length_list = ", ".join(map(tokens, run_lengths))
             raise UserError(f"the run has several lengths: {length_list}; choose one with --length")
         return (run_lengths or [0])[0]
+
+
+def _as_run(figures: Sequence[Figure], measures: Measures) -> list[Figure]:
+    """Return published results with the run's spelling of their policies, which may have another buffer."""
+    run_policies = list(dict.fromkeys(measures.cells["policy"].astype(str)))
+    spellings: dict[str, str] = {}
+    for run_policy in run_policies:
+        spellings.setdefault(published_spelling(run_policy), run_policy)
+    return [
+        figure if figure.policy in run_policies else replace(figure, policy=spellings.get(figure.policy, figure.policy))
+        for figure in figures
+    ]
+
+
+def _measurement(figure: Figure) -> tuple[str, ...]:
+    return figure.method, figure.model, figure.kept, figure.setting, figure.dataset, figure.metric
 
 
 def _is_line(figure: Figure, builder: _Builder, line_key: Callable[[Figure], tuple[str, str]]) -> bool:

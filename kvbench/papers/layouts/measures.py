@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -63,16 +64,27 @@ class Config:
 
 @dataclass(frozen=True)
 class ScoreSource:
-    """Source of a score: a task, or only its samples with a field value."""
+    """Source of a score: a task, or only its samples with a field value.
+
+    Attributes:
+        task: The task.
+        field: Field of `extra` that selects samples; "" for all.
+        value: Value of the field.
+        metric: Metric of the score; "" for the task's own.
+        is_rating: Whether the score is a judge's rating from 1 to 10, divided by 10.
+    """
 
     task: str
     field: str = ""
     value: str = ""
+    metric: str = ""
+    is_rating: bool = False
 
     @property
     def label(self) -> str:
-        """Task and field value as text."""
-        return f"{self.task} ({self.field} {self.value})" if self.field else self.task
+        """Task, metric and field value as text."""
+        parts = [self.metric.replace("_", " "), f"{self.field} {self.value}".strip()]
+        return f"{self.task} ({', '.join(filter(None, parts))})" if any(parts) else self.task
 
 
 Weights: TypeAlias = tuple[tuple[ScoreSource, float], ...]
@@ -140,10 +152,17 @@ class Measures:
         cells: The frame of `cells.parquet`, with at most one cell per model, task, length, policy, budget, moment and
             seed; see `merged`.
         samples: The frame of `samples.parquet`.
+        by_metric: Returns the same cells with the scores of another metric, or None if no task has it.
     """
 
-    def __init__(self, cells: pd.DataFrame, samples: pd.DataFrame) -> None:
+    def __init__(
+        self,
+        cells: pd.DataFrame,
+        samples: pd.DataFrame,
+        by_metric: Callable[[str], Measures | None] = lambda metric: None,
+    ) -> None:
         self.cells = cells
+        self._by_metric = functools.cache(by_metric)
         self._rows: dict[tuple[Any, ...], Row] = {}
         for cell_row in records(cells):
             self._rows[tuple(cell_row[column_name] for column_name in _PLACE)] = cell_row
@@ -154,6 +173,9 @@ class Measures:
 
     def row(self, config: Config, source: ScoreSource) -> Row | None:
         """Return the cell for a score, finished or failed; None if there is none."""
+        if source.metric:
+            other = self._by_metric(source.metric)
+            return None if other is None else other.row(config, replace(source, metric=""))
         moment = config.moment
         if config.policy == "full":
             moment = "turns" if moment == "turns" else ""  # a live dialogue has a separate full cache
@@ -190,10 +212,14 @@ class Measures:
 
     def unit(self, source: ScoreSource) -> bool:
         """Return whether all scores of a source's task lie in [0, 1]."""
+        if source.metric and (other := self._by_metric(source.metric)) is not None:
+            return other.unit(replace(source, metric=""))
         return self._unit.get(source.task, True)
 
     def is_mean(self, source: ScoreSource) -> bool:
         """Return whether the score of a source's task is a mean over samples."""
+        if source.metric and (other := self._by_metric(source.metric)) is not None:
+            return other.is_mean(replace(source, metric=""))
         return source.task not in self._unaveraged
 
     def paired(self, first_config: Config, second_config: Config, weights: Weights) -> Paired:
@@ -227,6 +253,10 @@ class Measures:
         return Paired(first_scores, second_scores, context_by_key)
 
     def _responses(self, config: Config, source: ScoreSource) -> Responses:
+        if source.metric and (other := self._by_metric(source.metric)) is not None:
+            found = other.responses(config, replace(source, metric=""))
+            scores_by_key = {(source, *key[1:]): score for key, score in found.scores.items()}
+            return Responses(scores_by_key, {(source, *key[1:]): text for key, text in found.contexts.items()})
         cell_row = self.row(config, source)
         scores: dict[Key, float] = {}
         contexts: dict[Key, str] = {}
@@ -258,10 +288,19 @@ def load(folders: Sequence[Path], filters: Mapping[str, Sequence[str]], metric: 
         UserError: A run cannot be read, a value is in none of them, or two runs have different scores for the same
             cell.
     """
+
+    def by_metric(other_metric: str) -> Measures | None:
+        with warnings.catch_warnings():  # tasks without the metric are not asked for
+            warnings.simplefilter("ignore")
+            try:
+                return load(folders, filters, other_metric)
+            except UserError:
+                return None
+
     cells, samples = load_frames(folders, ["cell", *_ANSWER], coded=True, metric=metric)
     cells = filter_cells(cells, filters)
     cells = merged(cells, folders)
-    return Measures(cells, samples[samples["cell"].isin(cells["cell"])])
+    return Measures(cells, samples[samples["cell"].isin(cells["cell"])], by_metric)
 
 
 def merged(cells: pd.DataFrame, folders: Sequence[Path] = ()) -> pd.DataFrame:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from kvbench.errors import UserError, unknown
+from kvbench.harness import catalogue
 from kvbench.papers.layouts.measures import Config, Measures, ScoreSource, Weights
 from kvbench.papers.layouts.slots import Layout, LayoutRow, MeasuredSlot
 from kvbench.papers.layouts.value import Value
@@ -18,10 +19,10 @@ from kvbench.report.panel import DOWN
 from kvbench.tables.table import Column, Name, Phrase
 from kvbench.tables.text import listed, tokens
 
-DIMENSIONS = ("policy", "budget", "task", "group", "model", "moment", "length", "seed")
-"""Dimensions of the axes."""
+DIMENSIONS = ("policy", "budget", "task", "domain", "group", "model", "moment", "length", "seed")
+"""Dimensions of the axes. A domain is the subset of its benchmark that a task is in, or else the benchmark."""
 
-_TASKS = ("task", "group")
+_TASKS = ("task", "domain", "group")
 _FULL = {"policy": "full", "budget": "full", "moment": ""}
 """Values of the full cache in these dimensions."""
 
@@ -64,8 +65,8 @@ class Axes:
                 raise unknown("dimension", dimension, DIMENSIONS)
             if (*self.rows, *self.columns).count(dimension) > 1:
                 raise UserError(f"{dimension} is given twice; use it either in --rows or in --columns")
-        if self.mean and self.columns != ("task",):
-            raise UserError("--mean needs --columns task")
+        if self.mean and self.columns not in (("task",), ("domain",)):
+            raise UserError("--mean needs --columns task or domain")
         if self.mean and self.value is not Value.SCORE:
             raise UserError("--mean needs --value score")
 
@@ -101,7 +102,7 @@ def pivot(measures: Measures, axes: Axes, labels: Mapping[str, str] | None = Non
     Raises:
         UserError: A dimension that is on no axis has several values, or there is nothing to average.
     """
-    cells, labels = measures.cells, labels or {}
+    cells, labels = _with_domains(measures.cells), labels or {}
     axis_dimensions = (*axes.rows, *axes.columns)
     compressed_cells = cells[cells["policy"] != "full"]
     compressed_cells = compressed_cells if len(compressed_cells) else cells
@@ -144,12 +145,24 @@ def pivot(measures: Measures, axes: Axes, labels: Mapping[str, str] | None = Non
             lead_cells = tuple(_shown(dimension, row_place[dimension], labels) for dimension in axes.rows)
             layout_rows.append(LayoutRow(lead_cells, tuple(row_slots), _group(row_place, axes.rows)))
     lead_columns = tuple(Column(dimension, merged=dimension != axes.rows[-1]) for dimension in axes.rows)
-    mean_text = "" if {"task", "group"} & {*axis_dimensions} or len(all_tasks) == 1 else _mean(all_tasks)
+    mean_text = "" if {*_TASKS} & {*axis_dimensions} or len(all_tasks) == 1 else _mean(all_tasks)
     table_title = (_TITLES[axes.value], mean_text, *_shared_values(fixed_values, labels), ".")
     has_means = cells["task"].nunique() > 1 and (axes.mean or "task" not in axis_dimensions)
     unaveraged = unaveraged_tasks(cells) if has_means else []
     layout_notes = [f"Means leave out {listed(unaveraged)}, whose score is not a mean over samples."] * bool(unaveraged)
     return Layout(table_title, lead_columns, tuple(column_heads), tuple(layout_rows), tuple(layout_notes), labels)
+
+
+def _with_domains(cells: pd.DataFrame) -> pd.DataFrame:
+    """Return the cells with their domains; a task in several subsets is in the first."""
+    domains: dict[str, str] = {}
+    for benchmark in catalogue.benchmarks()[0].values():
+        for subset_name, task_names in benchmark.subsets.items():
+            domains = dict.fromkeys(task_names, subset_name) | domains
+    task_column, groups = cells["task"].astype(str), cells["group"].astype(str)
+    return cells.assign(
+        domain=[domains.get(task_name, group) for task_name, group in zip(task_column, groups, strict=True)]
+    )
 
 
 def _only(cells: pd.DataFrame, axis: str) -> Any:

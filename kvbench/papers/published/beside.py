@@ -13,7 +13,7 @@ import pandas as pd
 
 from kvbench.files import replacing
 from kvbench.harness import catalogue
-from kvbench.papers.published.results import SCORES, Figure, all_figures
+from kvbench.papers.published.results import SCORES, Figure, all_figures, published_spelling
 from kvbench.report.frames import prepare, records, unit_scale
 from kvbench.report.overall import group_means
 from kvbench.tables.numbers import NumberFormat
@@ -23,6 +23,8 @@ from kvbench.tables.text import listed, md, tokens
 
 MOMENTS = {
     "question-agnostic": "context",
+    "question-agnostic, multi-turn": "context",
+    "same context, different queries": "context",
     "question-aware": "question",
     "decoding": "decode",
     "chunked prefill": "chunked",
@@ -93,7 +95,7 @@ class PublishedPair:
 
 
 def pairs(cells: pd.DataFrame) -> list[PublishedPair]:
-    """Pair the scores of runs with published ones by policy, task and budget.
+    """Pair the scores of runs with published ones by policy (whatever its buffer), task and budget.
 
     Only scores in [0, 1] are paired. The mean of a group or a subset is paired if all of its tasks were run and are
     informative. All published results for a cell are paired, except repetitions in other tables of a paper.
@@ -109,7 +111,9 @@ def pairs(cells: pd.DataFrame) -> list[PublishedPair]:
     return [
         PublishedPair(**run_score, figure=figure, published_full=full_scores.of(figure))
         for run_score in _run_scores(cells)
-        for figure in figures_by_cell.get((run_score["policy"], run_score["task"], run_score["budget"]), {}).values()
+        for figure in figures_by_cell.get(
+            (published_spelling(run_score["policy"]), run_score["task"], run_score["budget"]), {}
+        ).values()
     ]
 
 

@@ -96,10 +96,20 @@ def lines(figures: Iterable[Figure]) -> list[Line]:
     return [Line(line_figures) for line_figures in figures_by_line.values()]
 
 
-def claims(paper_name: str, table_number: str, figures: Iterable[Figure]) -> list[Claim]:
-    """Return the claims of a table's results; none if they do not depend on each other."""
+def claims(paper_name: str, table_number: str, figures: Iterable[Figure], *, of_a_run: bool = False) -> list[Claim]:
+    """Return the claims of a table's results; none if they do not depend on each other.
+
+    Args:
+        paper_name: Name of the paper.
+        table_number: Number of the table.
+        figures: Results of the table.
+        of_a_run: Whether a run fills the table. All its policies have one full cache, which a paper's may not have.
+    """
     table_lines = lines(figures)
-    return [claim for rule in RULES.get((paper_name, table_number), ()) for claim in rule(table_lines)]
+    rules = RULES.get((paper_name, table_number), ())
+    if of_a_run:
+        rules = RULES_OF_RUNS.get((paper_name, table_number), rules)
+    return [claim for rule in rules for claim in rule(table_lines)]
 
 
 # --- rules ----------------------------------------------------------------------------------------
@@ -367,7 +377,7 @@ RULES: dict[tuple[str, str], tuple[Rule, ...]] = {
     ("criticalkv", "7"): (mean("Avg.", _DOMAINS),),
     ("criticalkv", "9"): (quotient("Ratio", "Our Bound θ̂", "Prev. Bound θ̂relax"),),
     ("criticalkv", "14"): (mean("Ave. Score", _DOMAINS), loss("Avg. Loss ↓", dataset="Ave. Score")),
-    # TrimKV and DBTrimKV are relative to a separate full cache, whose scores are not printed.
+    # TrimKV and DBTrimKV are printed relative to a separate full cache, whose scores are not printed.
     ("dbtrimkv", "1"): (mean_share("Avg. (%)", lambda f: f.row.endswith("*")),),
     ("dbtrimkv", "2"): (mean_share("(% vs Vanilla)"),),
     ("dbtrimkv", "3"): (share("MMDU % vs Vanilla", dataset="MMDU Overall"),),
@@ -383,3 +393,6 @@ RULES: dict[tuple[str, str], tuple[Rule, ...]] = {
     ("d2o", "17"): (gain(["Local Window", "StreamingLLM", "H2O"]),),
 }
 """The rules of each table, by paper and number."""
+
+RULES_OF_RUNS: dict[tuple[str, str], tuple[Rule, ...]] = {("dbtrimkv", "1"): (mean_share("Avg. (%)"),)}
+"""The rules that differ if a run fills the table."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from importlib import resources
@@ -39,7 +40,7 @@ class Figure:
         model: The model, in one spelling per paper; empty if not stated.
         budget: The budget as printed; empty for full and if not stated.
         fraction: The budget as a decimal fraction; empty if it is not one.
-        tokens: The budget as a number of tokens; empty if it is not one.
+        tokens: The budget as a number of tokens, or of image tokens (`visual:64`); empty if it is not one.
         setting: When the cache was compressed, and other conditions of the measurement.
         metric: Metric of the value.
         value: The number exactly as printed.
@@ -154,6 +155,14 @@ def paper(name: str) -> Paper:
     if name not in papers():
         raise unknown("paper", name, papers())
     return papers()[name]
+
+
+def published_spelling(policy_spelling: str) -> str:
+    """Return a policy's spelling as `Figure.policy` has it: without `buffer`.
+
+    Papers evict at every step of an answer or after some; the method is the same.
+    """
+    return re.sub(r":buffer=\d+", "", policy_spelling)
 
 
 def all_figures() -> Iterator[Figure]:

@@ -1,5 +1,6 @@
 """Recipes: the experiments behind tables and figures of papers, full-size and in miniature."""
 
+from kvbench.papers.recipes.items import PaperItem, paper_items
 from kvbench.papers.recipes.recipe import (
     LeftOutItem,
     Recipe,
@@ -9,4 +10,4 @@ from kvbench.papers.recipes.recipe import (
     recipes,
 )
 
-__all__ = ["LeftOutItem", "Recipe", "left_out", "missing_parts", "recipe", "recipes"]
+__all__ = ["LeftOutItem", "PaperItem", "Recipe", "left_out", "missing_parts", "paper_items", "recipe", "recipes"]

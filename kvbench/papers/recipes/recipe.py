@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +42,8 @@ class Recipe:
         lacks: Rows, columns or models of the paper that kvbench cannot run.
         layout: Options of `kvbench table` for the full run.
         small_layout: Options of `kvbench table` for a miniature.
+        states: Settings that the paper gives in its text, by attribute or flag name; those of tables are read from the
+            published results.
         also: Other items that the same run covers, such as "figures 5 and 6"; may be empty.
     """
 
@@ -57,6 +59,7 @@ class Recipe:
     layout: str = ""
     small_layout: str = ""
     also: str = ""
+    states: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -151,7 +154,7 @@ def recipes() -> Mapping[str, Recipe]:
             if recipe_path.name != f"{loaded_recipe.name}.yaml":
                 raise ValueError(f"{recipe_path.name} holds {loaded_recipe.name}")
             all_recipes.append(loaded_recipe)
-    all_recipes.sort(key=lambda loaded_recipe: _place(loaded_recipe.paper, loaded_recipe.item))
+    all_recipes.sort(key=lambda loaded_recipe: place_of(loaded_recipe.paper, loaded_recipe.item))
     return MappingProxyType({loaded_recipe.name: loaded_recipe for loaded_recipe in all_recipes})
 
 
@@ -178,7 +181,7 @@ def left_out() -> tuple[LeftOutItem, ...]:
         for paper_name, items in yaml.safe_load(yaml_text).items()
         for item, reason in items.items()
     ]
-    return tuple(sorted(left_items, key=lambda left_item: _place(left_item.paper, left_item.item)))
+    return tuple(sorted(left_items, key=lambda left_item: place_of(left_item.paper, left_item.item)))
 
 
 def missing_parts(checked_recipe: Recipe) -> list[str]:
@@ -198,19 +201,20 @@ def missing_parts(checked_recipe: Recipe) -> list[str]:
     return missing_items
 
 
+def place_of(paper_name: str, item_label: str) -> tuple[int, bool, int]:
+    """Return the sort key of a table or figure."""
+    item_kind, item_number = item_label.split()
+    return list(papers()).index(paper_name), item_kind != "table", int(item_number)
+
+
 def _folder() -> Any:
     return resources.files(__name__.rpartition(".")[0]) / "shipped"
 
 
 def _read(recipe_data: dict[str, Any]) -> Recipe:
     item_labels = [f"{item_kind} {recipe_data.pop(item_kind)}" for item_kind in _KINDS if item_kind in recipe_data]
-    known_keys = {field.name for field in fields(Recipe)}
+    known_keys = {recipe_field.name for recipe_field in fields(Recipe)}
     if len(item_labels) != 1 or not set(recipe_data) <= known_keys:
         raise ValueError(f"{recipe_data.get('title')}: needs table or figure, and keys of {sorted(known_keys)}")
     list_fields = {list_name: tuple(recipe_data.get(list_name, ())) for list_name in ("differs", "needs", "lacks")}
     return Recipe(item=item_labels[0], **(recipe_data | list_fields))
-
-
-def _place(paper_name: str, item_label: str) -> tuple[int, bool, int]:
-    item_kind, item_number = item_label.split()
-    return list(papers()).index(paper_name), item_kind != "table", int(item_number)

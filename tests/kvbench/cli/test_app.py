@@ -105,7 +105,6 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         ([*RUN, "--budget", "0.2,abc"], "budget 'abc'"),
         ([*RUN, "--length", "1k"], "length must be an integer"),
         ([*RUN, "--moment", "turns"], "vt has no turns"),
-        ([*RUN, "--moment", "decode"], "moment decode needs budgets in tokens"),
         ([*RUN, "--dry-run", "--out", f"{__file__}/x"], "is a file, not a folder"),
         ([*RUN, "--moment", "quesion"], "did you mean question"),
         ([*RUN, "--dtype", "fp8"], "unknown dtype 'fp8'"),

@@ -149,7 +149,9 @@ def test_misuse_is_refused(llama: Any) -> None:
     with kvbench.attach(llama, "random", 0.5) as cache, pytest.raises(ValueError, match="beam"):
         llama.generate(ids, past_key_values=cache, num_beams=2, max_new_tokens=3)
     absolute = pytest.raises(ValueError, match="budget in tokens")
-    with absolute, kvbench.attach(llama, "random", 0.5, moment="decode"):
+    with absolute, kvbench.attach(llama, "random", 0.5, moment="chunked"):
+        pass
+    with pytest.raises(ValueError, match="policy full"), kvbench.attach(llama, "random", "full", moment="decode"):
         pass
     with pytest.raises(ValueError, match="out of range"):
         kvbench.kept(llama, ids, "random", 1.5)

@@ -70,10 +70,11 @@ def make_run(
             grid += [(p, b, m) for m in moments for p in policies for b in budgets]
             for policy, budget, moment in grid:
                 level = full_level
+                kept = 1.0 if policy == "full" else float(budget.removeprefix("visual:"))
                 if policy != "full":
                     base = STRENGTH.get(policy.split(":")[0], 0.5)
                     base = base ** (0.35 if moment == "question" else 1)
-                    level *= base ** (0.1 / float(budget)) * (1 - 0.3 * (t % 3) / 2 * (1 - base))
+                    level *= base ** (0.1 / kept) * (1 - 0.3 * (t % 3) / 2 * (1 - base))
                 scores = (hard < level).astype(float)
                 key = f"{model}/{task}/{length}/{policy}/{budget}/{moment}"
                 cell = hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -82,7 +83,7 @@ def make_run(
                     depth = f"-d{depths[i % len(depths)]:03d}" if depths else ""
                     keys.append((f"{task}-{length}-0-{i}{depth}", 0, 0))
                     clusters.append(f"{task}-{length}-{i // 2 if task == 'qa_1' else i}")
-                share = 1.0 if policy == "full" else float(budget) + 0.004
+                share = 1.0 if policy == "full" else kept + 0.004
                 by_key = dict(zip(keys, scores.tolist(), strict=True))
                 estimate = summary(scores, clusters)
                 if policy == "full":

@@ -61,7 +61,6 @@ def test_to_dict_reads_back() -> None:
         ({"budgets": None}, "budgets must be"),
         ({"policies": []}, "policies must be"),
         ({"policies": [3]}, "policies must be names"),
-        ({"moments": "decode"}, "moment decode needs budgets in tokens"),
         ({"moments": "chunked:x"}, "use chunked:512"),
         ({"moments": "context:5"}, "context takes no number"),
         ({"moments": "contxt"}, "did you mean context"),
@@ -205,6 +204,16 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
         Grid.from_dict({"policies": "a", "tasks": [one, two]}).leaves()
     with pytest.raises(UserError, match=r"two tasks are called 'vt'"):
         Grid.from_dict({"policies": "a", "tasks": ["vt", write_rows(tmp_path / "vt.jsonl")]}).leaves()
+
+
+def test_the_chat_template_can_be_used_everywhere() -> None:
+    given = {"policy": "snapkv", "budget": "0.2", "task": "longbench"}
+    usual = Grid.from_dict(given)
+    everywhere = Grid.from_dict({**given, "chat_template_everywhere": True})
+    assert {task for task, group in usual.leaves() if task in group.plain} >= {"longbench_trec", "longbench_lcc"}
+    assert not [task for task, group in everywhere.leaves() if task in group.plain]
+    assert [task for task, _ in usual.leaves()] == [task for task, _ in everywhere.leaves()]
+    assert usual.digest != everywhere.digest
 
 
 def test_an_unknown_task_gives_the_nearest() -> None:

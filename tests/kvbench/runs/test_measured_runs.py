@@ -100,6 +100,8 @@ def test_a_whole_text_has_nothing_to_compress_before_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         plan(grid(tmp_path, "whole", moment="context,decode"), print)
     plan(grid(tmp_path, "whole", moment="context", policy="full"), print)
+    with pytest.raises(UserError, match=r"use a budget in tokens such as 128 instead of 0\.3"):
+        plan(grid(tmp_path, "whole", moment="decode", budget="0.3,8"), print)
 
 
 @pytest.mark.parametrize(("task", "recorded"), [("choices", False), ("mixed", True)])

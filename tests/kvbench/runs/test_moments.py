@@ -71,6 +71,21 @@ def test_an_allowance_that_is_never_reached_changes_nothing(tmp_path: Path) -> N
         assert list(kept["response"]) == list(full["response"])
 
 
+def test_a_fraction_at_decode_is_a_number_of_tokens_of_the_prompt(tmp_path: Path) -> None:
+    """Prompts of different lengths, each against a run with the number of tokens that its own fraction is."""
+    grid = GRIDS["decode"] | {"policy": "d2o:buffer=0,pyramidkv:window=4:buffer=3", "length": "96,128", "full": False}
+    fraction = run(tmp_path / "fraction", **{**grid, "budget": "0.3"}).samples
+    prompt_lengths = fraction["context_tokens"] + fraction["question_tokens"]
+    tokens = (prompt_lengths * 3 + 5) // 10
+    assert tokens.nunique() > 1, "one number of tokens could serve all prompts"
+    assert list(fraction["budget_entries"]) == list(tokens * kvbench_heads())
+    assert (fraction["held_entries"] > fraction["budget_entries"]).all(), "entries are evicted during the answer"
+    absolute = run(tmp_path / "tokens", **{**grid, "budget": ",".join(map(str, sorted(set(tokens))))}).samples
+    columns = ["length", "policy", "sample_id", "response", "held_entries", "kv_bytes_live"]
+    own = absolute.merge(fraction.assign(budget=tokens.astype(str))[["length", "policy", "sample_id", "budget"]])
+    assert own[columns].sort_values(columns).values.tolist() == fraction[columns].sort_values(columns).values.tolist()
+
+
 @pytest.mark.slow
 def test_the_peak_at_decode_counts_the_buffer(tmp_path: Path) -> None:
     made = run(tmp_path, **{**GRIDS["decode"], "policy": "h2o:buffer=5,streaming_llm:buffer=0"})

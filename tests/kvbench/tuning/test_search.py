@@ -134,7 +134,6 @@ def test_the_command_finds_a_setting_compares_it_on_other_samples_and_continues(
         (["--time", "soon"], "--time soon: use a number and a unit"),
         (["--model", "reference,smollm2"], "a search is for one model"),
         (["--score", "windwo"], "did you mean window"),
-        (["--moment", "decode"], "moment decode needs budgets in tokens"),
     ],
 )
 def test_bad_input_is_one_line(flags: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,8 @@ def test_equal_policies_tie() -> None:
 
 def test_the_assumption_and_the_bounds_by_hand() -> None:
     l1 = [[[1.0, 2.0]], [[3.0, 4.0]]]
-    (row,) = comparison.cells(table({"p": l1}, ["a", "b"])).to_dict("records")
+    heads = table({"p": l1}, ["a", "b"])
+    (row,) = comparison.cells(heads).to_dict("records")
     assert row["l1"] == 2.5
     assert row["relative"] == pytest.approx(0.25)
     assert row["assumption"] == 0.5  # head 0 holds, head 1 does not
@@ -102,6 +103,9 @@ def test_the_assumption_and_the_bounds_by_hand() -> None:
     assert row["rows"] == 4
     assert row["tightness2"] == pytest.approx(3.0)  # over head 0 alone
     assert (row["violations1"], row["violations2"], row["violations3"]) == (0, 0, 2)
+    held = heads[heads["stage1_mass"] > 0.5]
+    assert [row[f"bound{i}"] for i in (1, 2, 3)] == [held[f"bound{i}"].mean() for i in (1, 2, 3)]
+    assert row["bound_ratio"] == pytest.approx(held["bound2"].sum() / held["bound3"].sum())
     assert (row["l1_lo"], row["l1_hi"]) == (-math.inf, math.inf)  # two contexts say nothing
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -38,7 +39,7 @@ def layout_run(name: str, model: str = "tiny_llama", samples: int = 12) -> Frame
     lengths = sorted(LENGTHS[f.setting][0] for f in figures[:2] if f.setting in LENGTHS)
     cells, rows = make_run(
         list(dict.fromkeys(f.policy for f in figures if f.policy not in ("", "full"))),
-        sorted(budgets, key=float),
+        sorted(budgets, key=lambda budget: float(budget.removeprefix("visual:"))),
         tasks,
         model=model,
         group="ruler" if name == "criticalkv-1" else "longbench",
@@ -57,9 +58,15 @@ def layout_run(name: str, model: str = "tiny_llama", samples: int = 12) -> Frame
     return cells, rows
 
 
-def measures_of(frames: Frames) -> Measures:
+def measures_of(frames: Frames, by_metric: Mapping[str, Frames] | None = None) -> Measures:
+    """The measures of a run, and of the same cells by other metrics, which have the same scores by default."""
     cells, samples = frames
-    return Measures(merged(cells), samples)
+    others = by_metric or {}
+
+    def measured(metric: str) -> Measures | None:
+        return measures_of(others.get(metric, frames)) if others or by_metric is None else None
+
+    return Measures(merged(cells), samples, measured)
 
 
 def write_run(frames: Frames, folder: Path) -> Path:

@@ -104,6 +104,27 @@ def test_values(value: Value, want) -> None:  # type: ignore[no-untyped-def]
     assert cell.signed == (value in (Value.DIFF, Value.RELATIVE))
 
 
+def test_domains_are_means_of_their_tasks_in_a_benchmark() -> None:
+    tasks = ["longbench_lcc", "longbench_repobench-p", "longbench_trec", "vt"]
+    cells, samples = make_run(["snapkv"], ["0.2"], tasks, group="longbench")
+    cells.loc[cells["task"] == "vt", "group"] = "my_own"
+    table = fill(
+        pivot(measures_of((cells, samples)), Axes(("policy",), ("domain",), mean=True)), measures_of((cells, samples))
+    )
+    by_task = cells[cells["policy"] == "snapkv"].set_index("task")["score"]
+    (row,) = (row for row in table.rows if Name("snapkv") in row.cells)
+    shown = {
+        column.title[0].text if isinstance(column.title, tuple) else column.title: cell.value
+        for column, cell in zip(table.columns, row.cells, strict=True)
+        if isinstance(cell, Graded)
+    }
+    code = (by_task["longbench_lcc"] + by_task["longbench_repobench-p"]) / 2
+    assert shown["longbench_code"] == pytest.approx(code)
+    assert shown["longbench_few_shot"] == pytest.approx(by_task["longbench_trec"])
+    assert shown["mean of 4"] == pytest.approx(by_task[tasks].mean()), "every task counts once"
+    assert len(shown) == 5
+
+
 def test_the_mean_stands_beside_its_loss() -> None:
     cells, samples = make_run(["snapkv"], ["0.2"], samples=10)
     measures = measures_of((cells, samples))

@@ -9,6 +9,7 @@ import pytest
 
 from kvbench.harness.catalogue import benchmarks
 from kvbench.papers.published.beside import (
+    MOMENTS,
     PublishedPair,
     as_records,
     beside_table,
@@ -155,8 +156,7 @@ def test_files_are_written_beside_the_report(tmp_path: Path) -> None:
 
 
 def test_every_published_setting_of_a_moment_is_known() -> None:
-    known = {"question-agnostic", "question-aware", "decoding", "chunked prefill", "multi-turn"}
     scored = {f.setting for f in all_figures() if f.task and f.policy and f.kept != "full"}
-    rest = scored - known - {""}
-    # A length, a device's batch, and the one mode of SCBench that is no moment.
-    assert all(s[0].isdigit() or s[0] == "L" or "queries" in s or "8k" in s or "128K" in s for s in rest)
+    rest = scored - {*MOMENTS, ""}
+    # A length, a number of image tokens, or a device's batch.
+    assert all(s[0].isdigit() or s[0] == "L" or "8k" in s or "128K" in s for s in rest)

@@ -80,6 +80,8 @@ def test_budgets_are_parsed_as_they_are_printed() -> None:
     for f in FIGURES:
         if f.policy == "full":
             assert (f.budget, f.kept) == ("", "full")
+        elif f.budget.endswith("visual tokens"):
+            assert f.tokens == f.kept == f"visual:{f.budget.split()[0]}"
         elif f.budget.endswith("%"):
             assert Fraction(f.fraction) == Fraction(f.budget[:-1]) / 100
             assert (f.tokens, f.kept) == ("", f.fraction)
