@@ -178,11 +178,11 @@ def batch(label: str) -> Callable[[Any], int | str]:
     return lambda value: "auto" if value == "auto" else integer(label, 1)(value)
 
 
-def memory(value: Any) -> int:
+def memory(value: Any, label: str = "cache_memory") -> int:
     match = _MEMORY.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
     byte_count = float(match[1]) * _UNITS[match[2].upper()] if match else 0
     if not 1 <= byte_count <= INT64:
-        raise UserError(f"cache_memory must be a size such as 40GB or 512MB, not {quoted(value)}")
+        raise UserError(f"{label} must be a size such as 40GB or 512MB, not {quoted(value)}")
     return int(byte_count)
 
 

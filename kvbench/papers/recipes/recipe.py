@@ -97,6 +97,8 @@ class Recipe:
         """Return the command of a recipe that `kvbench run` does not run."""
         command_words = ["kvbench", *self.by.split()]
         for setting_name, setting_value in self.settings(models).items():
+            if setting_value is None:  # a miniature leaves out the option of the full experiment
+                continue
             setting_values = setting_value if isinstance(setting_value, list) else [setting_value]
             command_words += [
                 f"--{flag_of(setting_name).replace('_', '-')}",

@@ -103,18 +103,25 @@ def test_what_is_timed_can_be_measured(name: str) -> None:
     one = recipe(name)
     assert missing_parts(one) == list(one.lacks)
     for models in ((), ("reference",), ("smollm2",)):
-        given = {flag_of(key): as_list(v) for key, v in one.settings(models).items()}
-        (model,) = given.pop("model")
+        given = {flag_of(key): as_list(v) for key, v in one.settings(models).items() if v is not None}
+        sizes = {"context": given.get("context", [1024]), "generate": given.get("generate", [32])}
         bench = SpeedSettings(
-            model,
+            ",".join(given["model"]),
             tuple(given["policy"]),
             tuple(map(str, given["budget"])),
-            tuple(given["context"]),
-            tuple(given["batch"]),
-            tuple(given["generate"]),
+            tuple(sizes["context"]),
+            tuple(None if batch == "max" else batch for batch in given["batch"]),
+            tuple(sizes["generate"]),
+            moments=tuple(given.get("moment", ["context"])),
+            sizes=tuple(given.get("size", ())),
         )
-        assert set(given) <= {"policy", "budget", "context", "batch", "generate", "repeats"}
-        assert len(bench.settings()) > len(given["context"]) * len(given["generate"])
+        known = {"model", "policy", "budget", "context", "batch", "generate", "repeats", "moment", "size", "memory"}
+        assert set(given) <= {*known, "device_map"}
+        assert not {"size", "context"} <= set(given) and ("memory" in given) <= (given["batch"] == ["max"])
+        assert len(bench.settings()) > len(given.get("size", sizes["context"]))
+        assert [str(timing) for timing in dict.fromkeys(setting.timing for setting in bench.settings())] == list(
+            bench.moments
+        )
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -237,7 +244,8 @@ def test_a_small_model_chooses_its_miniature_and_flags_take_precedence() -> None
     ("arguments", "says"),
     [
         (["--recipe", "criticalkv-tabel1"], "did you mean criticalkv-table1"),
-        (["--recipe", "criticalkv-table6"], "times of a chunked prefill"),
+        (["--recipe", "criticalkv-table15"], "holds no scores"),
+        (["--recipe", "criticalkv-table6"], "--moment chunked:30000,chunked:50000"),
         (["--recipe", "criticalkv-table9"], "kvbench analyze perturbation --policy"),
         (["--recipe", "trimkv-table5", "--model", "reference"], "kvbench bench --policy snapkv"),
         (["--recipe", "criticalkv-table1", "--config", "x.yaml"], "give only one"),
