@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvbench.analysis.dilution.options import DilutionOptions
 from kvbench.analysis.perturbation.options import PerturbationOptions
 from kvbench.analysis.retention.options import RetentionOptions
 from kvbench.analysis.vision.options import VisionOptions
@@ -60,6 +61,17 @@ def perturbation(**flag_values: Any) -> None:
 def allocation(**grid_values: Any) -> None:
     """Show how many entries each layer and KV head keeps: a table and a heat map per policy."""
     _analyze("allocation", "write_allocation", grid_values)
+
+
+@app.command("dilution")
+@grid_options(*_GRID, help_texts=_HELP)
+@declared_options(FigureFlags, anchor="out")
+@grid_options("out", anchor="gap", help_texts=_HELP)
+@declared_options(DilutionOptions)
+def dilution(**flag_values: Any) -> None:
+    """Measure how much attention useless tokens take, before and after eviction."""
+    own_values, grid_values = split_options(flag_values, DilutionOptions)
+    _analyze("dilution.write", "write_dilution", grid_values, options=DilutionOptions.of(own_values))
 
 
 @app.command("retention")
