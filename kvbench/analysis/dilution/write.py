@@ -1,8 +1,8 @@
 """Attention dilution of every policy and budget, from a grid to tables and figures.
 
 Nguyen, Cohan, Ying and others: Make Each Token Count, arXiv 2605.09649, section 3.1. With `alpha` the attention of a
-query head over the full cache, `U` the useful tokens and `D` all others, the dilution is `delta = sum over D of alpha`. An
-eviction that keeps the fractions `rho_U` and `rho_D` of the attention of `U` and `D` has, after the softmax,
+query head over the full cache, `U` the useful tokens and `D` all others, the dilution is `delta = sum over D of alpha`.
+An eviction that keeps the fractions `rho_U` and `rho_D` of the attention of `U` and `D` has, after the softmax,
 `delta_r = rho_D delta / (rho_U (1 - delta) + rho_D delta)`: it dilutes less if `rho_D < rho_U` (Corollary 3.2).
 """
 
@@ -47,9 +47,9 @@ _MEASURES = ["dilution", "kept_dilution", "dilution_bound", "rho_useful", "rho_d
 _MOST_ACROSS = 3
 _READING = (
     "Useful tokens spell a reference answer in the context; all others are distractors. Dilution: attention that a "
-    "query head gives to distractors, mean over heads, layers and questions. Useful and distractors kept: the attention that "
-    "the kept tokens of each had with the full cache, as a fraction of all of it (rho_U and rho_D of Corollary 3.2). "
-    "Less diluted: share of (question, head) pairs with less dilution than with the full cache."
+    "query head gives to distractors, mean over heads, layers and questions. Useful and distractors kept: the "
+    "attention that the kept tokens of each had with the full cache, as a fraction of all of it (rho_U and rho_D of "
+    "Corollary 3.2). Less diluted: share of (question, head) pairs with less dilution than with the full cache."
 )
 
 
@@ -175,6 +175,7 @@ def draw_dilution(layers: pd.DataFrame, folder: Path, options: FigureOptions = D
                     if np.isfinite(bounds).all():
                         axes.fill_between(line["layer"], *bounds.T, color=styles[policy][0], alpha=0.12, lw=0)
                 axes.locator_params(axis="x", integer=True)
-            layout.axes[0, 0].set_ylim(0, 102)
+            lowest, highest = layout.axes[0, 0].get_ylim()
+            layout.axes[0, 0].set_ylim(lowest, min(highest, 101))
             paths += save(layout.figure, folder / f"dilution-{suffix}", options.formats)
     return paths

@@ -187,7 +187,7 @@ def missing_parts(checked_recipe: Recipe) -> list[str]:
     """Return the parts of a recipe that cannot be run here: unsupported or not installed."""
     settings = {flag_of(setting_name): setting_value for setting_name, setting_value in checked_recipe.full.items()}
     missing_items = list(checked_recipe.lacks)
-    for policy_spec in settings["policy"]:
+    for policy_spec in settings.get("policy", ()):
         try:
             policy(policy_spec)
         except UserError as error:

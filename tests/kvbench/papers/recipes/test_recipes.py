@@ -30,7 +30,10 @@ IMAGES = [name for name in RUNS if "reference-vl" in recipe(name).miniatures]
 TEXTS = [name for name in RUNS if name not in IMAGES]
 TIMED = [name for name, one in recipes().items() if one.by == "bench"]
 TABLES = [name for name in RUNS if recipe(name).item.startswith("table")]
-OF_ANALYSIS = {"layers", "new_tokens", "top", "mass", "horizon"}
+OF_ANALYSIS = {
+    *("layers", "new_tokens", "top", "mass", "horizon"),
+    *("layer", "head", "rollouts", "train_share", "components"),
+}
 """Settings of `kvbench analyze` that are not in a grid."""
 HUB_TASKS_OF_RULER = {"qa_1", "qa_2"}
 
@@ -44,7 +47,8 @@ def grids(one: Recipe) -> Iterator[Grid]:
     """The full experiment and its miniatures, as far as a grid has them."""
     for models in ((), *((model,) for model in one.miniatures)):
         settings = one.settings(models)
-        yield Grid.from_dict({k: v for k, v in settings.items() if k not in OF_ANALYSIS})
+        of_grid = {k: v for k, v in settings.items() if k not in OF_ANALYSIS}
+        yield Grid.from_dict(of_grid if "policy" in of_grid else {**of_grid, "policy": "full"})
 
 
 def as_list(value: Any) -> list[Any]:
