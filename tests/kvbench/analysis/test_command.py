@@ -37,7 +37,7 @@ def test_perturbation_writes_tables_figures_and_a_summary(grouped: str, question
     assert {n.split(".")[-1] for n in names} == {"png", "svg"}
     assert sum(n.startswith(pair) for n in names) == 2
     assert {n.split("-mine")[0] for n in names if not n.startswith("heads")} == {
-        "budgets", "layers", "layers-forward",
+        "budgets", "layers", "layers-forward", "assumption-snapkv-window-4", "assumption-criticalkv-window-4",
     }  # fmt: skip
     summary = (out / "summary.md").read_text()
     for name in names:
