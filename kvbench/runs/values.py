@@ -14,6 +14,7 @@ from kvbench.budget import Budget
 from kvbench.errors import UserError, nearest, quoted, shorten, unknown
 from kvbench.moments import Timing
 from kvbench.runs.generation import Truncation
+from kvbench.runs.prompt_lengths import TokenRange
 from kvbench.runs.yaml_loader import Loader, read_text
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -301,6 +302,10 @@ def temperature(value: Any) -> float:
 
 def probability(label: str) -> Callable[[Any], float]:
     return _number(label, _TINY, 1, "a number above 0 and at most 1")
+
+
+def token_range(value: Any) -> str:
+    return str(TokenRange.parse(str(value)))
 
 
 def truncation(value: Any) -> str:
