@@ -59,12 +59,13 @@ class Autoregression:
         mean = np.linalg.solve(np.eye(size) - self.matrix, self.offset)
         # S = A S A^T + noise, with the entries of S as a vector.
         system = np.eye(size * size) - np.kron(self.matrix, self.matrix)
-        return mean, np.linalg.solve(system, self.noise.ravel()).reshape(size, size)
+        covariance = np.linalg.solve(system, self.noise.ravel()).reshape(size, size)
+        return np.asarray(mean, dtype=np.float64), np.asarray(covariance, dtype=np.float64)
 
     def innovations(self, paths: Sequence[Floats]) -> Floats:
         """Return `eta_t` of all steps of the paths `[tokens, m]`, `[steps, m]`."""
         before, after = _steps(paths)
-        return after - before @ self.matrix.T - self.offset
+        return np.asarray(after - before @ self.matrix.T - self.offset, dtype=np.float64)
 
     def whitened(self, paths: Sequence[Floats]) -> Floats:
         """Return the innovations with unit covariance, as the fit estimates it, `[steps, m]`."""
@@ -96,7 +97,8 @@ def fit_autoregression(paths: Sequence[Floats]) -> Autoregression:
     solution, *_ = np.linalg.lstsq(design, after, rcond=None)
     residuals = after - design @ solution
     noise = residuals.T @ residuals / (len(before) - size - 1)
-    return Autoregression(solution[:size].T, solution[size], noise)
+    coefficients = np.asarray(solution, dtype=np.float64)
+    return Autoregression(coefficients[:size].T, coefficients[size], noise)
 
 
 def _steps(paths: Sequence[Floats]) -> tuple[Floats, Floats]:
