@@ -56,6 +56,18 @@ def make_grid(grid_options: Mapping[str, Any], moments: Sequence[str] = MOMENTS,
     return grid
 
 
+def prompts_grid(grid_options: Mapping[str, Any]) -> Grid:
+    """Build the grid of an analysis that runs no policy: its prompts are read with the full cache.
+
+    Args:
+        grid_options: Grid options without policies, budgets and moments, in the format of `Grid.from_dict`.
+
+    Raises:
+        UserError: As in `Grid.from_dict`.
+    """
+    return Grid.from_dict({**grid_options, "policies": ["full"], "budgets": ["full"], "repeats": 1})
+
+
 def stages(grid: Grid, message: Callable[[str], None], *, pruning: bool = False) -> list[Stage]:
     """Return models, tasks, prompts and cells, without the full cache.
 

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvbench.analysis.attention.options import AttentionOptions
 from kvbench.analysis.causes.options import CausesOptions
+from kvbench.analysis.dilution.options import DilutionOptions
 from kvbench.analysis.perturbation.options import PerturbationOptions
+from kvbench.analysis.queries.options import QueryOptions
 from kvbench.analysis.retention.options import RetentionOptions
 from kvbench.analysis.vision.options import VisionOptions
 from kvbench.cli.options import declared_options, given_values, grid_options, split_options
@@ -32,6 +35,8 @@ _GRID = (
     *("policies", "budgets", "models", "tasks", "moments", "lengths", "samples", "seed"),
     *("device", "dtype", "attn", "revision", "device_map", "quantization", "chat_template"),
 )
+_PROMPTS = tuple(name for name in _GRID if name not in ("policies", "budgets", "moments"))
+"""Options of an analysis of the full cache, which runs no policy."""
 _HELP = {
     "moments": "When to compress, comma-separated: context, before the question (the default), or question, after it.",
     "samples": "Samples per task. Default: 50.",
@@ -61,6 +66,39 @@ def perturbation(**flag_values: Any) -> None:
 def allocation(**grid_values: Any) -> None:
     """Show how many entries each layer and KV head keeps: a table and a heat map per policy."""
     _analyze("allocation", "write_allocation", grid_values)
+
+
+@app.command("attention")
+@grid_options(*_PROMPTS, help_texts={"samples": "Prompts per task. Default: 4."})
+@declared_options(FigureFlags, anchor="out")
+@grid_options("out", anchor="bins", help_texts=_HELP)
+@declared_options(AttentionOptions)
+def attention(**flag_values: Any) -> None:
+    """Draw attention maps by layer, and the variance of accumulated attention."""
+    own_values, grid_values = split_options(flag_values, AttentionOptions)
+    _analyze("attention.write", "write_attention", grid_values, options=AttentionOptions.of(own_values))
+
+
+@app.command("queries")
+@grid_options(*_PROMPTS, help_texts={"samples": "Prompts per task. Default: 10."})
+@declared_options(FigureFlags, anchor="out")
+@grid_options("out", anchor="components", help_texts=_HELP)
+@declared_options(QueryOptions)
+def queries(**flag_values: Any) -> None:
+    """Fit a vector autoregression to the queries of sampled answers: is it stable and mean-reverting?"""
+    own_values, grid_values = split_options(flag_values, QueryOptions)
+    _analyze("queries.write", "write_queries", grid_values, options=QueryOptions.of(own_values))
+
+
+@app.command("dilution")
+@grid_options(*_GRID, help_texts=_HELP)
+@declared_options(FigureFlags, anchor="out")
+@grid_options("out", anchor="gap", help_texts=_HELP)
+@declared_options(DilutionOptions)
+def dilution(**flag_values: Any) -> None:
+    """Measure how much attention useless tokens take, before and after eviction."""
+    own_values, grid_values = split_options(flag_values, DilutionOptions)
+    _analyze("dilution.write", "write_dilution", grid_values, options=DilutionOptions.of(own_values))
 
 
 @app.command("retention")

@@ -370,7 +370,8 @@ class _Contexts:
         start_time = now(worker.device)
         try:
             with worker.meter.phase("prefill"), worker.policy_call():  # a policy also runs between chunks
-                for chunk_logits in feed_chunks(worker, cell, repeats[0].ids, cache, trailing_tokens):
+                token_ids = worker.tensor(repeats[0].ids)
+                for chunk_logits in feed_chunks(worker.model, token_ids, cache, cell.chunk, trailing_tokens):
                     logits = chunk_logits
         except PluginError as error:
             worker.fail(cell, repeats[0], str(error))

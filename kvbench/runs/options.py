@@ -180,6 +180,11 @@ class GridOptions(Options):
         "Length of prompt and answer together, comma-separated: 1024,4096. Default: 1024.",
         flag="length",
     )  # fmt: skip
+    prompt_tokens: str | None = declare(
+        None, values.optional(values.token_range), str, PROMPTS, "RANGE",
+        "Only samples whose prompt has that many tokens, before anything is truncated: 8001-, -4096 or 4000-8000. "
+        "Of the first --samples of a task.", digest="if set",
+    )  # fmt: skip
     truncate: str | None = declare(
         None, values.optional(values.truncation), str, PROMPTS, "HOW",
         "middle or middle:TOKENS: remove the middle of contexts until prompt and answer fit the model, "

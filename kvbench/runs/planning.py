@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -45,7 +45,8 @@ from kvbench.progress import Reporter
 from kvbench.runs.cell import Cell, CellVariant
 from kvbench.runs.fitting import check_moments, say_visual_budgets, unfit_policies
 from kvbench.runs.grid import Grid
-from kvbench.runs.prompts import Prompts, Window, prompts_of
+from kvbench.runs.prompt_lengths import TokenRange, select_by_length
+from kvbench.runs.prompts import Prompts, Window, prompt_of, prompts_of
 
 Say = Callable[[str], None]
 
@@ -339,7 +340,26 @@ class _Planner:
             benchmark,
         )
         requests = self.grid.generation.applied(task.requests, self.say)
+        if self.grid.prompt_tokens is not None:
+            requests = self._of_length(requests, model, TokenRange.parse(self.grid.prompt_tokens), task_name)
         return replace(task, requests=requests)
+
+    def _of_length(
+        self, requests: Sequence[Request], model: _Model, token_range: TokenRange, task_name: str
+    ) -> Sequence[Request]:
+        """Return the requests whose prompts are in a range of lengths.
+
+        Raises:
+            LeftOut: There are none.
+        """
+
+        def count_tokens(request: Request) -> int:
+            prompt = prompt_of(request, model.tokenizer, model.vision, model.window.tokens)
+            return sum(len(branch.answer_ids) for branch in prompt.branches) if request.rolling else len(prompt.ids)
+
+        selected = select_by_length(requests, token_range, count_tokens)
+        self.say(f"{task_name}: {len(selected)} of {len(requests)} prompts have {token_range} tokens")
+        return selected
 
     def _has_template(self, model: _Model, benchmark: Benchmark) -> bool:
         """Return whether prompts use the chat template; for tasks of lm-eval by name only if a flag says so."""

@@ -14,6 +14,7 @@ from kvbench.budget import Budget
 from kvbench.errors import UserError, nearest, quoted, shorten, unknown
 from kvbench.moments import Timing
 from kvbench.runs.generation import Truncation
+from kvbench.runs.prompt_lengths import TokenRange
 from kvbench.runs.yaml_loader import Loader, read_text
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -181,11 +182,11 @@ def batch(label: str) -> Callable[[Any], int | str]:
     return lambda value: "auto" if value == "auto" else integer(label, 1)(value)
 
 
-def memory(value: Any) -> int:
+def memory(value: Any, label: str = "cache_memory") -> int:
     match = _MEMORY.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
     byte_count = float(match[1]) * _UNITS[match[2].upper()] if match else 0
     if not 1 <= byte_count <= INT64:
-        raise UserError(f"cache_memory must be a size such as 40GB or 512MB, not {quoted(value)}")
+        raise UserError(f"{label} must be a size such as 40GB or 512MB, not {quoted(value)}")
     return int(byte_count)
 
 
@@ -310,6 +311,10 @@ def temperature(value: Any) -> float:
 
 def probability(label: str) -> Callable[[Any], float]:
     return _number(label, _TINY, 1, "a number above 0 and at most 1")
+
+
+def token_range(value: Any) -> str:
+    return str(TokenRange.parse(str(value)))
 
 
 def truncation(value: Any) -> str:

@@ -100,7 +100,10 @@ def _feed_rest(worker: Worker, text: _WholeText, measurement: MeasuredText, pref
     try:
         with worker.policy_call():  # a policy also runs while tokens are fed
             if cell.moment == "chunked":
-                for logits in feed_chunks(worker, cell, token_ids, cache, trailing_tokens, all_logits=True):
+                prompt_ids = worker.tensor(token_ids)
+                for logits in feed_chunks(
+                    worker.model, prompt_ids, cache, cell.chunk, trailing_tokens, all_logits=True
+                ):
                     measurement.take(logits[0])
             else:
                 feed_text(worker.model, cache, measurement, width=1)

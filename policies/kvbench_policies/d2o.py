@@ -10,7 +10,7 @@ Where the authors' released code differs from the paper, `variant=release` follo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -97,11 +97,19 @@ class EmaMerge(Merger):
             all heads of a layer share one threshold, the mean over all their evicted entries; and the heads decide
             together: the s-th evicted entries of all heads are merged if the mean of their `max_j u_ij` over heads
             reaches it.
+        merge_threshold: `ema`, or `none`: every evicted entry is merged (the paper's table 6, without EMA threshold).
+        merge_weights: `similarity`, or `uniform`: a kept entry becomes the plain mean of itself and what merges into it
+            (table 8).
+        merge_on: What similarities are measured on (table 7): `keys`, `values`, or `separate`: keys merge by the
+            similarity of keys, and values by that of values, each with a nearest entry and a threshold of its own.
     """
 
     name: ClassVar[str] = "ema"
     ema: float | None = None
     variant: Literal["paper", "release"] = "paper"
+    merge_threshold: Literal["ema", "none"] = "ema"
+    merge_weights: Literal["similarity", "uniform"] = "similarity"
+    merge_on: Literal["keys", "values", "separate"] = "keys"
 
     def __post_init__(self) -> None:
         if self.ema is not None:
@@ -111,15 +119,36 @@ class EmaMerge(Merger):
         """Return the keys and values to store, `[B, H, n, d]` each.
 
         The state holds `tau` (float64) and `cuts` (int64), the number of eviction steps so far: `[B, H]`, or `[B, 1]`
-        if the heads share one threshold.
+        if the heads share one threshold; with `merge_on=separate` also `value_tau` and `value_cuts`.
         """
+        if self.merge_on == "separate":
+            (key,) = self._merged([v.key], v.key, v, keep, state)
+            (value,) = self._merged([v.value], v.value, v, keep, state, "value_")
+            return key, value
+        key, value = self._merged([v.key, v.value], v.value if self.merge_on == "values" else v.key, v, keep, state)
+        return key, value
+
+    def _merged(
+        self,
+        tensors: Sequence[Tensor],
+        compared: Tensor,
+        v: View,
+        keep: Tensor,
+        state: dict[str, Tensor],
+        state_prefix: str = "",
+    ) -> Sequence[Tensor]:
+        """Return the tensors after merging by the similarity of `compared`, `[B, H, n, d]` each."""
         kept_indices, in_use = pack(keep, newest_first=True)
         evicted_indices, real_mask = pack(v.valid & ~keep & keep.any(-1, keepdim=True))
-        similarity, nearest_kept = _nearest(v.key, kept_indices, in_use, evicted_indices)
-        merge_mask = self._decide(similarity.double(), real_mask, state)
+        similarity, nearest_kept = _nearest(compared, kept_indices, in_use, evicted_indices)
+        merge_mask = real_mask
+        if self.merge_threshold == "ema":
+            merge_mask = self._decide(similarity.double(), real_mask, state, state_prefix)
         if not bool(merge_mask.any()):
-            return v.key, v.value
-        if self.variant == "release":
+            return tensors
+        if self.merge_weights == "uniform":
+            kept_weight, merge_weights, norm_weights = 1.0, torch.ones_like(similarity), merge_mask.float()
+        elif self.variant == "release":
             kept_weight, merge_weights, norm_weights = 1.0, similarity, merge_mask.float()
         else:
             kept_weight, merge_weights = math.e, similarity.exp()
@@ -128,14 +157,16 @@ class EmaMerge(Merger):
         denominators = kept_weight + sum_into(norm_weights, nearest_kept, slot_count)
         in_use = in_use & (sum_into(merge_mask.float(), nearest_kept, slot_count) > 0)
         merged_tensors = []
-        for tensor in (v.key, v.value):
+        for tensor in tensors:
             weighted_sums = kept_weight * take(tensor, kept_indices) + sum_rows_into(
                 tensor, evicted_indices, merge_mask, nearest_kept, slot_count, merge_weights
             )
             merged_tensors.append(put(tensor, kept_indices, in_use, weighted_sums / denominators[..., None]))
-        return merged_tensors[0], merged_tensors[1]
+        return merged_tensors
 
-    def _decide(self, similarity: Tensor, real_mask: Tensor, state: dict[str, Tensor]) -> Tensor:
+    def _decide(
+        self, similarity: Tensor, real_mask: Tensor, state: dict[str, Tensor], state_prefix: str = ""
+    ) -> Tensor:
         """Update the threshold and decide which evicted entries are merged, bool `[B, H, E]`."""
         smoothing = self.ema
         if smoothing is None:
@@ -147,8 +178,9 @@ class EmaMerge(Merger):
             similarity_sums, entry_counts = similarity_sums.sum(1, keepdim=True), entry_counts.sum(1, keepdim=True)
             rank_keys = real_similarity.sum(1, keepdim=True) / real_mask.sum(1, keepdim=True).clamp(min=1)
         mean_similarity = similarity_sums / entry_counts.clamp(min=1)
-        step_counts = state.get("cuts", torch.zeros_like(entry_counts))
-        previous_tau = state.get("tau", torch.zeros_like(mean_similarity))
+        tau_name, cuts_name = f"{state_prefix}tau", f"{state_prefix}cuts"
+        step_counts = state.get(cuts_name, torch.zeros_like(entry_counts))
+        previous_tau = state.get(tau_name, torch.zeros_like(mean_similarity))
         # In this form, a mean equal to the threshold leaves it bit-identical.
         updated_tau = torch.where(
             step_counts > 0,
@@ -156,7 +188,7 @@ class EmaMerge(Merger):
             mean_similarity,
         )
         threshold = torch.where(entry_counts > 0, updated_tau, previous_tau)
-        state["tau"], state["cuts"] = threshold, step_counts + (entry_counts > 0).long()
+        state[tau_name], state[cuts_name] = threshold, step_counts + (entry_counts > 0).long()
         return (rank_keys >= threshold[..., None]) & real_mask
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from kvbench.errors import UserError, nearest, unknown
+from kvbench.tables.text import slug
 
 PAPERS = Path(__file__).with_name("papers.yaml")
 """The ablations in the papers on retention gates."""
@@ -25,6 +26,7 @@ class Variant:
         name: Name in the table.
         policy: Spelling of the policy that reads the gates, without `gates`.
         train: Settings of the training that differ from the recipe's.
+        data: Data of the training if they are not the recipe's, as for `kvbench train gates`.
         paper: The paper's scores, one per column; `better` or `worse` than the first variant, if
             the paper has no numbers; or None.
     """
@@ -33,6 +35,7 @@ class Variant:
     policy: str
     train: Mapping[str, Any] = field(default_factory=dict)
     paper: tuple[float, ...] | str | None = None
+    data: str = ""
 
     @property
     def kind(self) -> str:
@@ -43,7 +46,7 @@ class Variant:
     def folder(self) -> str:
         """Name of the gates' folder; variants of the same training share it."""
         settings = [f"{k}-{str(v).lower()}" for k, v in sorted(self.train.items())]
-        return "-".join([self.kind, *settings])
+        return "-".join([self.kind, *settings, *([f"data-{slug(self.data)}"] if self.data else [])])
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def _ablation(name: str, content: Any) -> Ablation:
 
 
 def _variant(table: str, content: Any, policy: str, columns: Sequence[str]) -> Variant:
-    row = _mapping(content, f"a variant of {table}", ("name",), ("policy", "train", "paper"))
+    row = _mapping(content, f"a variant of {table}", ("name",), ("policy", "train", "paper", "data"))
     where = f"{table}, {row['name']}"
     paper = row.get("paper")
     if isinstance(paper, list):
@@ -159,7 +162,7 @@ def _variant(table: str, content: Any, policy: str, columns: Sequence[str]) -> V
     elif paper not in (None, *_DIRECTIONS):
         raise UserError(f"{where}: paper: {paper!r} is invalid; use scores, better or worse")
     settings = _mapping(row.get("train", {}), f"{where}: train", (), None)
-    return Variant(str(row["name"]), str(row.get("policy", policy)), settings, paper)
+    return Variant(str(row["name"]), str(row.get("policy", policy)), settings, paper, str(row.get("data", "")))
 
 
 def _list(content: Any, what: str) -> list[Any]:

@@ -38,7 +38,8 @@ def trainings(recipe: Recipe, tables: Sequence[Ablation], out: Path) -> list[Gat
             folder = gates_folder(variant, seed, out)
             if folder not in by_folder:
                 given = {**recipe.train, **variant.train, "seed": seed}
-                by_folder[folder] = plan(recipe.model, variant.kind, recipe.data, given, out=folder)
+                data = variant.data or recipe.data
+                by_folder[folder] = plan(recipe.model, variant.kind, data, given, out=folder)
     return list(by_folder.values())
 
 

@@ -179,6 +179,17 @@ def ema_oracle(ema: float) -> Oracle:
     return run
 
 
+def asked_oracle(weights: str = "similarity", threshold: str = "ema", on: str = "keys") -> Oracle:
+    def run(row: Row, kept: list[set[int]], noise: list[np.ndarray]) -> None:
+        for head, chosen in zip(row.heads, kept, strict=True):
+            state = head.state or [None, None]
+            head.keys, head.values, head.state = om.merge_as_asked(
+                head.keys, head.values, chosen, state, weights, threshold, on
+            )
+
+    return run
+
+
 def ema_release_oracle(ema: float) -> Oracle:
     def run(row: Row, kept: list[set[int]], noise: list[np.ndarray]) -> None:
         keys, values, row.state = om.ema_merge_release(

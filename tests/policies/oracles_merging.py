@@ -203,6 +203,29 @@ def ema_merge_release(
     return keys_after, values_after, tau
 
 
+def merge_as_asked(
+    keys: Vectors, values: Vectors, kept: set[int], tau: list[float | None], weights: str, threshold: str, on: str
+) -> tuple[Vectors, Vectors, list[float | None]]:
+    """One head at one cut with the alternatives of the paper's tables 6 to 8, EMA 0.7; `tau` for keys and values."""
+    after = []
+    for number, rows in enumerate((keys, values)):
+        measured = {"keys": keys, "values": values, "separate": rows}[on]
+        near = nearest(measured, kept)
+        now = average(tau[number], [u for _, u in near.values()], 0.7)
+        tau = [now if k == number else old for k, old in enumerate(tau)]
+        new = list(rows)
+        for j in kept:
+            group = [(1.0, j)]
+            for i, (to, u) in near.items():
+                if to == j and (threshold == "none" or u >= now - 1e-12):
+                    group.append((u, i))
+            shares = [1.0 if weights == "uniform" else math.exp(u) for u, _ in group]
+            if len(group) > 1:
+                new[j] = sum(s * rows[i] for s, (_, i) in zip(shares, group, strict=True)) / sum(shares)
+        after.append(new)
+    return after[0], after[1], tau
+
+
 # --- value merging --------------------------------------------------------------------------------
 
 

@@ -114,6 +114,42 @@ def test_a_published_surrogate_of_kvzap_is_converted(linear: bool, tmp_path: Pat
         torch.testing.assert_close(again.score(i, hidden), layer(hidden).transpose(1, 2))
 
 
+@pytest.mark.parametrize("suffix", ["bin", "safetensors"])
+def test_published_retaining_heads_of_locret_are_converted(suffix: str, tmp_path: Path) -> None:
+    """They say what the authors' `fc2(act(fc1(cat(q, k, v))))` says with the same weights."""
+    width = (MODEL.query_heads + 2 * MODEL.kv_heads) * MODEL.head_dim
+    g = torch.Generator().manual_seed(3)
+    tensors = {"model.layers.0.self_attn.q_proj.weight": torch.ones(2), "lm_head.weight": torch.ones(2)}
+    for i in range(3):
+        tensors[f"model.layers.{i}.self_attn.fc1.weight"] = torch.randn(16, width, generator=g)
+        tensors[f"model.layers.{i}.self_attn.fc2.weight"] = torch.randn(2, 16, generator=g)
+    source = tmp_path / f"retaining_heads.{suffix}"
+    torch.save(tensors, source) if suffix == "bin" else save_file(tensors, source)
+    for found in (source, tmp_path):
+        again = load(save(convert(read_checkpoint(found), MODEL), tmp_path / "gates"), MODEL)
+    assert (again.config.kind, again.config.input, again.config.hidden_dim) == ("locret", "qkv", 16)
+    hidden, qkv = inputs()[0], torch.randn(2, 9, width, generator=g)
+    for i in range(3):
+        fc1, fc2 = (tensors[f"model.layers.{i}.self_attn.fc{n}.weight"] for n in (1, 2))
+        expected = torch.nn.functional.silu(qkv @ fc1.T) @ fc2.T
+        torch.testing.assert_close(again.score(i, hidden, qkv=qkv), expected.transpose(1, 2))
+    broken = {**tensors, "model.layers.1.self_attn.fc2.weight": torch.ones(3, 16)}
+    save_file(broken, tmp_path / "broken.safetensors")
+    with pytest.raises(UserError, match=r"layer 1: linear2.weight is \[3, 16\], but this model needs \[2, 16\]"):
+        convert(read_checkpoint(tmp_path / "broken.safetensors"), MODEL)
+
+
+def test_a_bin_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    class Runs:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "ran",)
+
+    torch.save({"model.layers.0.self_attn.fc1.weight": Runs()}, tmp_path / "heads.bin")
+    with pytest.raises(UserError, match="is not a file of plain tensors"):
+        read_checkpoint(tmp_path / "heads.bin")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     torch.save(checkpoint(biased=True), tmp_path / "pytorch_model.bin")
     for source in (tmp_path, tmp_path / "pytorch_model.bin"):

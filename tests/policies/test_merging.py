@@ -10,7 +10,7 @@ from torch import Tensor
 from kvbench.plugin import Merger, View
 from kvbench.spelling import policy
 
-from .caches import Cache, Oracle, ema_oracle, ema_release_oracle, value_oracle
+from .caches import Cache, Oracle, asked_oracle, ema_oracle, ema_release_oracle, value_oracle
 
 
 def oracle_of(spec: str, cache: Cache) -> Oracle:
@@ -19,6 +19,11 @@ def oracle_of(spec: str, cache: Cache) -> Oracle:
         "ema:ema=0.2": ema_oracle(0.2),
         "ema:variant=release": ema_release_oracle(0.5),
         "ema:variant=release:ema=0.9": ema_release_oracle(0.9),
+        "ema:merge_threshold=none": asked_oracle(threshold="none"),
+        "ema:merge_weights=uniform": asked_oracle(weights="uniform"),
+        "ema:merge_on=values": asked_oracle(on="values"),
+        "ema:merge_on=separate": asked_oracle(on="separate"),
+        "ema:merge_threshold=none:merge_weights=uniform:merge_on=separate": asked_oracle("uniform", "none", "separate"),
         "value": value_oracle(cache, 32),
         "value:merge_span=1": value_oracle(cache, 1),
         "value:merge_span=5": value_oracle(cache, 5),
@@ -36,6 +41,11 @@ MERGERS = [
     "ema:ema=0.2",
     "ema:variant=release",
     "ema:variant=release:ema=0.9",
+    "ema:merge_threshold=none",
+    "ema:merge_weights=uniform",
+    "ema:merge_on=values",
+    "ema:merge_on=separate",
+    "ema:merge_threshold=none:merge_weights=uniform:merge_on=separate",
     "value",
     "value:merge_span=1",
     "value:merge_span=5",
@@ -87,6 +97,21 @@ def test_merged_entries_agree_with_the_oracle_over_several_cuts(
             v = cache.view("decode" if turn else "context", [1] * len(lengths))
             assert cache.cut(v, random_keep(v, how, rng), merger, oracle) < 1e-5
             cache.append([(7 * turn + 3 * r) % 11 + 1 for r in range(len(lengths))])
+
+
+def test_the_alternatives_of_the_merger_differ_from_the_paper_and_from_each_other() -> None:
+    """Otherwise the comparison with the oracle could not tell them apart."""
+    rng = np.random.default_rng(8)
+    v = Cache([60], heads=2, group=1, rng=rng).view("context", [1])
+    keep = random_keep(v, "half", rng)
+    merged = [merger_of(spec).merge(v, keep, {}) for spec in MERGERS if spec.startswith("ema")]
+    results = [torch.cat([key, value], -1)[keep] for key, value in merged]
+    different = [spec for spec in MERGERS if spec.startswith("ema") and "ema=" not in spec]
+    chosen = [result for spec, result in zip(MERGERS, results, strict=False) if spec in different]
+    assert len(chosen) == 7
+    for index, one in enumerate(chosen):
+        assert not any(torch.allclose(one, other) for other in chosen[:index])
+    assert str(policy("d2o:merge_threshold=ema:merge_on=keys")) == "d2o"
 
 
 def test_what_receives_nothing_does_not_change() -> None:

@@ -72,6 +72,11 @@ def draw_perturbation(
                 pair_rows = scope_rows[scope_rows["policy"].isin(pair)]
                 file_name = f"heads-{slug(pair[0])}-vs-{slug(pair[1])}-{suffix}"
                 paths += _maps(pair_rows, pair, subtitle, folder / file_name, options)
+            for policy in distinct_values(scope_rows, "policy"):
+                policy_rows = scope_rows[scope_rows["policy"] == policy]
+                paths += _assumption_maps(
+                    policy_rows, subtitle, folder / f"assumption-{slug(policy)}-{suffix}", options
+                )
             layer_rows = rows_in_scope(layers, scope)
             for column, file_name, condition in (
                 ("l1", "layers", ""),
@@ -131,6 +136,26 @@ def _maps(
     )
     title += f", n = {counted(questions, 'question')} per head"
     return head_maps(panel_rows, colours, title, "query head", sorted(set(pair_rows["layer"])), stem, options)
+
+
+def _assumption_maps(policy_rows: pd.DataFrame, subtitle: str, stem: Path, options: FigureOptions) -> list[Path]:
+    """Draw the attention that stage 1 collects in every head (figure 8 of CriticalKV), one panel per budget."""
+    panels: list[tuple[str, Floats]] = []
+    for budget in ordered_budgets(policy_rows):
+        budget_rows = policy_rows[policy_rows["budget"] == budget]
+        if budget_rows["stage1_mass"].isna().any():  # nothing was evicted, or merging changed the entries
+            continue
+        collected = matrix(budget_rows, "stage1_mass")[0].mean(0)
+        holding = f"{budget}: {100 * float((collected > 0.5).mean()):.1f}% of heads"
+        panels.append((holding, layer_head_map(policy_rows, collected, "head")))
+    if not panels:
+        return []
+    across = panels_across(options)
+    panel_rows = [panels[start : start + across] for start in range(0, len(panels), across)]
+    policy = options.label(str(policy_rows["policy"].iloc[0]))
+    title = f"{short(policy)}, attention in stage 1, heads above half · {subtitle}"
+    colours = [Colours("RdBu", 0.0, 1.0, "attention\nin stage 1")]
+    return head_maps(panel_rows, colours, title, "query head", sorted(set(policy_rows["layer"])), stem, options)
 
 
 class _Curves:

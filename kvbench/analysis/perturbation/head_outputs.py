@@ -21,6 +21,7 @@ attention, so everything above holds with it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,6 +81,8 @@ class FullCacheQuery:
         weight: The output projection, `[H_q, d, d_model]`.
         scale: Factor of the logits, with a soft cap and sinks if the family has them.
         norm: `value_norms` of the entries, float64 `[H_q, n]`.
+        useful: Useful entries, bool `[n]`, to measure the attention that the others take; None: not measured.
+        gap: Logits that a near tie may lie below the largest useful one.
     """
 
     query: Tensor
@@ -88,6 +91,8 @@ class FullCacheQuery:
     weight: Tensor
     scale: float
     norm: Tensor
+    useful: Tensor | None = None
+    gap: float = 1.0
 
     def __post_init__(self) -> None:
         self._values = self.value.double()
@@ -123,8 +128,8 @@ class FullCacheQuery:
                 values are NaN.
 
         Returns:
-            `l1`, `mass`, `stage1_mass`, `top_mass`, `stage1`, `entries`, `bound1`, `bound2`, `bound3`. A head that
-            keeps nothing has output 0.
+            `l1`, `mass`, `stage1_mass`, `top_mass`, `stage1`, `entries`, `bound1`, `bound2`, `bound3`; with useful
+            entries also those of `_dilution`. A head that keeps nothing has output 0.
         """
         query_mask = kept_mask.repeat_interleave(self.group, 0)
         kept_attention = self._weights(self._logits, query_mask)
@@ -135,6 +140,7 @@ class FullCacheQuery:
         bound_terms = ((kept_attention - 2 * self.attention * query_mask) * self.norm).sum(-1)
         heads["bound1"] = self._total + bound_terms
         heads |= self._stage_bounds(query_mask, stage1_mask, heads["stage1_mass"])
+        heads |= self._dilution(kept_attention, query_mask)
         return Perturbed(heads, change.sum(0))
 
     def replace(self, kept_mask: Tensor, key: Tensor, value: Tensor) -> Perturbed:
@@ -155,6 +161,7 @@ class FullCacheQuery:
         change = self._project(change)
         heads = {"l1": change.abs().sum(-1), **self._masses(query_mask, None)}
         heads |= {bound_name: self._unknown() for bound_name in ("bound1", "bound2", "bound3")}
+        heads |= self._dilution(kept_attention, None)
         return Perturbed(heads, change.sum(0))
 
     def _masses(self, query_mask: Tensor, stage1_mask: Tensor | None) -> dict[str, Tensor]:
@@ -171,6 +178,37 @@ class FullCacheQuery:
             "stage1_mass": (self.attention * query_stage1).sum(-1) + self.sink,
             "top_mass": torch.where(stage1_count > 0, top_mass, 0.0) + self.sink,
             "stage1": stage1_count.double(),
+        }
+
+    def _dilution(self, kept_attention: Tensor, query_mask: Tensor | None) -> dict[str, Tensor]:
+        """Return the attention dilution before and after an eviction (arXiv 2605.09649, section 3.1).
+
+        Args:
+            kept_attention: Attention after the eviction, float64 `[H_q, n]`.
+            query_mask: Kept entries, bool `[H_q, n]`; None if merging changed them, which leaves the rates unknown.
+
+        Returns:
+            `dilution` (equation 7) with the full cache and `kept_dilution` after the eviction; `dilution_bound`, the
+            lower bound of Proposition 3.1; and the retained rates `rho_useful` and `rho_distractor` of Corollary 3.2.
+            Nothing if no entries are marked as useful.
+        """
+        if self.useful is None:
+            return {}
+        useful, others = self.useful, ~self.useful
+        largest_useful = self._logits[:, useful].amax(-1, keepdim=True)
+        near_ties = (self._logits[:, others] >= largest_useful - self.gap).sum(-1).double() / useful.sum()
+        odds = math.exp(-self.gap) * near_ties
+        measures = {
+            "dilution": self.attention[:, others].sum(-1),
+            "kept_dilution": kept_attention[:, others].sum(-1),
+            "dilution_bound": odds / (1 + odds),
+        }
+        if query_mask is None:
+            return measures | {"rho_useful": self._unknown(), "rho_distractor": self._unknown()}
+        kept = self.attention * query_mask
+        return measures | {
+            "rho_useful": kept[:, useful].sum(-1) / self.attention[:, useful].sum(-1),
+            "rho_distractor": kept[:, others].sum(-1) / self.attention[:, others].sum(-1),
         }
 
     def _stage_bounds(self, query_mask: Tensor, stage1_mask: Tensor | None, stage1_mass: Tensor) -> dict[str, Tensor]:

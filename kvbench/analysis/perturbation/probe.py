@@ -8,15 +8,16 @@ earlier layers accumulate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from kvbench.analysis.common import analysis_runner, contexts, kept_masks, stages
+from kvbench.analysis.common import analysis_runner, contexts, kept_masks, prompt_name, stages
 from kvbench.analysis.perturbation.head_outputs import FullCacheQuery, Perturbed, value_norms
 from kvbench.analysis.perturbation.options import PerturbationOptions
 from kvbench.analysis.perturbation.rows import QuestionRow, Rows
@@ -37,6 +38,9 @@ from kvbench.runs.grid import Grid
 from kvbench.runs.worker import ModelRunner
 
 _LAST = Queries(1)
+
+UsefulTokens = Callable[[Any, Prompt], Tensor]
+"""Marks the useful tokens of a prompt's context, bool `[T]`, given the tokenizer."""
 
 
 @dataclass
@@ -96,6 +100,8 @@ def analyze(
     *,
     query: str = "answer",
     first_stage: float = 0.5,
+    useful_of: UsefulTokens | None = None,
+    gap: float = 1.0,
 ) -> Perturbation:
     """Measure the output perturbation of all cells of a grid.
 
@@ -104,6 +110,9 @@ def analyze(
         reporter: Progress reporter.
         query: `answer` for the first decoded token, `question` for the question's last token.
         first_stage: Fraction for stage 1, for policies without a parameter of that name.
+        useful_of: Marks the useful tokens of a context, to measure attention dilution as well; questions for which it
+            marks none are left out.
+        gap: See `FullCacheQuery.gap`.
 
     Raises:
         UserError: A value in the grid is unknown or out of range.
@@ -115,9 +124,14 @@ def analyze(
         with analysis_runner(stage, grid, reporter, failures) as runner:
             reporter.start(sum(len(planned.prompts) * len(planned.cells) for planned in stage.jobs), stage.model)
             for job in stage.jobs:
-                probe = Probe(runner, job.cells, query, first_stage)
+                probe = Probe(runner, job.cells, query, first_stage, gap=gap)
                 for prompts in contexts(job):
-                    row_arrays.add(query, probe.layer_ids, probe.context(prompts, job.cells))
+                    if useful_of is not None:
+                        marked = [(prompt, useful_of(stage.tokenizer, prompt)) for prompt in prompts]
+                        probe.useful = {prompt_name(prompt): useful for prompt, useful in marked if bool(useful.any())}
+                    asked = [prompt for prompt in prompts if useful_of is None or prompt_name(prompt) in probe.useful]
+                    if asked:
+                        row_arrays.add(query, probe.layer_ids, probe.context(asked, job.cells))
                     reporter.advance(len(prompts) * len(job.cells))
     heads, layers = pd.DataFrame(row_arrays.heads()), pd.DataFrame(row_arrays.layers())
     # Drop failed cells, which would be compared over fewer contexts than the rest.
@@ -134,12 +148,16 @@ class Probe:
         cells: The cells of the task.
         query: Query to measure.
         first_stage: Fraction for stage 1, for a policy without a parameter of that name.
+        useful: Useful tokens of a context, bool `[T]`, by `prompt_name`, to measure their attention dilution.
+        gap: See `FullCacheQuery.gap`.
     """
 
     runner: ModelRunner
     cells: Sequence[Cell]
     query: str
     first_stage: float
+    useful: Mapping[str, Tensor] = field(default_factory=dict)
+    gap: float = 1.0
 
     def __post_init__(self) -> None:
         model = self.runner.model
@@ -178,6 +196,8 @@ class Probe:
                     weight=weight,
                     scale=scale,
                     norm=torch.cat([context_norms, value_norms(question_value, weight)], 1),
+                    useful=self._useful(question, key.device),
+                    gap=self.gap,
                 )
                 perturbed = [
                     (
@@ -196,6 +216,13 @@ class Probe:
                     full_output,
                     perturbed,
                 )
+
+    def _useful(self, question: ProbedQuestion, device: torch.device) -> Tensor | None:
+        """Return the useful entries that a question sees, bool `[n]`; none of them is behind the context."""
+        useful = self.useful.get(prompt_name(question.prompt))
+        if useful is None:
+            return None
+        return torch.nn.functional.pad(useful, (0, question.tokens - len(useful))).to(device)
 
     def _ask(self, prefix: Prefix, prompt: Prompt, cells: Sequence[Cell]) -> ProbedQuestion:
         """Ask a question on the full cache; compress the cells of moment `question`."""

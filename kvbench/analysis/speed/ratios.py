@@ -7,12 +7,14 @@ from typing import Any
 
 import pandas as pd
 
+from kvbench.analysis.speed.settings import LARGEST
 from kvbench.tables.numbers import NumberFormat
 from kvbench.tables.table import Column, Interval, Name, Table, TableCell, TableRow
 
-SIZE = ["context", "batch", "generate"]
-CELL = ["policy", "budget", *SIZE]
-RATIOS = ("ttft_s", "step_s", "tokens_per_s", "peak_bytes", "kv_bytes_live")
+SIZE = ["model", "context", "batch_setting", "generate", "chunk"]
+"""Columns that compared settings share; the largest batches that fit are compared with each other."""
+CELL = ["policy", "budget", "moment", *SIZE]
+RATIOS = ("ttft_s", "step_s", "decode_s", "tokens_per_s", "total_tokens_per_s", "peak_bytes", "kv_bytes_live")
 """Measurements with ratios to the full cache."""
 
 
@@ -53,6 +55,7 @@ def summarize(frame: pd.DataFrame) -> pd.DataFrame:
 _COLUMNS = (
     Column("policy"),
     Column("budget"),
+    Column("moment"),
     Column("ms", NumberFormat.NUMBER, group="first token"),
     Column("to full", NumberFormat.TIMES, group="first token"),
     Column("ms", NumberFormat.NUMBER, group="decode step"),
@@ -63,33 +66,61 @@ _COLUMNS = (
     Column("to full", NumberFormat.PERCENT, group="KV"),
 )
 
+_ANSWER_COLUMNS = (
+    Column("model", merged=True),
+    Column("prompt+answer", merged=True),
+    Column("policy"),
+    Column("budget"),
+    Column("moment"),
+    Column("batch", NumberFormat.COUNT),
+    Column("overall, s", NumberFormat.NUMBER),
+    Column("prompt, s", NumberFormat.NUMBER),
+    Column("prompt, share", NumberFormat.PERCENT),
+    Column("decoding, s", NumberFormat.NUMBER),
+    Column("evicting, s", NumberFormat.NUMBER),
+    Column("decoding", NumberFormat.NUMBER, group="tokens/s"),
+    Column("to full", NumberFormat.TIMES, group="tokens/s"),
+    Column("overall", NumberFormat.NUMBER, group="tokens/s"),
+    Column("to full", NumberFormat.TIMES, group="tokens/s"),
+    Column("KV at most", NumberFormat.BYTES),
+)
 
-def bench_tables(summary: pd.DataFrame, model: str) -> Iterator[Table]:
-    """Yield a table per context, batch and number of decode steps.
+
+def bench_tables(summary: pd.DataFrame) -> Iterator[Table]:
+    """Yield a table per model, context, batch and number of decode steps, then those over all of them.
 
     Args:
         summary: Output of `kvbench.analysis.speed.ratios.summarize`.
-        model: The model as the user named it.
     """
+    shows_moment = set(summary["moment"]) != {"context"}
+    columns = [column for column in _COLUMNS if column.title != "moment" or shows_moment]
     for size_key, size_rows in summary.groupby(SIZE, sort=False):
         assert isinstance(size_key, tuple)
-        context, batch, steps = size_key
+        model, context, batch, steps, chunk = size_key
+        batch_text = "the largest batch that fits" if batch == LARGEST else f"batch {batch}"
+        chunk_text = f" in chunks of {chunk}" if chunk else ""
         title = (
-            Name(model),
-            f" · context {context}, batch {batch}, {steps} decode steps; medians, and ratios to "
+            Name(str(model)),
+            f" · context {context}{chunk_text}, {batch_text}, {steps} decode steps; medians, and ratios to "
             "the full cache with their range over repeats",
         )
         yield Table(
             title,
-            _COLUMNS,
-            tuple(TableRow(_cells(summary_row)) for _, summary_row in size_rows.iterrows()),
+            columns,
+            tuple(TableRow(_cells(summary_row, shows_moment)) for _, summary_row in size_rows.iterrows()),
         )
+    if shows_moment or LARGEST in set(summary["batch_setting"]):
+        yield _answer_table(summary)
+    if len(set(summary["chunk"]) - {0}) > 1:
+        yield _chunk_table(summary[summary["chunk"] > 0])
 
 
-def _cells(summary_row: pd.Series) -> tuple[TableCell, ...]:
-    name_cells = (Name(str(summary_row["policy"])), Name(str(summary_row["budget"])))
+def _cells(summary_row: pd.Series, shows_moment: bool) -> tuple[TableCell, ...]:
+    name_cells: tuple[TableCell, ...] = (Name(str(summary_row["policy"])), Name(str(summary_row["budget"])))
+    if shows_moment:
+        name_cells += (_moment(summary_row),)
     if summary_row["error"]:
-        return (*name_cells, str(summary_row["error"])[:60], *[None] * (len(_COLUMNS) - 3))
+        return (*name_cells, str(summary_row["error"])[:60], *[None] * 7)
     is_full = summary_row["policy"] == "full"
     return (
         *name_cells,
@@ -101,6 +132,76 @@ def _cells(summary_row: pd.Series) -> tuple[TableCell, ...]:
         summary_row["peak_bytes"],
         summary_row["kv_bytes_live"],
         summary_row["kv_bytes_live_ratio"],
+    )
+
+
+def _moment(row: pd.Series) -> str | None:
+    """Return a row's moment; None for the full cache, which only chunks change."""
+    return str(row["moment"]) if row["policy"] != "full" or row["chunk"] else None
+
+
+def _answer_table(summary: pd.DataFrame) -> Table:
+    """Return the times of prompt and answer of all sizes (D2O, tables 5 and 12 to 14; TRIM-KV, table 5)."""
+    rows = []
+    for _, row in summary.iterrows():
+        names: tuple[TableCell, ...] = (
+            Name(str(row["model"])),
+            f"{row['context']}+{row['generate']}",
+            Name(str(row["policy"])),
+            Name(str(row["budget"])),
+            _moment(row),
+        )
+        if row["error"]:
+            rows.append(TableRow((*names, None, str(row["error"])[:60], *[None] * 9)))
+            continue
+        is_full = row["policy"] == "full"
+        rows.append(
+            TableRow(
+                (
+                    *names,
+                    row["batch"],
+                    row["total_s"],
+                    row["ttft_s"],
+                    row["prompt_share"],
+                    row["decode_s"],
+                    row["evict_s"],
+                    row["tokens_per_s"],
+                    None if is_full else row["tokens_per_s_ratio"],
+                    row["total_tokens_per_s"],
+                    None if is_full else row["total_tokens_per_s_ratio"],
+                    row["kv_bytes_peak"],
+                )
+            )
+        )
+    return Table("prompt and answer; medians over repeats, ratios paired by repeat", _ANSWER_COLUMNS, tuple(rows))
+
+
+def _chunk_table(chunked: pd.DataFrame) -> Table:
+    """Return the time to the first token by chunk size, with speed-ups over the full cache (CriticalKV, table 6)."""
+    line_keys = ["model", "context", "batch_setting", "generate"]
+    cells = chunked.assign(
+        column=chunked["policy"].where(chunked["policy"] == "full", chunked["policy"] + " " + chunked["budget"])
+    )
+    names = list(dict.fromkeys(cells["column"]))
+    columns = [Column("model", merged=True), Column("context", NumberFormat.COUNT, merged=True)]
+    columns += [Column("batch", merged=True), Column("chunk", NumberFormat.COUNT)]
+    for name in names:
+        columns.append(Column("s", NumberFormat.NUMBER, group=name))
+        columns += [Column("speed-up", NumberFormat.TIMES, group=name)] * (name != "full")
+    rows = []
+    for key, line in cells.groupby([*line_keys, "chunk"], sort=False):
+        assert isinstance(key, tuple)
+        by_name = line.groupby("column").first()
+        row_cells: list[TableCell] = [Name(str(key[0])), int(key[1]), str(key[2]), int(key[4])]
+        for name in names:
+            # `ttft_s_ratio` is the time as a fraction of the full cache's
+            seconds, ratio = by_name.loc[name, ["ttft_s", "ttft_s_ratio"]] if name in by_name.index else (None, None)
+            row_cells.append(seconds)
+            if name != "full":
+                row_cells.append(None if ratio is None else 1 / float(ratio))
+        rows.append(TableRow(tuple(row_cells)))
+    return Table(
+        "seconds to the first token, and speed-up over the full cache in the same chunks", columns, tuple(rows)
     )
 
 

@@ -100,6 +100,8 @@ class Recipe:
         """Return the command of a recipe that `kvbench run` does not run."""
         command_words = ["kvbench", *self.by.split()]
         for setting_name, setting_value in self.settings(models).items():
+            if setting_value is None:  # a miniature leaves out the option of the full experiment
+                continue
             setting_values = setting_value if isinstance(setting_value, list) else [setting_value]
             command_words += [
                 f"--{flag_of(setting_name).replace('_', '-')}",
@@ -188,7 +190,7 @@ def missing_parts(checked_recipe: Recipe) -> list[str]:
     """Return the parts of a recipe that cannot be run here: unsupported or not installed."""
     settings = {flag_of(setting_name): setting_value for setting_name, setting_value in checked_recipe.full.items()}
     missing_items = list(checked_recipe.lacks)
-    for policy_spec in settings["policy"]:
+    for policy_spec in settings.get("policy", ()):
         try:
             policy(policy_spec)
         except UserError as error:

@@ -1,10 +1,10 @@
-"""Convert public checkpoints: gates of TRIM-KV and SeerAttention-R, and surrogates of KVzap.
+"""Convert public checkpoints: gates of TRIM-KV and SeerAttention-R, heads of LocRet, and surrogates of KVzap.
 
     python -m kvbench_policies.gates.convert SOURCE FOLDER --model MODEL
 
 SOURCE is a safetensors file or a folder of them. Pickled checkpoints (.bin, .pt, .pth) are refused, because unpickling
-runs code; the only exception is SeerAttention-R's `attn_gate_weights.pth`, read as plain tensors (see
-`kvbench_policies.gates.published_blocks`). The tensors of every layer are
+runs code; the exceptions are SeerAttention-R's `attn_gate_weights.pth` (see `kvbench_policies.gates.published_blocks`)
+and LocRet's `.bin` files, which torch reads as plain tensors without running code. The tensors of every layer are
 
     ...layers.<index>....retention_gate.linear1.weight   [512, d_model], optionally with a bias
     ...layers.<index>....retention_gate.linear2.weight   [H, 512], optionally with a bias
@@ -15,6 +15,11 @@ or, as NVIDIA publishes them (`nvidia/KVzap-mlp-...`, `nvidia/KVzap-linear-...`)
     layers.<index>.0.weight, layers.<index>.0.bias       [hidden, d_model], [hidden]
     layers.<index>.2.weight, layers.<index>.2.bias       [H, hidden], [H]
     layers.<index>.weight, layers.<index>.bias           [H, d_model], [H], if it is linear
+
+or, as LocRet publishes its retaining heads (`hyx21/Locret-...`),
+
+    ...layers.<index>.self_attn.fc1.weight               [1024, (H_q + 2 H) d], from queries, keys and values
+    ...layers.<index>.self_attn.fc2.weight               [H, 1024]
 
 Without `linear1` the gate is linear. Other tensors are ignored.
 """
@@ -39,7 +44,7 @@ from kvbench.engine.models import decoder_of, model_info
 from kvbench.errors import UserError
 from kvbench.named import model_digest
 from kvbench.plugin import ModelInfo
-from kvbench_policies.gates.config import GateConfig, activation_of
+from kvbench_policies.gates.config import GateConfig, Kind, activation_of
 from kvbench_policies.gates.files import Gates, save
 from kvbench_policies.gates.modules import RetentionGates
 from kvbench_policies.gates.published_blocks import (
@@ -52,6 +57,8 @@ from kvbench_policies.gates.published_blocks import (
 _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?retention_gate\.(.+)$")
 _BLOCKS = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?attn_gate\.(attngate_.+)$")
 _SURROGATE = re.compile(r"^layers\.(\d+)\.((?:[02]\.)?(?:weight|bias))$")
+_RETAINING = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(fc[12]\.weight)$")
+_RETAINING_PARTS = {"fc1.weight": "linear1.weight", "fc2.weight": "linear2.weight"}
 _SURROGATE_PARTS = {
     "0.weight": "linear1.weight",
     "0.bias": "linear1.bias",
@@ -67,7 +74,7 @@ def read_checkpoint(source: str | Path) -> dict[int, dict[str, Tensor]]:
     """Read the gates' tensors of a checkpoint in float32, by layer and then by name.
 
     Args:
-        source: A safetensors file or `attn_gate_weights.pth`, or the folder of either.
+        source: A safetensors file, `attn_gate_weights.pth` or a `.bin` file of LocRet, or the folder of one of them.
 
     Raises:
         UserError: The checkpoint cannot be read, is a pickle, or has no gates.
@@ -76,18 +83,25 @@ def read_checkpoint(source: str | Path) -> dict[int, dict[str, Tensor]]:
     weight_files = sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint]
     if not weight_files and (checkpoint / WEIGHTS).is_file():
         weight_files = [checkpoint / WEIGHTS]
-    if checkpoint.is_file() and checkpoint.suffix != ".safetensors" and checkpoint.name != WEIGHTS:
+    if not weight_files and checkpoint.is_dir():
+        weight_files = sorted(checkpoint.glob("*.bin"))
+    if checkpoint.is_file() and checkpoint.suffix not in (".safetensors", ".bin") and checkpoint.name != WEIGHTS:
         raise UserError(f"{checkpoint} is not a safetensors file; pickles are not supported")
     if not weight_files or not weight_files[0].is_file():
         raise UserError(f"{checkpoint} has no safetensors file; pickles are not supported")
     tensors_by_layer: dict[int, dict[str, Tensor]] = {}
     for weight_file in weight_files:
         for tensor_name, tensor in _tensors(weight_file).items():
-            name_match = _NAME.search(tensor_name) or _BLOCKS.search(tensor_name) or _SURROGATE.search(tensor_name)
+            patterns = (_RETAINING,) if weight_file.suffix == ".bin" else (_NAME, _BLOCKS, _SURROGATE, _RETAINING)
+            name_match = next(filter(None, (pattern.search(tensor_name) for pattern in patterns)), None)
             if name_match:
                 tensors_by_layer.setdefault(int(name_match[1]), {})[name_match[2]] = tensor.float()
+    if not tensors_by_layer and weight_files[0].suffix == ".bin":
+        raise UserError(f"{weight_files[0]} has no retaining heads of LocRet, and no other pickles are supported")
     if not tensors_by_layer:
-        raise UserError(f"{checkpoint} has no tensors of a retention_gate, an attn_gate or a KVzap surrogate")
+        raise UserError(
+            f"{checkpoint} has no tensors of a retention_gate, an attn_gate, a retaining head or a KVzap surrogate"
+        )
     return dict(sorted(tensors_by_layer.items()))
 
 
@@ -98,7 +112,7 @@ def _tensors(weight_file: Path) -> dict[str, Tensor]:
         UserError: The file cannot be read or holds other objects.
     """
     try:
-        if weight_file.name == WEIGHTS:
+        if weight_file.name == WEIGHTS or weight_file.suffix == ".bin":
             state_dict = torch.load(weight_file, map_location="cpu", weights_only=True)
             if not all(isinstance(tensor, Tensor) for tensor in dict(state_dict).values()):
                 raise UserError(f"{weight_file} holds more than tensors")
@@ -124,7 +138,7 @@ def convert(
     Args:
         layers: Output of `read_checkpoint`.
         model: The model the gates belong to.
-        activation: The model's activation, which TRIM-KV's gates share.
+        activation: The model's activation, which the gates of TRIM-KV and LocRet share.
         base_revision: Commit or digest of the model.
         training: Training record to store with the gates.
 
@@ -136,21 +150,26 @@ def convert(
     is_surrogate = any(
         tensor_name.endswith("weight") and tensor_name in _SURROGATE_PARTS for tensor_name in first_layer
     )
-    if is_surrogate:
+    is_retaining = bool(set(_RETAINING_PARTS) & set(first_layer))
+    if is_surrogate or is_retaining:
+        part_names = _RETAINING_PARTS if is_retaining else _SURROGATE_PARTS
         layers = {
             layer_number: {
-                _SURROGATE_PARTS.get(tensor_name, tensor_name): tensor for tensor_name, tensor in layer_tensors.items()
+                part_names.get(tensor_name, tensor_name): tensor for tensor_name, tensor in layer_tensors.items()
             }
             for layer_number, layer_tensors in layers.items()
         }
         first_layer = next(iter(layers.values()))
     hidden_dim = first_layer["linear1.weight"].shape[0] if "linear1.weight" in first_layer else 0
+    kind: Kind = "locret" if is_retaining else "kvzap" if is_surrogate else "trimkv"
+    gating = {"gating": "multiplicative"} if kind == "trimkv" else {}
     config = GateConfig.of(
-        "kvzap" if is_surrogate else "trimkv",
+        kind,
         model,
         gate="mlp" if hidden_dim else "linear",
         **({"hidden_dim": int(hidden_dim)} if hidden_dim else {}),
-        **({} if is_surrogate else {"activation": activation, "gating": "multiplicative"}),
+        **({} if kind == "kvzap" else {"activation": activation}),
+        **gating,
         base_revision=base_revision,
         training=dict(training or {}),
     )
@@ -181,10 +200,9 @@ def _merged(layer_tensors: Mapping[str, Tensor], config: GateConfig, layer_numbe
     readout_width = config.hidden_dim if has_mlp else config.width
     expected_shapes: dict[str, tuple[int, ...]] = {"linear2.weight": (head_count, readout_width)}
     if has_mlp:
-        expected_shapes |= {
-            "linear1.weight": (readout_width, config.width),
-            "linear1.bias": (readout_width,),
-        }
+        expected_shapes["linear1.weight"] = (readout_width, config.width)
+    if has_mlp and config.has_biases:
+        expected_shapes["linear1.bias"] = (readout_width,)
     merged = {}
     for tensor_name, expected_shape in expected_shapes.items():
         tensor = layer_tensors.get(tensor_name, torch.zeros(readout_width) if tensor_name.endswith("bias") else None)
@@ -196,6 +214,8 @@ def _merged(layer_tensors: Mapping[str, Tensor], config: GateConfig, layer_numbe
                 f"but this model needs {list(expected_shape)}"
             )
         merged[tensor_name] = tensor
+    if not config.has_biases:
+        return merged
     bias = torch.zeros(head_count)
     for tensor_name in ("bias", "linear2.bias"):
         partial_bias = layer_tensors.get(tensor_name, torch.zeros(1))
@@ -211,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Convert a checkpoint; return exit code 2 on errors."""
     parser = argparse.ArgumentParser(
         prog="python -m kvbench_policies.gates.convert",
-        description="Convert a checkpoint of TRIM-KV, KVzap or SeerAttention-R to kvbench gates.",
+        description="Convert a checkpoint of TRIM-KV, LocRet, KVzap or SeerAttention-R to kvbench gates.",
     )
     parser.add_argument("source", help="weights file, or its folder")
     parser.add_argument("folder", help="output folder for gates.json and gates.safetensors")

@@ -37,7 +37,8 @@ def test_perturbation_writes_tables_figures_and_a_summary(grouped: str, question
     assert {n.split(".")[-1] for n in names} == {"png", "svg"}
     assert sum(n.startswith(pair) for n in names) == 2
     assert {n.split("-mine")[0] for n in names if not n.startswith("heads")} == {
-        "budgets", "layers", "layers-forward",
+        "budgets", "layers", "layers-forward", "assumption-snapkv-window-4-b40f08",
+        "assumption-criticalkv-window-4-8f0284",
     }  # fmt: skip
     summary = (out / "summary.md").read_text()
     for name in names:
@@ -67,7 +68,7 @@ def test_figures_are_the_same_bytes_every_time(grouped: str, questions: str, tmp
         run += ["--policy", "snapkv:window=4,random"]
         assert CliRunner().invoke(cli.app.app, run).exit_code == 0
     files = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*.*g"))
-    assert len(files) == 6
+    assert len(files) == 10
     for file in files:
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
 

@@ -41,7 +41,9 @@ def test_the_recipe_of_the_papers_can_be_trained_and_run() -> None:
     assert len({p.out for p in plans}) == len(plans)
     settings = [tuple(sorted((k, str(v)) for k, v in p.settings.items())) for p in plans]
     kinds = [p.method.name for p in plans]
-    assert len(set(zip(kinds, settings, strict=True))) == len(plans)  # no training twice
+    data = [p.data for p in plans]
+    assert len(set(zip(kinds, data, settings, strict=True))) == len(plans)  # no training twice
+    assert set(data) == {"reference", "cwe,fwe"}
     for table in chosen:
         names = policies(recipe, table, Path("x"))
         assert len(names) == len(table.variants) * len(recipe.seeds)
@@ -55,6 +57,16 @@ def test_variants_of_the_same_training_share_their_gates() -> None:
     recipe = read(PAPERS)
     (horizon,) = recipe.pick(["horizon"])
     assert len(trainings(recipe, [horizon], Path("x"))) == len(recipe.seeds)
+
+
+def test_gates_of_other_data_are_other_gates(tmp_path: Path) -> None:
+    (data,) = read(PAPERS).pick(["data"])
+    here, other = data.variants
+    assert here.folder == "trimkv" and other.folder.startswith("trimkv-data-cwe")
+    full = read(PAPERS.with_name("trimkv_figure8.yaml"))
+    assert [variant.data for variant in full.tables["data"].variants] == ["", "general.jsonl"]
+    (grid,) = grids(full, full.tables["data"], Path("x"))
+    assert [timing.moment for timing in grid.timings] == ["decode"] and len(grid.tasks) == 3
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_the_full_cache_stands_beside_every_size() -> None:
     by_size: dict[Any, list[str]] = {}
     for setting in settings:
         by_size.setdefault(setting.size, []).append(f"{setting.policy} {setting.budget}")
-    assert set(by_size) == {(c, b, 32) for c in (64, 128) for b in (1, 2)}
+    assert set(by_size) == {(c, b, 32, 0) for c in (64, 128) for b in (1, 2)}
     for names in by_size.values():
         assert names == ["full full", "snapkv 0.2", "h2o 0.2"]
 
@@ -42,6 +42,12 @@ def test_the_full_cache_stands_beside_every_size() -> None:
         ({"policies": ("fastv",)}, "prunes images"),
         ({"budgets": ("visual:3",)}, "needs images"),
         ({"contexts": (10**7,)}, "do not fit into the"),
+        ({"moments": ("question",)}, "have no question and no turns"),
+        ({"sizes": ("256",)}, "use 256\\+1024"),
+        ({"sizes": ("0+8",)}, "--context 0 is out of range"),
+        ({"batches": (None,)}, "needs a memory limit on this device"),
+        ({"memory": 2**30}, "add --batch max"),
+        ({"device_map": "auto", "device": "cpu"}, "exclude each other"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -72,9 +78,10 @@ def test_ratios_are_paired_by_repeat() -> None:
         for policy, time in (("full", 2.0), ("snapkv", 1.0)):
             rows.append(
                 {
-                    "policy": policy, "budget": "0.2", "context": 8, "batch": 1, "generate": 4,
-                    "repeat": repeat, "ttft_s": time * slow, "step_s": time * slow,
-                    "tokens_per_s": 1 / (time * slow), "peak_bytes": 100.0,
+                    "policy": policy, "budget": "0.2", "moment": "context", "model": "m", "context": 8,
+                    "batch_setting": "max", "batch": 4 / time, "generate": 4, "chunk": 0,
+                    "repeat": repeat, "ttft_s": time * slow, "step_s": time * slow, "decode_s": time * slow,
+                    "tokens_per_s": 1 / (time * slow), "total_tokens_per_s": 1 / slow, "peak_bytes": 100.0,
                     "kv_bytes_live": 10.0 * time, "error": "",
                 }
             )  # fmt: skip

@@ -31,7 +31,10 @@ IMAGES = [name for name in RUNS if "reference-vl" in recipe(name).miniatures]
 TEXTS = [name for name in RUNS if name not in IMAGES]
 TIMED = [name for name, one in recipes().items() if one.by == "bench"]
 TABLES = [name for name in RUNS if recipe(name).item.startswith("table")]
-OF_ANALYSIS = {"layers", "heads", "new_tokens", "top", "mass", "horizon"}
+OF_ANALYSIS = {
+    *("layers", "heads", "new_tokens", "top", "mass", "horizon"),
+    *("layer", "head", "rollouts", "train_share", "components"),
+}
 """Settings of `kvbench analyze` that are not in a grid."""
 HUB_TASKS_OF_RULER = {"qa_1", "qa_2"}
 
@@ -45,7 +48,8 @@ def grids(one: Recipe) -> Iterator[Grid]:
     """The full experiment and its miniatures, as far as a grid has them."""
     for models in ((), *((model,) for model in one.miniatures)):
         settings = one.settings(models)
-        yield Grid.from_dict({k: v for k, v in settings.items() if k not in OF_ANALYSIS})
+        of_grid = {k: v for k, v in settings.items() if k not in OF_ANALYSIS}
+        yield Grid.from_dict(of_grid if "policy" in of_grid else {**of_grid, "policy": "full"})
 
 
 def as_list(value: Any) -> list[Any]:
@@ -102,18 +106,25 @@ def test_every_part_resolves(name: str) -> None:
 def test_what_is_timed_can_be_measured(name: str) -> None:
     one = recipe(name)
     for models in ((), ("reference",), ("smollm2",)):
-        given = {flag_of(key): as_list(v) for key, v in one.settings(models).items()}
-        (model,) = given.pop("model")
+        given = {flag_of(key): as_list(v) for key, v in one.settings(models).items() if v is not None}
+        sizes = {"context": given.get("context", [1024]), "generate": given.get("generate", [32])}
         bench = SpeedSettings(
-            model,
+            ",".join(given["model"]),
             tuple(given["policy"]),
             tuple(map(str, given["budget"])),
-            tuple(given["context"]),
-            tuple(given["batch"]),
-            tuple(given["generate"]),
+            tuple(sizes["context"]),
+            tuple(None if batch == "max" else batch for batch in given["batch"]),
+            tuple(sizes["generate"]),
+            moments=tuple(given.get("moment", ["context"])),
+            sizes=tuple(given.get("size", ())),
         )
-        assert set(given) <= {"policy", "budget", "context", "batch", "generate", "repeats"}
-        assert len(bench.settings()) > len(given["context"]) * len(given["generate"])
+        known = {"model", "policy", "budget", "context", "batch", "generate", "repeats", "moment", "size", "memory"}
+        assert set(given) <= {*known, "device_map"}
+        assert not {"size", "context"} <= set(given) and ("memory" in given) <= (given["batch"] == ["max"])
+        assert len(bench.settings()) > len(given.get("size", sizes["context"]))
+        assert [str(timing) for timing in dict.fromkeys(setting.timing for setting in bench.settings())] == list(
+            bench.moments
+        )
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -223,7 +234,8 @@ def test_a_small_model_chooses_its_miniature_and_flags_take_precedence() -> None
     ("arguments", "says"),
     [
         (["--recipe", "criticalkv-tabel1"], "did you mean criticalkv-table1"),
-        (["--recipe", "criticalkv-table6"], "times of a chunked prefill"),
+        (["--recipe", "criticalkv-table15"], "holds no scores"),
+        (["--recipe", "criticalkv-table6"], "--moment chunked:30000,chunked:50000"),
         (["--recipe", "criticalkv-table9"], "kvbench analyze perturbation --policy"),
         (["--recipe", "trimkv-table5", "--model", "reference"], "kvbench bench --policy seerattn_r,snapkv"),
         (["--recipe", "criticalkv-table1", "--config", "x.yaml"], "give only one"),

@@ -1,0 +1,1 @@
+"""`kvbench analyze dilution`: attention that useless tokens take, before and after an eviction."""

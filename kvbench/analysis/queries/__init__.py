@@ -1,0 +1,1 @@
+"""`kvbench analyze queries`: a vector autoregression of the queries of an answer."""
