@@ -136,7 +136,9 @@ class StockAttention:
             value = F.pad(value, (0, key_dim - value_dim))
         # Not the registered function, which reads the implementation's name from the configuration.
         output: Tensor = _flash_attention_forward(
-            *(tensor.transpose(1, 2) for tensor in (query, key, value)),
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             mask,
             query_length=query.shape[2],
             is_causal=True,

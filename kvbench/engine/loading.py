@@ -15,7 +15,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
 )
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from kvbench.data.hub import unreachable
 from kvbench.engine.gguf import converted, described

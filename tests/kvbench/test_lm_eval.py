@@ -13,6 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from kvbench.cli.app import call
+from kvbench.engine.implementations import chosen_attention
 from kvbench.errors import UserError
 from kvbench.lm_eval import KVBenchLM
 from kvbench.reference import path as reference_path
@@ -160,6 +161,7 @@ def test_prompts_that_share_their_examples_are_prefilled_once(tasks: Path) -> No
         ({"policy": "snapvk"}, "did you mean snapkv"),
         ({"policy": "divprune"}, "prunes images"),
         ({"budget": 1.5}, "budget"),
+        ({"attn": "eagr"}, "unknown attn 'eagr'; did you mean eager"),
     ],
 )
 def test_bad_settings_are_refused_before_a_model_is_loaded(settings: dict[str, Any], says: str) -> None:
@@ -168,7 +170,8 @@ def test_bad_settings_are_refused_before_a_model_is_loaded(settings: dict[str, A
 
 
 def test_what_has_no_context_is_refused_in_one_line(tasks: Path) -> None:
-    model = KVBenchLM("reference", device="cpu", policy="snapkv", budget=0.5)
+    model = KVBenchLM("reference", device="cpu", policy="snapkv", budget=0.5, attn="eager")
+    assert chosen_attention(model.model) == "eager"
     with pytest.raises(UserError, match=r"my_rolling measures whole texts .*use policy=full"):
         evaluate(tasks, model, "my_rolling")
 

@@ -198,6 +198,7 @@ def test_dialogues_are_refused_in_one_line(tasks: Path) -> None:
         ({"budget": 1.5}, "budget"),
         ({"buget": 0.2}, "no argument 'buget'; did you mean budget"),
         ({"batch_size": "few"}, "batch_size must be an integer"),
+        ({"attn": "eagr"}, "unknown attn 'eagr'; did you mean eager"),
         ({"pretrained": "reference"}, "takes no images; use pretrained=reference-vl, or `kvbench lm-eval`"),
         ({"pretrained": "reference-vl", "policy": "fastv:layer=9"}, "use layer="),
     ],

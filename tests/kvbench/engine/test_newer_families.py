@@ -17,6 +17,7 @@ from kvbench.engine.latent import expansion, is_latent
 from kvbench.engine.loading import load_model
 from kvbench.engine.models import attention_modules
 from kvbench.errors import UserError
+from tests.sweeps import slow
 
 from .conftest import batch
 from .devices import Devices, spread
@@ -51,7 +52,7 @@ def built(family: str, **settings: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("policy", ["criticalkv:window=4", "h2o"])
+@pytest.mark.parametrize("policy", ["criticalkv:window=4", slow("h2o")])
 @pytest.mark.parametrize("family", NEWER)
 @torch.no_grad()
 def test_over_three_devices_the_same_entries_and_answers(family: str, policy: str) -> None:

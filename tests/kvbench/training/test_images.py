@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvbench.training.data import Item, collate
 from tests import vision
+from tests.sweeps import slow_but
 
 from .test_student import _student
 
@@ -30,7 +31,7 @@ def item(kind: str, color: str, words: str, size: tuple[int, int] = (64, 48)) ->
     return {"input_ids": ids, "supervised": supervised, **pixels}
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "llava", *vision.WRAPPERS])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "llava", *slow_but(vision.WRAPPERS, "gemma4")])
 def test_gates_that_forget_nothing_leave_the_model_with_its_images(kind: str) -> None:
     if kind in vision.VIDEO_PROCESSORS and not vision.installed("torchvision"):
         pytest.skip(f"the processor of {kind} needs torchvision")
