@@ -24,13 +24,16 @@ from tests.sweeps import slow_but
 class Counter(Silent):
     def __init__(self) -> None:
         self.total, self.done = 0, 0
+        self.unit = ""
         self.said: list[str] = []
 
-    def start(self, total_units: int, description: str) -> None:
-        self.total = total_units
+    def start(self, total_units: int, description: str, unit: str = "") -> None:
+        self.unit = unit
+        if unit == "responses":  # not scoring, which is counted once it takes seconds
+            self.total = total_units
 
-    def advance(self, n: int = 1) -> None:
-        self.done += n
+    def advance(self, n: int = 1, seconds_left: float | None = None) -> None:
+        self.done += n if self.unit == "responses" else 0
 
     def message(self, text: str) -> None:
         self.said.append(text)

@@ -45,7 +45,7 @@ def test_a_killed_worker_changes_no_byte(tmp_path: Path, undisturbed: Any) -> No
     class Killer(Listening):
         killed = 0
 
-        def advance(self, n: int = 1) -> None:
+        def advance(self, n: int = 1, seconds_left: float | None = None) -> None:
             if not self.killed:
                 (self.killed,) = workers_of(os.getpid())
                 os.kill(self.killed, signal.SIGKILL)
