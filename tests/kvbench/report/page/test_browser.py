@@ -29,6 +29,7 @@ _PAIRS = (
 
 
 def number(text: str) -> float:
+    """A number as the page writes it, whose minus sign is not that of Python."""
     return float(text.replace("−", "-"))
 
 
@@ -250,6 +251,7 @@ def test_print_on_a_narrow_page_is_not_laid_out_as_a_phone(browser: Browser) -> 
     assert tops == sorted(tops)
     assert browser.run("getComputedStyle(document.getElementById('legend')).display") == "flex"
     assert browser.run("getComputedStyle(document.getElementById('policies')).display") == "none"
+    assert browser.run("document.querySelector('#cells th').innerText") == "moment"
 
 
 def test_the_device_and_the_command_are_on_the_page(hostile_page: Path, open_page: Browser) -> None:
