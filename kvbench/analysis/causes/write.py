@@ -122,6 +122,8 @@ def _run_grid(grid_options: Mapping[str, Any], options: CausesOptions, run: str 
     if options.against is not None and options.against not in [str(policy) for policy in grid.built_policies]:
         names = ", ".join(map(str, grid.built_policies))
         raise UserError(f"--against {options.against}: the run has no such policy; it has {names}")
+    if options.against is not None and grid.has_moment("decode"):
+        raise UserError("--against compares caches of the same tokens, which moment decode does not have; leave it out")
     return grid
 
 

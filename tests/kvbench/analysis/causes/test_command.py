@@ -148,6 +148,7 @@ def test_pages_and_sentences_escape_what_a_model_wrote(run: Path, tmp_path: Path
         (lambda run, tmp: [str(tmp)], "is not a run"),
         (lambda run, tmp: [str(run), "--policy", "keydiff"], "no answers of keydiff"),
         (lambda run, tmp: [str(run), "--against", "keydiff"], "the run has no such policy"),
+        (lambda run, tmp: [str(run), "--moment", "decode", "--budget", "9", "--against", "d2o"], "leave it out"),
         (lambda run, tmp: [str(run), "--moment", "turns"], "compresses at context or question or decode only"),
         (lambda run, tmp: [str(run), "--evidence", "("], "neither sentence, target or search"),
         (lambda run, tmp: [str(run), "--evidence", "[0-9]{9}"], "matches nothing in the context"),
