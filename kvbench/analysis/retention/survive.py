@@ -109,7 +109,9 @@ class InUseObserver(LayerObserver):
         visible = (positions + 1).expand(logits.shape[:-1])
         selected_counts = [visible.clamp(max=top_count) for top_count in self.top]
         if self.mass:
-            weights = torch.softmax(capped(sorted_logits.values.double(), scale), -1)
+            values = sorted_logits.values.double()
+            # The cap would make the logits of later tokens finite.
+            weights = torch.softmax(capped(values, scale).masked_fill(values.isneginf(), -torch.inf), -1)
             preceding_mass = weights.cumsum(-1) - weights
             selected_counts += [torch.minimum((preceding_mass < threshold).sum(-1), visible) for threshold in self.mass]
         return ranks, selected_counts

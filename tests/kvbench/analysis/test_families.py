@@ -27,6 +27,8 @@ from kvbench.runs.runner import run
 
 BY_NAME = {family.name: family for family in FAMILIES}
 TRIED = ("gpt_oss", "gemma4_text", "qwen3_5_text", "deepseek_v3", "granitemoehybrid", "opt")
+OUTPUT_GATES = {"qwen3_5_text"}
+"""Families whose attention multiplies its output by a gate of the query."""
 LENGTHS = {"length": "160", "samples": 3, "chat_template": False}
 
 
@@ -73,7 +75,8 @@ def perturbation(saved: Saved) -> dict[str, str]:
     assert (found.heads["l1"] <= found.heads["bound1"] * 1.001 + 1e-6).all()
     in_the_first = found.layers[found.layers["layer"] == found.layers["layer"].min()]
     error = (in_the_first["l1"] - in_the_first["l1_forward"]).abs() / in_the_first["output"]
-    assert float(error.max()) < 2e-3  # nothing before the first layer was evicted
+    # Nothing before the first layer was evicted, so both agree, unless only the second has a gate on the output.
+    assert (float(error.max()) < 2e-3) == (saved.name not in OUTPUT_GATES)
     return found.failed
 
 
@@ -83,7 +86,7 @@ def allocated(saved: Saved) -> dict[str, str]:
 
 
 def retained(saved: Saved) -> dict[str, str]:
-    grid = make_grid(saved.grid(policies="h2o:buffer=2,snapkv:window=4", budgets="16"))
+    grid = make_grid(saved.grid(policies="h2o:buffer=2", budgets="16"))
     return survival.analyze(grid, RetentionOptions(), Silent()).failed
 
 
@@ -93,44 +96,58 @@ def query_summaries(saved: Saved) -> dict[str, str]:
     return {}
 
 
-def head_profile(kind: str) -> Callable[[Saved], dict[str, str]]:
-    def measure(saved: Saved) -> dict[str, str]:
-        measure_profile(saved.folder, kind, LENGTHS, Silent())
-        return {}
-
-    return measure
+def ablation(saved: Saved) -> dict[str, str]:
+    measure_profile(saved.folder, "ablation", LENGTHS, Silent())
+    return {}
 
 
-def cells(policies: str, budget: str, moment: str) -> Callable[[Saved], dict[str, str]]:
-    """A run, in which every cell answers within its budget or fails with a reason."""
+def cells(policies: str, budget: str, moment: str, **settings: Any) -> Callable[[Saved], dict[str, str]]:
+    """Run cells, each of which holds exactly its budget (while decoding, up to a buffer of 2) or says why it fails."""
 
     def answer(saved: Saved) -> dict[str, str]:
-        out = Path(saved.folder).parent / f"run-{abs(hash((policies, moment)))}"
+        out = Path(saved.folder).parent / f"run-{policies.partition(':')[0]}-{moment}"
         grid = {"model": saved.folder, "task": saved.task, "policy": policies, "budget": budget, "moment": moment}
-        run({**grid, "max_new_tokens": 6, "chat_template": False, "out": str(out)}, progress=False)
+        flags = {"max_new_tokens": 6, "chat_template": False, "samples": 2, "out": str(out)}
+        run({**grid, **flags, **settings}, progress=False)
         table, _ = kvbench.load(out)
-        answered = table[table["status"] == "ok"]
-        assert (answered["held_entries"] <= answered["budget_entries"]).all()
+        answered = table[(table["status"] == "ok") & (table["policy"] != "full")]
+        buffer_share = 2 / int(budget) if moment == "decode" else 0.0
+        assert (answered["held_entries"] >= answered["budget_entries"]).all()
+        assert (answered["held_entries"] <= answered["budget_entries"] * (1 + buffer_share)).all()
         return {row["policy"]: row["error"] for row in table.to_dict("records") if row["status"] != "ok"}
 
     return answer
 
 
+STORED = ("full:bits=4", "snapkv:bits=8:window=4", "snapkv:key_channels=0.6:window=4")
+SCORES = ("expected_attention", "kvzip", "compactor", "curdkv", "lagkv", "cake", "d2o", "cam", "pyramidinfer")
 FEATURES: dict[str, Callable[[Saved], dict[str, str]]] = {
     "perturbation": perturbation,
     "allocation": allocated,
     "retention": retained,
     "query summaries": query_summaries,
-    "ablation": head_profile("ablation"),
-    "reason": head_profile("reason"),
-    "copy": head_profile("copy"),
-    "bits": cells("full:bits=4,snapkv:window=4:bits=8", "0.5", "context"),
-    "key channels": cells("snapkv:window=4:key_channels=0.6", "0.5", "context"),
+    "ablation": ablation,
+    "context": cells(",".join((*STORED, *SCORES)), "0.5", "context"),
     "chunked": cells("snapkv:window=4,h2o", "0.5", "chunked"),
-    "turns": cells("snapkv:window=4,h2o", "0.5", "turns"),
-    "decode": cells("h2o:buffer=2,rkv:buffer=2:window=2,snapkv:window=4", "16", "decode"),
-    "scores": cells("expected_attention,kvzip,compactor,curdkv,lagkv,cake,d2o,cam,pyramidinfer", "0.5", "context"),
+    "turns": cells("snapkv:window=4,h2o", "0.5", "turns", task="dialogue", length="320"),
+    "decode": cells("h2o:buffer=2,rkv:buffer=2:window=2,snapkv:window=4:buffer=2", "16", "decode"),
 }
+
+FORMAT = "stores entries in another format, which needs keys and values of the same size; this model's differ"
+LATENT = "has no rotary embedding of whole keys, which the policy reads"
+NO_ROTARY = "has no rotary embedding, which the policy reads"
+ROTARY = ("expected_attention", "compactor")
+REFUSED = {
+    ("deepseek_v3", "query summaries"): {"": LATENT},
+    ("deepseek_v3", "context"): dict.fromkeys(STORED, FORMAT) | dict.fromkeys(ROTARY, LATENT),
+    ("granitemoehybrid", "query summaries"): {"": NO_ROTARY},
+    ("granitemoehybrid", "context"): dict.fromkeys(ROTARY, NO_ROTARY),
+    ("opt", "query summaries"): {"": NO_ROTARY},
+    ("opt", "context"): dict.fromkeys(ROTARY, NO_ROTARY),
+}
+"""By family and feature: what is refused, and the reason; everything else works."""
+GUESSES = {"": "answers 0 of 3 samples correctly, too few to profile its heads"}
+"""Random models know no answer, of which a profile of heads needs some."""
 
 
 @pytest.mark.slow
@@ -143,4 +160,7 @@ def test_a_feature_works_or_is_refused_in_one_line(
         refusals = FEATURES[feature](saved)
     except UserError as error:
         refusals = {"": str(error)}
-    print("FOUND", saved.name, feature, refusals, file=open("/tmp/found.txt", "a"))
+    expected = GUESSES if feature == "ablation" else REFUSED.get((saved.name, feature), {})
+    assert refusals.keys() == expected.keys(), refusals
+    for what, reason in expected.items():
+        assert reason in refusals[what] and "\n" not in refusals[what]

@@ -38,8 +38,9 @@ Block = tuple[int, int, int, int]
 FORWARD: dict[int, Block] = {80: (64, 64, 8, 2), 90: (128, 64, 8, 3)}
 BACKWARD_KEYS: dict[int, Block] = {80: (32, 64, 8, 2), 90: (32, 128, 8, 2)}
 BACKWARD_QUERIES: dict[int, Block] = {80: (64, 64, 8, 2), 90: (128, 64, 8, 2)}
-# Multiplicative gating holds one more block, with which warp-group products of 128 dims spill.
-BACKWARD_KEYS_WIDE_MULTIPLICATIVE: dict[int, Block] = {80: (64, 64, 8, 2), 90: (128, 32, 8, 2)}
+# Multiplicative gating holds one more block, with which warp-group products of 128 dims spill: those of keys, and
+# with a soft cap those of queries.
+WIDE_MULTIPLICATIVE: dict[int, Block] = {80: (64, 64, 8, 2), 90: (128, 32, 8, 2)}
 SMALL = 64
 """Block of the interpreter, so that short tests have several."""
 
@@ -307,15 +308,15 @@ def backward_queries(
 # fmt: on
 
 
-def _table(kernel: Any, wide: bool, mult: bool) -> dict[int, Block]:
+def _table(kernel: Any, wide: bool, mult: bool, capped: bool) -> dict[int, Block]:
     """The block sizes of a kernel by architecture; `wide` above 64 dims."""
-    if kernel is backward_keys and wide and mult:
-        return BACKWARD_KEYS_WIDE_MULTIPLICATIVE
+    if wide and mult and (kernel is backward_keys or (kernel is backward_queries and capped)):
+        return WIDE_MULTIPLICATIVE
     return {forward: FORWARD, backward_keys: BACKWARD_KEYS, backward_queries: BACKWARD_QUERIES}[kernel]
 
 
-def _block(kernel: Any, q: Tensor, mult: bool) -> dict[str, int]:
-    bm, bn, warps, stages = _table(kernel, q.shape[-1] > 64, mult)[architecture(q.device)]
+def _block(kernel: Any, q: Tensor, mult: bool, cap: float | None) -> dict[str, int]:
+    bm, bn, warps, stages = _table(kernel, q.shape[-1] > 64, mult, cap is not None)[architecture(q.device)]
     if interpreting():
         bm, bn = SMALL, SMALL
     return {"BM": bm, "BN": bn, "num_warps": warps, "num_stages": stages}
@@ -350,7 +351,7 @@ def attend(
     batch, heads, length = q.shape[:3]
     out = torch.empty_like(q)
     lse = torch.empty((batch, heads, length), dtype=torch.float32, device=q.device)
-    block = _block(forward, q, mult)
+    block = _block(forward, q, mult, cap)
     forward[(triton.cdiv(length, block["BM"]), batch * heads)](
         q, k, v, log_beta, start, sinks, out, lse, length, scale, cap, **_shape(q, k, mult), **block
     )
@@ -382,11 +383,11 @@ def backward(
     row_products[(triton.cdiv(rows, 64),)](out, grad, delta, rows, D=dim, DP=shape["DP"], BM=64)
     dq, dk, dv, dlog_beta = (torch.empty_like(x) for x in (q, k, v, log_beta))
     given = (q, k, v, log_beta, start, grad, lse, delta)
-    block = _block(backward_keys, q, mult)
+    block = _block(backward_keys, q, mult, cap)
     backward_keys[(triton.cdiv(length, block["BN"]), batch * k.shape[1])](
         *given, dk, dv, dlog_beta, length, scale, cap, **shape, **block
     )
-    block = _block(backward_queries, q, mult)
+    block = _block(backward_queries, q, mult, cap)
     backward_queries[(triton.cdiv(length, block["BM"]), batch * heads)](
         *given, dq, length, scale, cap, **shape, **block
     )
@@ -400,7 +401,7 @@ def compiled(arch: int) -> Iterator[Compiled]:
     given |= {"START": "*i32", "T": "i32", "N": "i32", "scale": "fp32", "SINK": "*fp32", "cap": "fp32"}
     for dim, mult, is_plain in product((64, 96, 128), (False, True), (True, False)):
         for kernel in (forward, backward_keys, backward_queries):
-            bm, bn, warps, stages = _table(kernel, dim > 64, mult)[arch]
+            bm, bn, warps, stages = _table(kernel, dim > 64, mult, not is_plain)[arch]
             wide = triton.next_power_of_2(dim)
             constants: dict[str, int | None] = {"G": 4, "H": 8, "D": dim, "DP": wide, "BM": bm, "BN": bn}
             if is_plain:
