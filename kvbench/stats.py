@@ -88,7 +88,14 @@ class Difference:
 NO_DIFFERENCE = Difference(math.nan, math.nan, math.nan)
 
 
-def summary(scores: npt.ArrayLike, clusters: Sequence[str], *, seed: int = 0, draw_count: int = DRAWS) -> Estimate:
+def summary(
+    scores: npt.ArrayLike,
+    clusters: Sequence[str],
+    *,
+    seed: int = 0,
+    draw_count: int = DRAWS,
+    has_bounds: bool = True,
+) -> Estimate:
     """Return the mean, clustered standard error and 95% interval of the scores of one cell.
 
     The standard error is equation 4 of arXiv 2411.00640, `sqrt(sum_c (sum_i s_ic - mean)^2) / n`, times
@@ -100,6 +107,7 @@ def summary(scores: npt.ArrayLike, clusters: Sequence[str], *, seed: int = 0, dr
         clusters: `[n]`, the context of each score.
         seed: Seed of the bootstrap.
         draw_count: Number of bootstrap resamples.
+        has_bounds: Whether scores that lie in [0, 1] are bounded by it.
 
     Raises:
         ValueError: No scores, a score that is not finite, or lengths that differ.
@@ -107,7 +115,7 @@ def summary(scores: npt.ArrayLike, clusters: Sequence[str], *, seed: int = 0, dr
     score_values = checked(scores, clusters)
     cluster_totals, cluster_sizes = by_cluster(score_values, clusters)
     mean_score = float(cluster_totals.sum() / cluster_sizes.sum())
-    is_bounded = bool(score_values.min() >= 0.0 and score_values.max() <= 1.0)
+    is_bounded = has_bounds and bool(score_values.min() >= 0.0 and score_values.max() <= 1.0)
     lower_bound, upper_bound = _interval(
         cluster_totals, cluster_sizes, is_bounded, signed=False, seed=seed, draw_count=draw_count
     )
@@ -124,6 +132,7 @@ def paired(
     *,
     seed: int = 0,
     draw_count: int = DRAWS,
+    has_bounds: bool = True,
 ) -> Difference:
     """Return the mean of `scores - reference_scores` over the common keys, with a bootstrap clustered by context.
 
@@ -133,6 +142,7 @@ def paired(
         clusters: Context by key; may hold more keys.
         seed: Seed of the bootstrap.
         draw_count: Number of bootstrap resamples.
+        has_bounds: As for `summary`.
 
     Returns:
         The difference; NaN with `n = 0` if there are no common keys.
@@ -147,6 +157,7 @@ def paired(
         cluster_names,
         seed=seed,
         draw_count=draw_count,
+        has_bounds=has_bounds,
     )
 
 
@@ -157,6 +168,7 @@ def paired_values(
     *,
     seed: int = 0,
     draw_count: int = DRAWS,
+    has_bounds: bool = True,
 ) -> Difference:
     """Return `paired` for aligned arrays of scores.
 
@@ -166,10 +178,11 @@ def paired_values(
         clusters: `[n]`, the context of each score.
         seed: Seed of the bootstrap.
         draw_count: Number of bootstrap resamples.
+        has_bounds: As for `summary`.
     """
     score_values, reference_values = checked(scores, clusters), checked(reference_scores, clusters)
     # Bounds are those of the scores: differences in [-1, 1] may also come from unbounded scores.
-    is_bounded = bool(
+    is_bounded = has_bounds and bool(
         min(score_values.min(), reference_values.min()) >= 0 and max(score_values.max(), reference_values.max()) <= 1
     )
     cluster_totals, cluster_sizes = by_cluster(score_values - reference_values, clusters)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from kvbench.report.sorted_samples import Samples
-from kvbench.runs.schema import CELL_COLUMNS
+from kvbench.runs.schema import CELL_COLUMNS, UNBOUNDED
 from kvbench.stats import DRAWS, Difference, Floats, bounded_interval, few_vary, resampled, tail
 
 SETTING = ["model", "model_revision", "group", "length", "seed"]
@@ -103,7 +103,8 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
             score_strata.miss()
             continue
         resample = _resampler(task_name, len(mean_tasks), context_codes, seed, draw_count)
-        is_bounded = bool(np.nanmin(score_values) >= 0 and np.nanmax(score_values) <= 1)
+        has_bounds = not task_cells["metric"].isin(UNBOUNDED).any()
+        is_bounded = has_bounds and bool(np.nanmin(score_values) >= 0 and np.nanmax(score_values) <= 1)
         score_strata.add(score_values, context_codes, resample, is_bounded, signed=False)
         if full_index is not None:
             # Subtracted before resampling, which pairs a policy with full.

@@ -179,7 +179,8 @@ def _say_no_room(grid: Grid, task_name: str, prompts: Prompts, notify: Callable[
 
 def _say_idle_buffers(grid: Grid, task_name: str, longest: int, notify: Callable[[str], None]) -> None:
     """Report where nothing can be evicted during decoding."""
-    idle_policies = [policy for policy in grid.built_policies if policy.evicts and policy.buffer >= longest]
+    evicting = [policy for policy in grid.built_policies if policy.evicts and not policy.is_informed]
+    idle_policies = [policy for policy in evicting if policy.buffer >= longest]
     if idle_policies:
         notify(
             f"{task_name}: no answer is longer than the buffer of {', '.join(map(str, idle_policies[:3]))}"

@@ -31,6 +31,7 @@ from kvbench.runs.schema import (
     METRICS_SCHEMA,
     SCHEMA_VERSION,
     SCORES,
+    UNBOUNDED,
     Columns,
     Response,
     Row,
@@ -87,7 +88,7 @@ class _Measured:
             standard_error = float(np.nanstd(draws, ddof=1)) if math.isfinite(bounds[0]) else math.nan
             estimate = stats.Estimate(metric.score, standard_error, *bounds, len(values), context_count)
             return cls(metric, clusters, estimate, draws)
-        estimate = stats.summary(values, contexts)
+        estimate = stats.summary(values, contexts, has_bounds=metric.name not in UNBOUNDED)
         if not math.isclose(metric.score, estimate.mean, rel_tol=1e-6, abs_tol=1e-9):
             raise PluginError(f"{metric.label} is not the mean of its values, and has no function that aggregates them")
         return cls(metric, clusters, estimate)
@@ -98,7 +99,8 @@ class _Measured:
         A score that is not a mean has one only if these are all responses.
         """
         if self.draws is None or reference.draws is None:
-            return stats.paired(self.metric.values, reference.metric.values, self.clusters)
+            has_bounds = self.metric.name not in UNBOUNDED
+            return stats.paired(self.metric.values, reference.metric.values, self.clusters, has_bounds=has_bounds)
         if self.clusters.keys() != reference.clusters.keys():
             return stats.NO_DIFFERENCE
         bounds = stats.draws_interval(self.draws - reference.draws, self.estimate.clusters)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats as reference
 
+from kvbench import stats
 from kvbench.stats import (
     AGGREGATE_DRAWS,
     FEW,
@@ -397,3 +398,12 @@ def test_resamples_without_a_score_are_left_out_unless_they_are_most() -> None:
 )
 def test_large_corpora_are_drawn_less_often(value: object, count: int, draws: int) -> None:
     assert len(aggregate_draws([value] * count, ["c"] * count, len)) == draws
+
+
+def test_scores_without_bounds_have_the_same_interval_wherever_they_lie():
+    scores, clusters = np.array([0.1, 0.5, 0.2]), ["a", "b", "c"]
+    low, high = (stats.summary(scores + shift, clusters, has_bounds=False) for shift in (0.0, 5.0))
+    assert (low.lo + 5, low.hi + 5) == pytest.approx((high.lo, high.hi))
+    assert low.lo < 0 < stats.summary(scores, clusters).lo
+    gaps = [stats.paired_values(scores + s, np.zeros(3) + s, clusters, has_bounds=False) for s in (0.0, 5.0)]
+    assert (gaps[0].lo, gaps[0].hi) == pytest.approx((gaps[1].lo, gaps[1].hi))
