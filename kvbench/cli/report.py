@@ -79,6 +79,9 @@ def report(
             "--x",
         ),
     ] = None,
+    losses: Annotated[
+        bool, option("Figures", FLAG, "Also draw bars of the loss against the full cache.", "--losses")
+    ] = False,
     out: Annotated[Path | None, option(None, "DIR", "Output folder. Default: report/ in the first run.")] = None,
     quiet: Annotated[bool, option(None, FLAG, "Print only errors and the path of the summary.", "--quiet")] = False,
     as_json: Annotated[bool, option(None, FLAG, "Print cells, means and comparisons as JSON.", "--json")] = False,
@@ -124,6 +127,10 @@ def report(
             console().print(choosing.render_choices(results, aim))
     report_folder = out or runs[0] / "report" / (slug(metric) if metric else "")
     written_paths = write_report(results, report_folder, aim, figures)
+    if losses:
+        from kvbench.report.losses import draw_losses
+
+        written_paths += draw_losses(results, report_folder / "figures", figures)
     if html:
         from kvbench.report.page import write_page
 
