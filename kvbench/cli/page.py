@@ -36,10 +36,11 @@ def view(
     from kvbench.viewer.run_page import run_page
     from kvbench.viewer.runs_page import write_runs_page
 
+    problems: list[str] = []
     reporter = progress()
     with stopping(reporter):
         if is_run(run) or not os.path.isdir(run):  # Path.is_dir raises if the name is too long
-            page_path, problems = run_page(run, metric, out, reporter), []
+            page_path = run_page(run, metric, out, reporter)
         else:
             page_path, problems = write_runs_page(run, reporter, metric, out)
     for problem in problems:

@@ -80,6 +80,9 @@ def report(
             "--x",
         ),
     ] = None,
+    losses: Annotated[
+        bool, option("Figures", FLAG, "Also draw bars of the loss against the full cache.", "--losses")
+    ] = False,
     out: Annotated[Path | None, option(None, "DIR", "Output folder. Default: report/ in the first run.")] = None,
     quiet: Annotated[bool, option(None, FLAG, "Print only errors and the path of the summary.", "--quiet")] = False,
     as_json: Annotated[bool, option(None, FLAG, "Print cells, means and comparisons as JSON.", "--json")] = False,
@@ -131,6 +134,10 @@ def report(
     with stopping(reporter):
         reporter.busy("drawing figures")
         written_paths = write_report(results, report_folder, aim, figures, reporter)
+        if losses:
+            from kvbench.report.losses import draw_losses
+
+            written_paths += draw_losses(results, report_folder / "figures", figures)
         if html:
             from kvbench.regression.pairwise import policy_pairs
             from kvbench.report.page import write_page

@@ -153,7 +153,7 @@ def attention_tables(layers: pd.DataFrame) -> Iterator[Table]:
         names = (Name(str(scope_rows["model"].iloc[0])), Name(str(scope_rows["task"].iloc[0])))
         variances = [float(means[layer]) if layer in means.index else None for layer in layer_ids]
         table_rows.append(TableRow((*names, float(scope_rows["tokens"].mean()), *variances)))
-    yield Table("variance of accumulated attention over tokens", columns, tuple(table_rows))
+    yield Table("variance of accumulated attention over tokens", tuple(columns), tuple(table_rows))
 
 
 def draw_attention(

@@ -120,7 +120,9 @@ def dilution_tables(heads: pd.DataFrame) -> Iterator[Table]:
                     rows.append(TableRow((Name(policy), Name(budget), *means, less_diluted, None)))
         questions = len(first_cell[["sample_id", "question_id"]].drop_duplicates())
         yield Table(
-            (*scope_heading(scope), f": attention dilution, {counted(questions, 'question')}"), columns, tuple(rows)
+            (*scope_heading(scope), f": attention dilution, {counted(questions, 'question')}"),
+            tuple(columns),
+            tuple(rows),
         )
 
 

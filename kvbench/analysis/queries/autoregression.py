@@ -71,7 +71,7 @@ class Autoregression:
         """Return the innovations with unit covariance, as the fit estimates it, `[steps, m]`."""
         values, vectors = np.linalg.eigh(self.noise)
         scales = np.where(values > 1e-12 * max(values.max(), 1e-300), 1 / np.sqrt(values.clip(1e-300)), 0.0)
-        return self.innovations(paths) @ vectors * scales
+        return np.asarray(self.innovations(paths) @ vectors * scales, dtype=np.float64)
 
     def explained(self, paths: Sequence[Floats]) -> float:
         """Return R² of the prediction one step ahead."""

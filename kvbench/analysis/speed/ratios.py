@@ -93,7 +93,7 @@ def bench_tables(summary: pd.DataFrame) -> Iterator[Table]:
         summary: Output of `kvbench.analysis.speed.ratios.summarize`.
     """
     shows_moment = set(summary["moment"]) != {"context"}
-    columns = [column for column in _COLUMNS if column.title != "moment" or shows_moment]
+    columns = tuple(column for column in _COLUMNS if column.title != "moment" or shows_moment)
     for size_key, size_rows in summary.groupby(SIZE, sort=False):
         assert isinstance(size_key, tuple)
         model, context, batch, steps, chunk = size_key
@@ -192,7 +192,7 @@ def _chunk_table(chunked: pd.DataFrame) -> Table:
     for key, line in cells.groupby([*line_keys, "chunk"], sort=False):
         assert isinstance(key, tuple)
         by_name = line.groupby("column").first()
-        row_cells: list[TableCell] = [Name(str(key[0])), int(key[1]), str(key[2]), int(key[4])]
+        row_cells: list[TableCell] = [Name(str(key[0])), int(str(key[1])), str(key[2]), int(str(key[4]))]
         for name in names:
             # `ttft_s_ratio` is the time as a fraction of the full cache's
             seconds, ratio = by_name.loc[name, ["ttft_s", "ttft_s_ratio"]] if name in by_name.index else (None, None)
@@ -201,7 +201,7 @@ def _chunk_table(chunked: pd.DataFrame) -> Table:
                 row_cells.append(None if ratio is None else 1 / float(ratio))
         rows.append(TableRow(tuple(row_cells)))
     return Table(
-        "seconds to the first token, and speed-up over the full cache in the same chunks", columns, tuple(rows)
+        "seconds to the first token, and speed-up over the full cache in the same chunks", tuple(columns), tuple(rows)
     )
 
 

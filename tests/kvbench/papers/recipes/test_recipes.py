@@ -49,7 +49,7 @@ def grids(one: Recipe) -> Iterator[Grid]:
     for models in ((), *((model,) for model in one.miniatures)):
         settings = one.settings(models)
         of_grid = {k: v for k, v in settings.items() if k not in OF_ANALYSIS}
-        yield Grid.from_dict(of_grid if "policy" in of_grid else {**of_grid, "policy": "full"})
+        yield Grid.from_dict(of_grid if {"policy", "policies"} & set(of_grid) else {**of_grid, "policy": "full"})
 
 
 def as_list(value: Any) -> list[Any]:
