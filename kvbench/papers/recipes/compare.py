@@ -38,6 +38,10 @@ class ComparedSetting:
     verdict: str
 
 
+_BENCH_BUDGET = "prompt"
+"""The budget that only `kvbench bench` takes: as many tokens as the prompt has."""
+
+
 def compared_settings(compared: Recipe) -> list[ComparedSetting]:
     """Return the settings of the full experiment beside the paper's.
 
@@ -77,7 +81,8 @@ def _printed(name: str, figures: Sequence[Figure], ours: tuple[str, ...]) -> tup
         return printed, theirs, {published_spelling(str(policy(spelling))) for spelling in ours}
     if name == "budget":
         printed = _distinct(figure.budget for figure in compressed)
-        return printed, {figure.kept for figure in compressed if figure.kept}, {str(Budget.parse(b)) for b in ours}
+        theirs = {figure.kept for figure in compressed if figure.kept}
+        return printed, theirs, {b if b == _BENCH_BUDGET else str(Budget.parse(b)) for b in ours}
     if name == "task" and any(figure.metric in _ANSWERS for figure in figures):
         printed = _distinct(figure.dataset for figure in figures)
         theirs = {source.task for figure in figures for source, _ in task_weights(figure, ())}
