@@ -16,7 +16,17 @@ if TYPE_CHECKING:
 
 _GRID = (
     *("budgets", "models", "tasks", "moments", "lengths", "samples", "seed"),
-    *("device", "dtype", "attn", "revision", "device_map", "quantization", "batch_size", "chat_template"),
+    *(
+        "device",
+        "dtype",
+        "attn",
+        "revision",
+        "device_map",
+        "quantization",
+        "batch_size",
+        "chat_template",
+        "max_new_tokens",
+    ),
 )
 _MACHINES = ("executor", "ray_address", "gpus_per_cell", "workers")
 _HELP = {

@@ -15,6 +15,8 @@ from kvbench.report.frames import prepare
 from kvbench.runs.grid import Grid
 from kvbench.runs.load import load_frames
 from kvbench.runs.runner import execute
+from kvbench.runs.schema import LOG_KL
+from kvbench.tuning.options import BY_KL, BY_SCORE
 from kvbench.tuning.search import Found
 
 
@@ -48,6 +50,8 @@ def compare_held_out(
 ) -> HeldOut:
     """Run the best setting and the best registered policy, and compare them on the samples after those of the search.
 
+    They are compared by KL if the search went by KL alone, and by the score otherwise.
+
     Args:
         grid_values: As for `search`.
         found: Result of the search.
@@ -66,9 +70,11 @@ def compare_held_out(
     run_folder = folder / "held_out" / digest_of([winner, named])
     reporter.message(f"held-out samples: {winner} against {named}")
     values = {**grid_values, "policies": [winner, named], "samples": samples, "full": True, "out": str(run_folder)}
+    if found.by != BY_SCORE:
+        values["fidelity"] = True
     execute(Grid.from_dict(values), reporter)
     seen_contexts = set(load_frames(found.last_rungs, ["cell", "context_id"])[1]["context_id"])
-    cells, all_samples = load_frames(run_folder)
+    cells, all_samples = load_frames(run_folder, metric=LOG_KL if found.by == BY_KL else None)
     unseen = all_samples[~all_samples["context_id"].isin(seen_contexts)]
     if not len(unseen):
         raise UserError("the tasks have no samples beyond those of the search; use fewer --samples, or other tasks")

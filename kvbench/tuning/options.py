@@ -11,6 +11,7 @@ from kvbench.runs import values
 from kvbench.runs.options import FLAG, WHAT, Options, declare
 
 SEARCH = "Search"
+BY_SCORE, BY_KL, BY_BOTH = "score", "kl", "both"
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
@@ -39,6 +40,11 @@ class TuneOptions(Options):
     round_size: int = declare(
         24, values.at_least("round-size", 3), int, SEARCH, "N",
         "Settings of a round; all share one prefill per context. Default: 24.",
+    )  # fmt: skip
+    by: str = declare(
+        BY_SCORE, values.choice("by", (BY_SCORE, BY_KL, BY_BOTH)), str, SEARCH, "WHAT",
+        "What to search for: score (the default); kl, answers whose next-token distributions are closest to the full "
+        "cache's, which needs no reference answers; both, the score, and kl among equal scores.",
     )  # fmt: skip
     held_out: int = declare(
         50, values.at_least("held-out", 1), int, SEARCH, "N",

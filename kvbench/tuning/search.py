@@ -23,14 +23,20 @@ from kvbench.errors import UserError
 from kvbench.files import replacing
 from kvbench.progress import Reporter, duration
 from kvbench.runs.grid import Grid
+from kvbench.runs.load import load_frames
 from kvbench.runs.runner import execute
+from kvbench.runs.schema import LOG_KL
 from kvbench.tables.text import counted
+from kvbench.tuning.options import BY_BOTH, BY_KL, BY_SCORE
 from kvbench.tuning.space import Space
 
 REDUCTION = 3
 """One of so many settings goes on to the next rung, with as many times the samples."""
 
 RUNGS = 3
+
+_FAILED = (math.nan, math.nan)
+"""Score and log KL of a setting that failed."""
 
 _SECONDS = "seconds.json"
 """File in the folder of a rung: how long it took when it was run."""
@@ -45,6 +51,8 @@ class Outcome(NamedTuple):
         round: Number of the round, from 1.
         samples: Samples per task.
         score: Mean score over tasks, budgets, moments and lengths, higher is better; NaN if a cell failed.
+        log_kl: Mean of log(KL + 0.001) to the full cache, lower is better; NaN if a cell failed, or if the search goes
+            by the score alone.
         seconds: Seconds of search until the rung was done.
     """
 
@@ -53,6 +61,7 @@ class Outcome(NamedTuple):
     round: int
     samples: int
     score: float
+    log_kl: float
     seconds: float
 
 
@@ -64,17 +73,26 @@ class Found:
         outcomes: All outcomes, in the order in which rungs ended.
         last_rungs: Folders of the runs with the most samples, one per round.
         left_out: Why policies cannot run here, by spelling.
+        by: What the search goes by: score, KL or both.
     """
 
     outcomes: tuple[Outcome, ...]
     last_rungs: tuple[Path, ...]
     left_out: Mapping[str, str]
+    by: str = BY_SCORE
 
     def ranked(self) -> list[Outcome]:
         """Return the outcomes with all samples, the best first, once each."""
         all_samples = max(outcome.samples for outcome in self.outcomes)
         final = [outcome for outcome in self.outcomes if outcome.samples == all_samples]
-        best_first = sorted(final, key=lambda outcome: (-_finite(outcome.score), not outcome.is_named, outcome.policy))
+        best_first = sorted(
+            final,
+            key=lambda outcome: (
+                *(-_finite(goal) for goal in _goals(self.by, outcome.score, outcome.log_kl)),
+                not outcome.is_named,
+                outcome.policy,
+            ),
+        )
         once: dict[str, Outcome] = {}
         for outcome in best_first:
             once.setdefault(outcome.policy, outcome)
@@ -97,8 +115,9 @@ def search(
     trials: int | None,
     seconds: float | None,
     seed: int,
+    by: str = BY_SCORE,
 ) -> Found:
-    """Search for the setting with the highest mean score.
+    """Search for the setting with the highest mean score, or the lowest KL divergence.
 
     Args:
         grid_values: Options of the grid without policies and samples, in the format of `Grid.from_dict`.
@@ -110,6 +129,7 @@ def search(
         trials: Number of settings in all; None: as many as time allows.
         seconds: No round begins that would probably end later; None: no limit. The first round always runs.
         seed: Seed of the estimator.
+        by: What to search for; by both, the estimator learns from score and KL, and KL decides among equal scores.
 
     Raises:
         UserError: A value of the grid is wrong, or all settings of the first round failed.
@@ -118,7 +138,8 @@ def search(
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True, n_startup_trials=round_size)
-    study = optuna.create_study(direction="maximize", sampler=sampler)
+    study = optuna.create_study(directions=["maximize"] * len(_goals(by, 0.0, 0.0)), sampler=sampler)
+    run_values = grid_values if by == BY_SCORE else {**grid_values, "fidelity": True}
     outcomes: list[Outcome] = []
     last_rungs: list[Path] = []
     left_out: dict[str, str] = {}
@@ -134,7 +155,7 @@ def search(
         named = {str(policy) for policy in space.named}
         candidates = [*(sorted(named) if round_number == 1 else ()), *spelled]
         began = spent
-        scores: dict[str, float] = {}
+        goals: dict[str, tuple[float, ...]] = {}
         for rung, rung_size in enumerate(sizes := rung_samples(samples), 1):
             remaining = list(dict.fromkeys(candidates))
             reporter.message(
@@ -142,15 +163,16 @@ def search(
                 f"{counted(rung_size, 'sample')} per task; {duration(spent)} of search so far"
             )
             rung_folder = folder / "rungs" / f"{round_number}-{rung}"
-            rung_scores, failures, rung_seconds = _run_rung(grid_values, remaining, rung_size, rung_folder, reporter)
+            results, failures, rung_seconds = _run_rung(run_values, remaining, rung_size, rung_folder, reporter)
             left_out |= failures
             spent += rung_seconds
-            scores |= rung_scores
+            rung_goals = {policy: _goals(by, *results[policy]) for policy in results}
+            goals |= rung_goals
             outcomes += [
-                Outcome(policy, policy in named, round_number, rung_size, rung_scores.get(policy, math.nan), spent)
+                Outcome(policy, policy in named, round_number, rung_size, *results.get(policy, _FAILED), spent)
                 for policy in remaining
             ]
-            candidates = _promoted(rung_scores, named)
+            candidates = _promoted(rung_goals, named)
             if not candidates:
                 break
         else:
@@ -158,12 +180,17 @@ def search(
         if not last_rungs:
             raise UserError(f"all settings failed: {next(iter(left_out.values()), 'no cell was run')}")
         for trial, policy in asked:
-            if policy in scores:
-                study.tell(trial, scores[policy])
+            if policy in goals:
+                study.tell(trial, goals[policy])
             else:
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
         longest_round = max(longest_round, spent - began)
-    return Found(tuple(outcomes), tuple(last_rungs), left_out)
+    return Found(tuple(outcomes), tuple(last_rungs), left_out, by)
+
+
+def _goals(by: str, score: float, log_kl: float) -> tuple[float, ...]:
+    """Return what a search maximises, in the order of its importance."""
+    return {BY_SCORE: (score,), BY_KL: (-log_kl,), BY_BOTH: (score, -log_kl)}[by]
 
 
 def _ask(study: Any, space: Space, count: int) -> list[tuple[Any, str]]:
@@ -180,9 +207,9 @@ def _ask(study: Any, space: Space, count: int) -> list[tuple[Any, str]]:
     return asked
 
 
-def _promoted(scores: Mapping[str, float], named: set[str]) -> list[str]:
+def _promoted(goals: Mapping[str, tuple[float, ...]], named: set[str]) -> list[str]:
     """Return the best third of the tuned settings and of the named policies, so that both have a best one."""
-    best_first = sorted(scores, key=lambda policy: (-scores[policy], policy))
+    best_first = sorted(goals, key=lambda policy: (*(-goal for goal in goals[policy]), policy))
     promoted: list[str] = []
     for group in ([policy for policy in best_first if policy in named], [p for p in best_first if p not in named]):
         promoted += group[: math.ceil(len(group) / REDUCTION)]
@@ -191,12 +218,17 @@ def _promoted(scores: Mapping[str, float], named: set[str]) -> list[str]:
 
 def _run_rung(
     grid_values: Mapping[str, Any], policies: Sequence[str], samples: int, folder: Path, reporter: Reporter
-) -> tuple[dict[str, float], dict[str, str], float]:
-    """Run settings, or read a run that is complete; return scores, reasons of failures, and seconds."""
+) -> tuple[dict[str, tuple[float, float]], dict[str, str], float]:
+    """Run settings, or read a run that is complete; return score and log KL, reasons of failures, and seconds."""
     began = time.monotonic()
     grid = Grid.from_dict({**grid_values, "policies": list(policies), "samples": samples, "out": str(folder)})
     result = execute(grid, reporter)
-    scores = mean_scores(result.cells)
+    if grid.fidelity:
+        divergences = {policy: -mean for policy, mean in mean_scores(load_frames(folder, metric=LOG_KL)[0]).items()}
+        scores = mean_scores(result.cells)
+        results = {policy: (scores.get(policy, math.nan), divergence) for policy, divergence in divergences.items()}
+    else:
+        results = {policy: (score, math.nan) for policy, score in mean_scores(result.cells).items()}
     failed = result.cells[result.cells["status"] != "ok"]
     failures = dict(zip(failed["policy"].astype(str), failed["error"].astype(str), strict=True))
     failures |= {policy: reason for policy, reason in result.left_out.items() if policy in policies}
@@ -204,7 +236,7 @@ def _run_rung(
     if not seconds_file.exists():
         with replacing(seconds_file) as partial_path:
             partial_path.write_text(json.dumps(time.monotonic() - began), encoding="utf-8")
-    return scores, failures, float(json.loads(seconds_file.read_text(encoding="utf-8")))
+    return results, failures, float(json.loads(seconds_file.read_text(encoding="utf-8")))
 
 
 def mean_scores(cells: pd.DataFrame) -> dict[str, float]:

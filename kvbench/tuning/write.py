@@ -20,13 +20,14 @@ from kvbench.regression import show_policies
 from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
 from kvbench.report.figure_options import FigureOptions, figure_options
 from kvbench.runs.grid import Grid
+from kvbench.runs.schema import LOG_KL
 from kvbench.tables.numbers import NumberFormat
 from kvbench.tables.outputs import plain_text
 from kvbench.tables.plot_style import COLUMN, GREY, lay_out_figure, legend_handle, marker_options, plot_style, save
 from kvbench.tables.table import Column, Name, Table, TableRow
 from kvbench.tables.text import counted, short
 from kvbench.tuning.held_out import HeldOut, compare_held_out
-from kvbench.tuning.options import TuneOptions
+from kvbench.tuning.options import BY_KL, BY_SCORE, TuneOptions
 from kvbench.tuning.search import Found, Outcome, search
 from kvbench.tuning.space import search_space
 
@@ -83,6 +84,7 @@ def write_tuning(
         trials=options.trials,
         seconds=seconds,
         seed=grid.seed,
+        by=options.by,
     )
     result = compare_held_out(run_values, found, grid.samples + options.held_out, folder, reporter)
     tables = [_ranking(found, grid), *_comparison_tables(result)]
@@ -103,16 +105,18 @@ def _ranking(found: Found, grid: Grid) -> Table:
     shown = ranked[:_SHOWN]
     if not any(outcome.is_named for outcome in shown):
         shown.append(next(outcome for outcome in ranked if outcome.is_named))
-    kind = _score_kind(ranked)
+    columns = []
+    if found.by != BY_KL:
+        columns.append((Column("score", _score_kind(ranked), better="higher"), [each.score for each in shown]))
+    if found.by != BY_SCORE:
+        columns.append((Column(LOG_KL, NumberFormat.NUMBER, better="lower"), [each.log_kl for each in shown]))
     rows = tuple(
-        TableRow((Name(outcome.policy), "named" if outcome.is_named else f"round {outcome.round}", outcome.score))
-        for outcome in shown
+        TableRow((Name(outcome.policy), "named" if outcome.is_named else f"round {outcome.round}", *values))
+        for outcome, *values in zip(shown, *(column_values for _, column_values in columns), strict=True)
     )
     title = f"best of {counted(len({outcome.policy for outcome in found.outcomes}), 'setting')} in the search"
-    note = (
-        f"The mean score on the {grid.samples} samples per task that chose them, so it is too high for the best ones."
-    )
-    return Table(title, (Column("policy"), Column("from"), Column("score", kind, better="higher")), rows, (note,))
+    note = f"Means over the {grid.samples} samples per task that chose them, so they are too good for the best ones."
+    return Table(title, (Column("policy"), Column("from"), *(column for column, _ in columns)), rows, (note,))
 
 
 def _score_kind(outcomes: list[Outcome]) -> NumberFormat:
@@ -171,9 +175,14 @@ def _plain(value: Any) -> Any:
 
 
 def _draw(found: Found, stem: Path, options: FigureOptions) -> list[Path]:
-    """Draw the scores with all samples by round, and the best one so far."""
-    kind = _score_kind(found.ranked())
-    factor = 100 if kind is NumberFormat.POINTS else 1
+    """Draw the scores with all samples by round, and the best one so far; by KL alone, the KL divergences."""
+    is_score = found.by != BY_KL
+    factor = 100 if is_score and _score_kind(found.ranked()) is NumberFormat.POINTS else 1
+    best_of = max if is_score else min
+
+    def value_of(outcome: Outcome) -> float:
+        return outcome.score * factor if is_score else outcome.log_kl
+
     all_samples = max(outcome.samples for outcome in found.outcomes)
     with plot_style():
         layout = lay_out_figure(
@@ -183,7 +192,7 @@ def _draw(found: Found, stem: Path, options: FigureOptions) -> list[Path]:
             width=options.width or COLUMN,
             panel_height=1.8,
             x_label="round",
-            y_label="mean score",
+            y_label="mean score" if is_score else "mean log(KL + 0.001)",
             labels=("named policies", "settings of the search"),
             handles=(legend_handle(_NAMED), legend_handle(_TUNED)),
         )
@@ -194,12 +203,12 @@ def _draw(found: Found, stem: Path, options: FigureOptions) -> list[Path]:
             points = [outcome for outcome in final if outcome.is_named is is_named]
             axes.plot(
                 [outcome.round for outcome in points],
-                [outcome.score * factor for outcome in points],
+                [value_of(outcome) for outcome in points],
                 linestyle="none",
                 **marker_options(style),
             )
         best: list[float] = []
         for outcome in final:
-            best.append(max([outcome.score * factor, *best[-1:]]))
+            best.append(best_of([value_of(outcome), *best[-1:]]))
         axes.step([outcome.round for outcome in final], best, where="post", color=GREY, linewidth=0.8)
     return save(layout.figure, stem, options.formats)

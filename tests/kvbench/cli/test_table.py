@@ -111,7 +111,7 @@ def test_layouts_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["list", "layouts"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("criticalkv-1  RULER by task") for line in lines)
-    assert any("dbtrimkv-3" in line and "no task for MMDU" in line for line in lines)
+    assert any("trimkv-5" in line and "it needs" in line for line in lines)
 
 
 def test_another_metric(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

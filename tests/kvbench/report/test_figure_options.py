@@ -118,12 +118,13 @@ def test_no_colour_of_a_heat_map_is_pale_on_white_paper() -> None:
 
 def test_a_benchmark_has_the_width_the_formats_and_the_labels_of_a_user(tmp_path: Path) -> None:
     rows = [
-        {"policy": policy, "budget": budget, "context": 512, "batch": 1, "generate": 8, "error": "",
+        {"model": "tiny", "policy": policy, "budget": budget, "moment": "context", "chunk": 0, "context": 512,
+         "batch": 1, "batch_setting": "1", "generate": 8, "error": "",
          "ttft_s": 0.1, "step_s": 0.01, "tokens_per_s": 9.0, "kv_bytes_live": 2**20}
         for policy, budget in (("full", "full"), ("snapkv", "0.1"), ("snapkv", "0.2"))
     ]  # fmt: skip
     options = FigureOptions(formats=("svg", "pdf"), width=3.3, labels={"snapkv": "SnapKV"}, has_title=False)
-    paths = draw_bench(pd.DataFrame(rows), "tiny", tmp_path, options)
+    paths = draw_bench(pd.DataFrame(rows), tmp_path, options)
     assert [path.name for path in paths] == ["bench-share.svg", "bench-share.pdf"]
     text = paths[0].read_text()
     assert f'width="{3.3 * 72:g}pt"' in text and "SnapKV" in text and "tiny" not in text

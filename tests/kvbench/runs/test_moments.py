@@ -180,14 +180,14 @@ def test_a_history_is_closed_whatever_token_ended_the_answer(llama_folder: str, 
     tokenizer = load_tokenizer(llama_folder)
     asked = SimpleNamespace(delta=" More.", delta_media=(), question=" And?", answer_end="\nUser:")
     executor: Any = SimpleNamespace(tokenizer=tokenizer, expanded=lambda text, media: text)
-    dialogue: Any = SimpleNamespace(turns=[SimpleNamespace(request=asked)] * 2)
+    turns: Any = [SimpleNamespace(request=asked)] * 2
     for answer, until in (("the letter is green.", "\n"), ("a b", "\nUser:"), ("x", ".")):
         stop = Stop(tokenizer, [], [until])
         row = DecodeRow(99, stop)
         for token in tokenizer(f"{answer}{until} tail", add_special_tokens=False)["input_ids"]:
             row.push(token)
         assert row.reason == "stop"
-        fed = _next(executor, dialogue, 1, row)
+        fed = _next(executor, turns, 1, row)
         history = tokenizer.decode([*row.tokens[:-1], *fed])
         assert history == f"{stop.text(row.tokens)}\nUser: More. And?"
 

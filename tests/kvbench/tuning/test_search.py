@@ -41,13 +41,18 @@ def test_scores_are_means_over_all_cells_and_a_failed_cell_gives_none() -> None:
 
 def test_the_ranking_counts_only_scores_with_all_samples_and_prefers_named_policies() -> None:
     outcomes = (
-        Outcome("lucky", False, 1, 1, 1.0, 1.0),
-        Outcome("tuned", False, 1, 9, 0.8, 2.0),
-        Outcome("named", True, 1, 9, 0.8, 2.0),
-        Outcome("failed", False, 2, 9, math.nan, 3.0),
+        Outcome("lucky", False, 1, 1, 1.0, -6.0, 1.0),
+        Outcome("tuned", False, 1, 9, 0.8, -3.0, 2.0),
+        Outcome("named", True, 1, 9, 0.8, -2.0, 2.0),
+        Outcome("close", False, 2, 9, 0.7, -5.0, 3.0),
+        Outcome("failed", False, 2, 9, math.nan, math.nan, 3.0),
     )
-    ranked = Found(outcomes, (), {}).ranked()
-    assert [outcome.policy for outcome in ranked] == ["named", "tuned", "failed"]
+    for by, best_first in (
+        ("score", ["named", "tuned", "close", "failed"]),
+        ("kl", ["close", "tuned", "named", "failed"]),
+        ("both", ["tuned", "named", "close", "failed"]),
+    ):
+        assert [outcome.policy for outcome in Found(outcomes, (), {}, by).ranked()] == best_first
 
 
 class Scripted:
@@ -60,7 +65,8 @@ class Scripted:
     def __call__(self, values: Any, policies: Any, samples: int, folder: Path, reporter: Any) -> Any:
         self.rungs.append((folder.name, len(policies), samples))
         scores = {name: 0.9 if "keydiff" in name else len(name) / 1000 for name in policies if name != "snapkv"}
-        return scores, {"snapkv": "no memory"}, self.seconds
+        results = {name: (score, -2 * score) for name, score in scores.items()}
+        return results, {"snapkv": "no memory"}, self.seconds
 
 
 def small_space() -> Space:
@@ -87,10 +93,11 @@ def test_the_best_third_goes_on_and_named_policies_compete_among_themselves(monk
     assert found.ranked()[0].score == 0.9
 
 
-def test_the_estimator_learns_from_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["score", "kl", "both"])
+def test_the_estimator_learns_from_the_scores(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     """Settings with the score keydiff win here, so later rounds must ask for more of them than the first, by chance."""
     runner = Scripted()
-    found = run_search(monkeypatch, runner, trials=72)
+    found = run_search(monkeypatch, runner, trials=72, by=by)
     first, last = ([o for o in found.outcomes if o.round == n and o.samples == 1 and not o.is_named] for n in (1, 8))
     shares = [sum("keydiff" in o.policy for o in outcomes) / len(outcomes) for outcomes in (first, last)]
     assert shares[1] > shares[0] and shares[1] > 0.8
@@ -128,9 +135,31 @@ def test_the_command_finds_a_setting_compares_it_on_other_samples_and_continues(
     assert json.loads((out / "settings.json").read_text())["analysis"] == "tune"
 
 
+def test_a_search_by_kl_needs_no_reference_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = tmp_path / "texts.jsonl"
+    lines = (
+        "the code of anna is lemon . " * 12,
+        "tom keeps seven green stones . " * 12,
+        "the bell rings twice . " * 12,
+    )
+    texts.write_text("".join(json.dumps({"context": line}) + "\n" for line in lines))
+    out = tmp_path / "tuned"
+    flags = ["--task", str(texts), "--max-new-tokens", "6", "--budget", "0.3", "--samples", "1", "--held-out", "2"]
+    flags += ["--score", "keydiff", "--round-size", "3", "--trials", "3", "--by", "kl", "--out", str(out)]
+    assert call(["tune", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "log_kl" in printed and "held-out samples" in printed
+    table = pd.read_parquet(out / "search.parquet")
+    cells, _ = load_frames(out / "rungs" / "1-1", metric="log_kl")
+    best = table[table["log_kl"] == table["log_kl"].min()]["policy"].iloc[0]
+    means = cells[cells["policy"] != "full"].groupby("policy")["score"].mean()
+    assert means[best] == means.min()
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        (["--by", "luck"], "by"),
         (["--time", "soon"], "--time soon: use a number and a unit"),
         (["--model", "reference,smollm2"], "a search is for one model"),
         (["--score", "windwo"], "did you mean window"),

@@ -298,6 +298,6 @@ def test_the_list_names_what_is_lacking(capsys: pytest.CaptureFixture[str]) -> N
     assert cli.call(["list", "recipes"]) == 0
     said = capsys.readouterr().out
     assert "criticalkv-table1" in said
-    assert "EMA-Threshold" in said
+    assert "Falcon-7B" in said
     assert cli.call(["list", "recipes", "--json"]) == 0
     assert '"differs": [' in capsys.readouterr().out
