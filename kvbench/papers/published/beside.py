@@ -79,7 +79,7 @@ class PublishedPair:
     @property
     def same_model(self) -> bool:
         """Whether both scores have the same model name."""
-        return _bare(self.model) == _bare(self.figure.model)
+        return is_same_model(self.model, self.figure.model)
 
     @property
     def published_for(self) -> str:
@@ -296,6 +296,11 @@ def _named(score_row: Mapping[str, Any]) -> dict[str, Any]:
         "score": float(score_row["score"]),
         "full_score": float(score_row["full_score"]),
     }
+
+
+def is_same_model(run_model: str, published_model: str) -> bool:
+    """Return whether the name of a run's model and a published one agree, without owner and punctuation."""
+    return _bare(run_model) == _bare(published_model)
 
 
 def _bare(model_name: str) -> str:

@@ -93,7 +93,7 @@ def test_without_the_full_cache_there_are_no_marks(capsys: pytest.CaptureFixture
     ("arguments", "message"),
     [
         (["--layout", "criticalkv-1", "--rows", "task"], "--layout excludes --rows"),
-        (["--use", "VT=cwe"], "--use and --reduced need --layout"),
+        (["--use", "VT=cwe"], "--use, --reduced and --with-published need --layout"),
         (["--layout", "criticalkv-9"], "unknown layout 'criticalkv-9'; did you mean"),
         (["--layout", "trimkv-5"], "trimkv-5 cannot be filled: it needs Throughput"),
         (["--rows", "policy"], "choose one with --budget"),
