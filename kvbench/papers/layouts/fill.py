@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvbench.errors import UserError, nearest
-from kvbench.papers.layouts.measures import Config, Measures, ScoreSource, Tested, Weights
+from kvbench.papers.layouts.from_papers import published_layout
+from kvbench.papers.layouts.lay_out import lay_out
+from kvbench.papers.layouts.measures import Config, Measures, ScoreSource, Tested, Weights, load
 from kvbench.papers.layouts.notes import Tests, notes
 from kvbench.papers.layouts.slots import PUBLISHED_ROW, ComputedSlot, Layout, MeasuredSlot, Slot
+from kvbench.papers.layouts.substitutes import Substitutes
 from kvbench.papers.layouts.value import Value
 from kvbench.regression import significance
 from kvbench.report.frames import informed_policies
@@ -78,6 +83,27 @@ def fill(layout: Layout, measures: Measures, against: str = "", digits: int | No
     test_summary = Tests(against, len(slot_tests), ALPHA, context_count)
     note_phrases = notes(layout, measures, ranked=bool(slot_ranks), tested=test_summary)
     return Table(layout.title, (*layout.lead, *head_columns), tuple(table_rows), tuple(note_phrases))
+
+
+def published_tables(folders: Sequence[Path], layout_names: Sequence[str]) -> dict[str, Table]:
+    """Return the tables of papers with the results of runs and the paper's below them, by layout.
+
+    A table that needs a choice, such as one of several lengths, is left out: `kvbench table` asks for it. Runs with
+    different scores for the same cell give none.
+    """
+    tables: dict[str, Table] = {}
+    if not layout_names:
+        return tables
+    try:
+        measures = load(folders, {})
+    except UserError:
+        return tables
+    for layout_name in layout_names:
+        paper_layout = published_layout(layout_name)
+        with contextlib.suppress(UserError):
+            layout = lay_out(paper_layout, measures, Substitutes(), reduced=True, with_published=True)
+            tables[layout_name] = fill(layout, measures, "full" if "full" in set(measures.cells["policy"]) else "")
+    return tables
 
 
 class _Filler:

@@ -53,7 +53,8 @@ class PublishedRows:
         if printed is None or math.isnan(value := self._number(figure)):
             return None
         scale, number_format = _SCALES.get(figure.metric, (100, NumberFormat.POINTS))
-        return Graded(value / scale, number_format, figure.metric == "change %", digits=printed.decimals)
+        # Without the error of the division: 0.339, not 0.33899999999999997.
+        return Graded(round(value / scale, 12), number_format, figure.metric == "change %", digits=printed.decimals)
 
     def _number(self, figure: Figure) -> float:
         """Return a printed number; recomputed if some of its operands were left out of the layout."""
