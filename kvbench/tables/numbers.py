@@ -50,10 +50,10 @@ def number(value: float, kind: NumberFormat, *, signed: bool = False, digits: in
     else:
         scale, unit = _FIXED.get(kind, (1, ""))
         ascii_text = f"{scale * value:.{digits}f}{unit}"
-    digits = ascii_text.lstrip("-")
-    if ascii_text.startswith("-") and digits.strip("0.%×"):
-        return MINUS + digits
-    return "+" + digits if signed and digits.strip("0.%×") else digits
+    unsigned_text = ascii_text.lstrip("-")
+    if ascii_text.startswith("-") and unsigned_text.strip("0.%×"):
+        return MINUS + unsigned_text
+    return "+" + unsigned_text if signed and unsigned_text.strip("0.%×") else unsigned_text
 
 
 def interval(lower: float, upper: float, kind: NumberFormat, *, signed: bool = False) -> str:

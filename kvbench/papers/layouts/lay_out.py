@@ -147,7 +147,8 @@ class _Builder:
         decimals_by_metric: dict[str, int] = {}
         for figure in self.figures:
             decimals_by_metric[figure.metric] = max(figure.decimals, decimals_by_metric.get(figure.metric, 0))
-        layout_rows, digits = [], {}
+        layout_rows: list[LayoutRow] = []
+        digits: dict[Slot, int] = {}
         for model_name in self.models:
             slot_by_figure: dict[Figure, Slot | None] = {}
             for (row_part, row_label), row_figures in figures_by_row.items():
