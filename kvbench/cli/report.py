@@ -35,7 +35,8 @@ def report(
         option(
             None,
             FLAG,
-            "Also compare the scores with published results for the same policy, task and budget (kvbench published).",
+            "Also compare the scores with published results for the same policy, task and budget (kvbench published), "
+            "in the layout of the paper's table if there is one.",
             "--with-published",
         ),
     ] = False,
@@ -164,6 +165,8 @@ def report(
         written_paths.append(pairs.write(differences, base_policy, comparison_path, uncompared_note))
     extra_json: dict[str, Any] = {}
     if with_published:
+        from kvbench.papers.layouts.fill import published_tables
+        from kvbench.papers.layouts.from_papers import published_layouts
         from kvbench.papers.published import beside
 
         matched_pairs = beside.pairs(cells)
@@ -172,7 +175,11 @@ def report(
             show(beside.beside_table(matched_pairs))
         elif prints_tables:
             say(unmatched_note)
-        written_paths += beside.write(matched_pairs, unmatched_note, report_folder)
+        matched_layouts = dict.fromkeys(f"{pair.figure.paper}-{pair.figure.table}" for pair in matched_pairs)
+        laid_out = published_tables(runs, [name for name in matched_layouts if name in published_layouts()])
+        for published_table in laid_out.values() if prints_tables else ():
+            show(published_table)
+        written_paths += beside.write(matched_pairs, unmatched_note, report_folder, laid_out)
         extra_json["published"] = beside.as_records(matched_pairs)
     if as_json:
         print_json(

@@ -65,6 +65,10 @@ def table(
             "--reduced",
         ),
     ] = False,
+    with_published: Annotated[
+        bool,
+        option(PAPER, FLAG, "Show the paper's results below every row.", "--with-published"),
+    ] = False,
     rows: Annotated[
         str | None,
         option(
@@ -103,6 +107,16 @@ def table(
             show_default=False,
         ),
     ] = "full",
+    digits: Annotated[
+        int | None,
+        option(
+            None,
+            "N",
+            "Decimals of all numbers of the runs. Default: those of the paper with --layout, else 1 for points.",
+            min=0,
+            max=9,
+        ),
+    ] = None,
     labels: Labels = None,
     model: ModelFilter = None,
     policy: Annotated[Names, option(CHOOSE, "NAME", "Policies. The full cache is always included.")] = None,
@@ -141,7 +155,7 @@ def table(
 
     _check(
         layout,
-        for_layout=bool(use or reduced),
+        for_layout=bool(use or reduced or with_published),
         for_free_table=bool(rows or columns or mean) or value is not Value.SCORE,
     )
     selected_names = {
@@ -156,11 +170,11 @@ def table(
     compressed_policies = [name for name in dict.fromkeys(measures.cells["policy"].astype(str)) if name != "full"]
     policy_labels = parse_labels(split_names(labels), compressed_policies)
     if layout:
-        table_layout = _published(layout, measures, use or [], policy_labels, reduced=reduced)
+        table_layout = _published(layout, measures, use or [], policy_labels, reduced, with_published)
     else:
         table_layout = _pivot(measures, rows, columns or "task", value, policy_labels, mean=mean)
     reference_policy = _reference(against, measures)
-    filled_table = fill(table_layout, measures, reference_policy)
+    filled_table = fill(table_layout, measures, reference_policy, digits)
     if form is None:
         show(filled_table)
         return
@@ -193,11 +207,16 @@ def _check(layout: str | None, *, for_layout: bool, for_free_table: bool) -> Non
     if layout and for_free_table:
         raise UserError("--layout excludes --rows, --columns, --value and --mean")
     if for_layout and not layout:
-        raise UserError("--use and --reduced need --layout")
+        raise UserError("--use, --reduced and --with-published need --layout")
 
 
 def _published(
-    layout_name: str, measures: Measures, substitutions: list[str], labels: dict[str, str], *, reduced: bool
+    layout_name: str,
+    measures: Measures,
+    substitutions: list[str],
+    labels: dict[str, str],
+    reduced: bool,
+    with_published: bool,
 ) -> Layout:
     from kvbench.papers.layouts.from_papers import published_layout
     from kvbench.papers.layouts.lay_out import lay_out
@@ -205,7 +224,7 @@ def _published(
 
     paper_layout = published_layout(layout_name)
     substitutes = Substitutes.parse(paper_layout, substitutions)
-    return lay_out(paper_layout, measures, substitutes, reduced=reduced, labels=labels)
+    return lay_out(paper_layout, measures, substitutes, reduced=reduced, with_published=with_published, labels=labels)
 
 
 def _pivot(

@@ -9,6 +9,8 @@ MINUS = "\N{MINUS SIGN}"
 DASH = "\N{EN DASH}"
 BETTER, WORSE = "\N{SUPERSCRIPT PLUS SIGN}", "\N{SUPERSCRIPT MINUS}"
 """Marks for numbers that are significantly better or worse than a reference."""
+_FIXED = {"points": (100, ""), "rating": (10, ""), "percent": (100, "%")}
+"""Scale and unit of the formats that show a number in [0, 1] on another scale."""
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -32,21 +34,26 @@ class NumberFormat(StrEnum):
     """A factor, such as `2.78×`."""
 
 
-def number(value: float, kind: NumberFormat, *, signed: bool = False) -> str:
+def number(value: float, kind: NumberFormat, *, signed: bool = False, digits: int | None = None) -> str:
     """Format a number.
 
     Args:
         value: The number; NaN gives a dash.
         kind: Format of the number.
         signed: Whether to write a plus sign before a positive number.
+        digits: Number of decimals, instead of the format's own.
     """
     if math.isnan(value):
         return DASH
-    ascii_text = _bare(value, kind)
-    digits = ascii_text.lstrip("-")
-    if ascii_text.startswith("-") and digits.strip("0.%×"):
-        return MINUS + digits
-    return "+" + digits if signed and digits.strip("0.%×") else digits
+    if digits is None or math.isinf(value):
+        ascii_text = _bare(value, kind)
+    else:
+        scale, unit = _FIXED.get(kind, (1, ""))
+        ascii_text = f"{scale * value:.{digits}f}{unit}"
+    unsigned_text = ascii_text.lstrip("-")
+    if ascii_text.startswith("-") and unsigned_text.strip("0.%×"):
+        return MINUS + unsigned_text
+    return "+" + unsigned_text if signed and unsigned_text.strip("0.%×") else unsigned_text
 
 
 def interval(lower: float, upper: float, kind: NumberFormat, *, signed: bool = False) -> str:

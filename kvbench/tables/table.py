@@ -62,6 +62,7 @@ class Graded:
         rank: 1 for the best and 2 for the second best of the competing numbers, otherwise 0.
         better: +1 or -1 if significantly better or worse than a reference, otherwise 0.
         p: p-value, corrected for all tests of the table; NaN if there is none.
+        digits: Number of decimals; None for those of the format.
     """
 
     value: float
@@ -70,11 +71,12 @@ class Graded:
     rank: int = 0
     better: int = 0
     p: float = math.nan
+    digits: int | None = None
 
     @property
     def text(self) -> str:
         """The number as text, without marks."""
-        return number(self.value, self.kind, signed=self.signed)
+        return number(self.value, self.kind, signed=self.signed, digits=self.digits)
 
 
 TableCell: TypeAlias = "float | int | Interval | Compared | Graded | Phrase | None"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvbench.errors import UserError, nearest
-from kvbench.papers.layouts.measures import Config, Measures, ScoreSource, Tested, Weights
+from kvbench.papers.layouts.from_papers import published_layout
+from kvbench.papers.layouts.lay_out import lay_out
+from kvbench.papers.layouts.measures import Config, Measures, ScoreSource, Tested, Weights, load
 from kvbench.papers.layouts.notes import Tests, notes
-from kvbench.papers.layouts.slots import ComputedSlot, Layout, MeasuredSlot, Slot
+from kvbench.papers.layouts.slots import PUBLISHED_ROW, ComputedSlot, Layout, MeasuredSlot, Slot
+from kvbench.papers.layouts.substitutes import Substitutes
 from kvbench.papers.layouts.value import Value
 from kvbench.regression import significance
 from kvbench.report.frames import informed_policies
@@ -36,7 +41,7 @@ class Test:
     contexts: int = 0
 
 
-def fill(layout: Layout, measures: Measures, against: str = "") -> Table:
+def fill(layout: Layout, measures: Measures, against: str = "", digits: int | None = None) -> Table:
     """Fill a layout.
 
     Policies compete for the best number in the same place at the same budget: the best has rank 1, the second best
@@ -48,11 +53,12 @@ def fill(layout: Layout, measures: Measures, against: str = "") -> Table:
         measures: The runs.
         against: Reference policy of the significance tests at the same budget, `full` for the full cache, or "" for no
             tests.
+        digits: Number of decimals; by default the layout's.
 
     Raises:
         UserError: The runs lack the reference policy.
     """
-    filler = _Filler(measures)
+    filler = _Filler(measures, layout.digits if digits is None else dict.fromkeys(layout.slots, digits))
     slot_tests = _tests(layout, filler, against) if against else {}
     slot_ranks = _ranks(layout, filler)
 
@@ -61,25 +67,50 @@ def fill(layout: Layout, measures: Measures, against: str = "") -> Table:
             return None
         number_kind, signed = filler.format(slot)
         slot_test = slot_tests.get(slot, Test())
-        return Graded(slot_value, number_kind, signed, slot_ranks.get(slot, 0), slot_test.better, slot_test.p)
+        slot_rank, slot_digits = slot_ranks.get(slot, 0), filler.digits.get(slot)
+        return Graded(slot_value, number_kind, signed, slot_rank, slot_test.better, slot_test.p, slot_digits)
 
     head_columns = tuple(
         Column(column_title, group=group_title, align="right") for column_title, group_title in layout.heads
     )
-    table_rows = tuple(
-        TableRow((*layout_row.lead, *map(cell, layout_row.slots)), layout_row.group) for layout_row in layout.rows
-    )
+    table_rows = []
+    for layout_row in layout.rows:
+        table_rows.append(TableRow((*layout_row.lead, *map(cell, layout_row.slots)), layout_row.group))
+        if layout_row.published:
+            lead_cells = (*layout_row.lead[:-1], PUBLISHED_ROW)
+            table_rows.append(TableRow((*lead_cells, *layout_row.published), layout_row.group))
     context_count = max((slot_test.contexts for slot_test in slot_tests.values()), default=0)
     test_summary = Tests(against, len(slot_tests), ALPHA, context_count)
     note_phrases = notes(layout, measures, ranked=bool(slot_ranks), tested=test_summary)
-    return Table(layout.title, (*layout.lead, *head_columns), table_rows, tuple(note_phrases))
+    return Table(layout.title, (*layout.lead, *head_columns), tuple(table_rows), tuple(note_phrases))
+
+
+def published_tables(folders: Sequence[Path], layout_names: Sequence[str]) -> dict[str, Table]:
+    """Return the tables of papers with the results of runs and the paper's below them, by layout.
+
+    A table that needs a choice, such as one of several lengths, is left out: `kvbench table` asks for it. Runs with
+    different scores for the same cell give none.
+    """
+    tables: dict[str, Table] = {}
+    if not layout_names:
+        return tables
+    try:
+        measures = load(folders, {})
+    except UserError:
+        return tables
+    for layout_name in layout_names:
+        paper_layout = published_layout(layout_name)
+        with contextlib.suppress(UserError):
+            layout = lay_out(paper_layout, measures, Substitutes(), reduced=True, with_published=True)
+            tables[layout_name] = fill(layout, measures, "full" if "full" in set(measures.cells["policy"]) else "")
+    return tables
 
 
 class _Filler:
     """Computes the values of slots."""
 
-    def __init__(self, measures: Measures) -> None:
-        self.measures = measures
+    def __init__(self, measures: Measures, digits: Mapping[Slot, int]) -> None:
+        self.measures, self.digits = measures, digits
 
     def fills(self, slot: Slot) -> bool:
         """Return whether the runs have a result for a slot."""
@@ -157,7 +188,7 @@ def _ranks(layout: Layout, filler: _Filler) -> dict[Slot, int]:
         if is_reference or not direction or math.isnan(slot_value):
             continue
         number_kind, signed = filler.format(slot)
-        shown_text = number(slot_value, number_kind, signed=signed)
+        shown_text = number(slot_value, number_kind, signed=signed, digits=filler.digits.get(slot))
         contests.setdefault(slot.rivals, {})[slot] = (-direction * slot_value, shown_text)
     slot_ranks: dict[Slot, int] = {}
     for contest_values in contests.values():

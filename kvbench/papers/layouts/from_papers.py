@@ -64,12 +64,17 @@ class PublishedLayout:
         return f"{self.paper}-{self.table.number}"
 
     @property
+    def measured_figures(self) -> list[Figure]:
+        """The results of all models, without rows that the paper copied."""
+        return [figure for figure in self.table.figures if not figure.method.endswith("*")]
+
+    @property
     def figures(self) -> list[Figure]:
         """The results of the model with the most results, without rows that the paper copied.
 
         Tables repeat the same rows for every model, so one model represents all.
         """
-        measured_figures = [figure for figure in self.table.figures if not figure.method.endswith("*")]
+        measured_figures = self.measured_figures
         model_names = list(dict.fromkeys(figure.model for figure in measured_figures))
         main_model = max(
             model_names,

@@ -11,6 +11,7 @@ import numpy as np
 from kvbench.errors import UserError
 from kvbench.papers.layouts.from_papers import LENGTHS, PublishedLayout, datasets, task_weights
 from kvbench.papers.layouts.measures import Config, Measures, ScoreSource, Weights
+from kvbench.papers.layouts.published_rows import PublishedRows
 from kvbench.papers.layouts.slots import ComputedSlot, Layout, LayoutRow, MeasuredSlot, Slot
 from kvbench.papers.layouts.substitutes import Substitutes
 from kvbench.papers.published.beside import MOMENTS
@@ -32,6 +33,7 @@ def lay_out(
     substitutes: Substitutes,
     *,
     reduced: bool = False,
+    with_published: bool = False,
     labels: Mapping[str, str] | None = None,
 ) -> Layout:
     """Return the layout of a published table for the models of runs, with a block of rows per model.
@@ -41,6 +43,7 @@ def lay_out(
         measures: The runs.
         substitutes: Replacements for the paper's policies, tasks, budgets and lengths.
         reduced: Whether to leave out rows and columns without results. Averages are then over the remaining columns.
+        with_published: Whether to show the paper's results below every row.
         labels: Names to show for policies, instead of the paper's.
 
     Raises:
@@ -54,10 +57,20 @@ def lay_out(
         raise UserError(f"{published_layout.name} cannot be filled: {published_layout.lacking}{hint}")
     if not any(builder.present(figure) for figure in builder.direct if figure.policy != "full"):
         raise UserError(_nothing_fits(published_layout, builder.direct, measures))
+    all_claims = builder.claims
     if reduced:
         figures = builder.reduced()
         builder = _Builder(published_layout, measures, figures, substitutes, labels or {})
-    return builder.layout(reduced=len(figures) < len(published_layout.figures))
+    published_by_model = {}
+    if with_published:
+        all_figures = _as_run([substitutes.apply(figure) for figure in published_layout.measured_figures], measures)
+        published_by_model = {
+            model_name: PublishedRows(all_figures, figures[0].model, model_name, builder.claims, all_claims)
+            for model_name in builder.models
+        }
+    layout = builder.layout(reduced=len(figures) < len(published_layout.figures), published=published_by_model)
+    notes = [note for published_rows in published_by_model.values() for note in published_rows.notes()]
+    return replace(layout, notes=(*layout.notes, *notes))
 
 
 class _Builder:
@@ -121,8 +134,8 @@ class _Builder:
         }
         return [figure for figure in self.figures if _row(figure) in row_keys and _column(figure) in column_keys]
 
-    def layout(self, *, reduced: bool) -> Layout:
-        """Return the layout."""
+    def layout(self, *, reduced: bool, published: Mapping[str, PublishedRows]) -> Layout:
+        """Return the layout, with the paper's results, by model, if given."""
         figures_by_column: dict[tuple[str, str], list[Figure]] = {}
         for figure in self.figures:
             figures_by_column.setdefault(_column(figure), []).append(figure)
@@ -131,7 +144,11 @@ class _Builder:
         for figure in self.figures:
             figures_by_row.setdefault(_row(figure), {})[_column(figure)] = figure
         has_parts = len({row_part for row_part, _ in figures_by_row}) > 1
-        layout_rows = []
+        decimals_by_metric: dict[str, int] = {}
+        for figure in self.figures:
+            decimals_by_metric[figure.metric] = max(figure.decimals, decimals_by_metric.get(figure.metric, 0))
+        layout_rows: list[LayoutRow] = []
+        digits: dict[Slot, int] = {}
         for model_name in self.models:
             slot_by_figure: dict[Figure, Slot | None] = {}
             for (row_part, row_label), row_figures in figures_by_row.items():
@@ -151,7 +168,16 @@ class _Builder:
                 if not has_parts and all(figure.policy == "full" for figure in row_figures.values()):
                     group_name = f"{model_name}\0full"
                 lead_cells.append(self._label(row_label, row_figures.values()))
-                layout_rows.append(LayoutRow(tuple(lead_cells), tuple(row_slots), group_name))
+                published_cells: tuple[TableCell, ...] = ()
+                if model_name in published:
+                    published_cells = tuple(
+                        published[model_name].cell(row_figures[column_key]) if column_key in row_figures else None
+                        for column_key in column_keys
+                    )
+                layout_rows.append(LayoutRow(tuple(lead_cells), tuple(row_slots), group_name, published_cells))
+            digits |= {
+                slot: decimals_by_metric[figure.metric] for figure, slot in slot_by_figure.items() if slot is not None
+            }
         lead_columns = [Column("model", merged=True)] * (len(self.models) > 1)
         lead_columns += [Column("budget", merged=True)] * has_parts
         return Layout(
@@ -164,6 +190,7 @@ class _Builder:
             tuple(layout_rows),
             tuple(self._notes(reduced=reduced)),
             self.labels,
+            digits,
         )
 
     def _label(self, printed_label: str, line_figures: Iterable[Figure]) -> str:

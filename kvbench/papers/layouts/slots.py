@@ -69,6 +69,9 @@ class ComputedSlot:
 
 Slot: TypeAlias = MeasuredSlot | ComputedSlot
 
+PUBLISHED_ROW = "published"
+"""Label of a row of published results."""
+
 
 @dataclass(frozen=True)
 class LayoutRow:
@@ -78,11 +81,13 @@ class LayoutRow:
         lead: One cell per leading column of the layout.
         slots: One slot per heading of the layout; None for an empty cell.
         group: Group of adjacent rows; a line separates groups.
+        published: Published results for the slots, shown below the row; empty for none.
     """
 
     lead: tuple[TableCell, ...]
     slots: tuple[Slot | None, ...]
     group: str = ""
+    published: tuple[TableCell, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ class Layout:
         rows: Rows.
         notes: Notes that do not depend on the results.
         labels: Names to show for policies.
+        digits: Number of decimals of the slots, where it is not that of the number's format.
     """
 
     title: tuple[Phrase, ...]
@@ -104,6 +110,7 @@ class Layout:
     rows: tuple[LayoutRow, ...]
     notes: tuple[Phrase, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
+    digits: Mapping[Slot, int] = field(default_factory=dict)
 
     @property
     def slots(self) -> list[Slot]:

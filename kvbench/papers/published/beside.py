@@ -17,7 +17,7 @@ from kvbench.papers.published.results import SCORES, Figure, all_figures, publis
 from kvbench.report.frames import prepare, records, unit_scale
 from kvbench.report.overall import group_means
 from kvbench.tables.numbers import NumberFormat
-from kvbench.tables.outputs import csv, latex, markdown
+from kvbench.tables.outputs import Format, csv, format_table, latex, markdown
 from kvbench.tables.table import Column, Name, Phrase, Table, TableCell, beside
 from kvbench.tables.text import listed, md, tokens
 
@@ -79,7 +79,7 @@ class PublishedPair:
     @property
     def same_model(self) -> bool:
         """Whether both scores have the same model name."""
-        return _bare(self.model) == _bare(self.figure.model)
+        return is_same_model(self.model, self.figure.model)
 
     @property
     def published_for(self) -> str:
@@ -185,25 +185,30 @@ def unmatched(cells: pd.DataFrame) -> str:
     return f"no published result matches: the run has {run_text}; {published_text}{more_text}"
 
 
-def write(score_pairs: list[PublishedPair], empty_text: str, folder: Path) -> list[Path]:
+def write(score_pairs: list[PublishedPair], empty_text: str, folder: Path, laid_out: Mapping[str, Table]) -> list[Path]:
     """Write the pairs to the folder of a report.
 
     Args:
         score_pairs: The pairs.
         empty_text: Text to write if there are none.
         folder: The report's folder, with its folder `tables`.
+        laid_out: Tables in the layout of papers, by layout.
 
     Returns:
-        `published.md` and, if there are pairs, their table as CSV and LaTeX.
+        `published.md` and, if there are pairs, their table as CSV and LaTeX, and so for every laid-out table.
 
     Raises:
         UserError: A file cannot be written.
     """
     page_text = markdown(beside_table(score_pairs)) if score_pairs else md(empty_text)
+    page_text = "\n\n".join([page_text, *map(markdown, laid_out.values())])
     text_by_path = {folder / "published.md": f"# Published scores\n\n{page_text}\n"}
     if score_pairs:
         text_by_path[folder / "tables" / "published.csv"] = csv(beside_table(score_pairs))
         text_by_path[folder / "tables" / "published.tex"] = latex(beside_table(score_pairs))
+    for layout_name, table in laid_out.items():
+        text_by_path[folder / "tables" / f"published-{layout_name}.csv"] = csv(table)
+        text_by_path[folder / "tables" / f"published-{layout_name}.tex"] = format_table(table, Format.LATEX)
     for file_path, file_text in text_by_path.items():
         with replacing(file_path) as partial_path:
             partial_path.write_text(file_text, encoding="utf-8")
@@ -296,6 +301,11 @@ def _named(score_row: Mapping[str, Any]) -> dict[str, Any]:
         "score": float(score_row["score"]),
         "full_score": float(score_row["full_score"]),
     }
+
+
+def is_same_model(run_model: str, published_model: str) -> bool:
+    """Return whether the name of a run's model and a published one agree, without owner and punctuation."""
+    return _bare(run_model) == _bare(published_model)
 
 
 def _bare(model_name: str) -> str:

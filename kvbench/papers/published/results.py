@@ -70,10 +70,14 @@ class Figure:
         return float(self.value)
 
     @property
+    def decimals(self) -> int:
+        """The number of printed decimals."""
+        return len(self.value.partition(".")[2])
+
+    @property
     def half_digit(self) -> float:
         """Half a unit of the last printed digit: the maximum rounding error."""
-        decimals = len(self.value.partition(".")[2])
-        return 0.5 * 10.0**-decimals
+        return 0.5 * 10.0**-self.decimals
 
     @property
     def kept(self) -> str:

@@ -13,6 +13,7 @@ from kvbench.cli import call
 from kvbench.papers.published.results import FIELDS, all_figures, paper
 from kvbench.runs import load
 
+from ..papers.layouts.conftest import write_run
 from ..report.conftest import make_run
 
 
@@ -109,11 +110,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 
 @pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def made_up(tmp_path: Path) -> Path:
     """The folder of a made-up run of snapkv at 0.4 on vt."""
-    cells, samples = make_run(policies=["snapkv"], budgets=["0.4"], tasks=["vt"], samples=8)
-    monkeypatch.setattr(load, "load_frames", lambda *_, **__: (cells, samples))
-    return tmp_path
+    return write_run(make_run(policies=["snapkv"], budgets=["0.4"], tasks=["vt"], samples=8), tmp_path / "run")
 
 
 def test_a_report_lays_published_scores_beside_ours(made_up: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,9 +121,11 @@ def test_a_report_lays_published_scores_beside_ours(made_up: Path, capsys: pytes
     assert "compared with published scores" in text
     assert "Qwen2.5-32B" in text
     folder = made_up / "report"
-    for name in ("published.md", "tables/published.csv", "tables/published.tex"):
+    tables = [f"tables/published{layout}.{form}" for layout in ("", "-criticalkv-1") for form in ("csv", "tex")]
+    for name in ("published.md", *tables):
         assert f"wrote {folder / name}" in text
         assert (folder / name).is_file()
+    assert "| published | 96.60 |" in (folder / "published.md").read_text()
     assert call(["report", str(made_up), "--with-published", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["published"]
     assert [row["published"] for row in rows] == pytest.approx([0.966, 0.748, 0.998])

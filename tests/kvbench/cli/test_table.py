@@ -54,6 +54,36 @@ def test_a_published_layout(capsys: pytest.CaptureFixture[str], run: str) -> Non
     assert "|  | CWE | VT | Avg. Score | loss ↓ |" in text
     assert "laid out like Table 1 of CriticalKV" in text
     assert "`0.2` for 40%" in out(capsys, run, *arguments, "--use", "40%=0.2")
+    assert "published" not in text
+
+
+@pytest.mark.parametrize(
+    ("form", "row"),
+    [
+        ("markdown", "| published | 20.30 | 96.60 | 58.45 | 19.0% |"),
+        ("latex", r"published & 20.30 & 96.60 & 58.45 & 19.0\% \\"),
+        ("html", '<td class="text">published</td><td>20.30</td><td>96.60</td><td>58.45</td><td>19.0%</td>'),
+        ("csv", "published,0.203,,0.966,0.5845,,0.189882189882"),
+    ],
+)
+def test_the_papers_results_stand_below_in_every_format(
+    capsys: pytest.CaptureFixture[str], run: str, form: str, row: str
+) -> None:
+    """CWE and VT of SnapKV as Table 1 prints them, their mean, and the loss against (44.90 + 99.40) / 2."""
+    arguments = (run, "--layout", "criticalkv-1", "--reduced", "--with-published")
+    assert row in out(capsys, *arguments, "--format", form)
+
+
+def test_digits(capsys: pytest.CaptureFixture[str], run: str) -> None:
+    def decimals(*arguments: str) -> set[int]:
+        shown = out(capsys, run, "--format", "markdown", "--against", "none", *arguments)
+        shown = " ".join(line for line in shown.splitlines() if line.startswith("|"))
+        numbers = [word for word in shown.replace("*", "").split() if word.replace(".", "").isdigit() and "." in word]
+        return {len(number.partition(".")[2]) for number in numbers}
+
+    assert decimals() == {1}
+    assert decimals("--digits", "3") == {3}
+    assert decimals("--layout", "criticalkv-1", "--reduced") == {2}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +123,8 @@ def test_without_the_full_cache_there_are_no_marks(capsys: pytest.CaptureFixture
     ("arguments", "message"),
     [
         (["--layout", "criticalkv-1", "--rows", "task"], "--layout excludes --rows"),
-        (["--use", "VT=cwe"], "--use and --reduced need --layout"),
+        (["--use", "VT=cwe"], "--use, --reduced and --with-published need --layout"),
+        (["--with-published"], "need --layout"),
         (["--layout", "criticalkv-9"], "unknown layout 'criticalkv-9'; did you mean"),
         (["--layout", "trimkv-5"], "trimkv-5 cannot be filled: it needs Throughput"),
         (["--rows", "policy"], "choose one with --budget"),
@@ -110,7 +141,7 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], run: str, argum
 def test_layouts_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["list", "layouts"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("criticalkv-1  RULER by task") for line in lines)
+    assert any(" ".join(line.split()).startswith("criticalkv-1 RULER by task") for line in lines)
     assert any("trimkv-5" in line and "it needs" in line for line in lines)
 
 

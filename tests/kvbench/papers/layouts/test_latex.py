@@ -36,7 +36,7 @@ PAGE = r"""\documentclass{article}
 def table(name: str) -> str:
     models = ("tiny_llama", HOSTILE) if name == "criticalkv-1" else (HOSTILE,)
     measures = measures_of(together(*(layout_run(name, model) for model in models)))
-    layout = lay_out(published_layout(name), measures, Substitutes())
+    layout = lay_out(published_layout(name), measures, Substitutes(), with_published=True)
     return format_table(fill(layout, measures, "full"), Format.LATEX)
 
 

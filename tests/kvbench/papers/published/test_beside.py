@@ -146,12 +146,12 @@ def test_a_line_says_what_the_run_has_and_what_there_is() -> None:
 def test_files_are_written_beside_the_report(tmp_path: Path) -> None:
     (tmp_path / "tables").mkdir()
     found = pairs(run(tasks=["vt"]))
-    paths = write(found, "", tmp_path)
+    paths = write(found, "", tmp_path, {})
     names = ["published.md", "tables/published.csv", "tables/published.tex"]
     assert [str(p.relative_to(tmp_path)) for p in paths] == names
     rows = list(csv.DictReader(paths[1].read_text().splitlines()))
     assert [float(row["published"]) for row in rows] == pytest.approx([0.966, 0.748, 0.998])
-    (page,) = write([], "nothing *fits*", tmp_path)
+    (page,) = write([], "nothing *fits*", tmp_path, {})
     assert page.read_text() == "# Published scores\n\nnothing &#42;fits&#42;\n"
 
 

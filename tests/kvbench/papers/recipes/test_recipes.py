@@ -263,6 +263,10 @@ def test_a_miniature_runs_and_is_laid_out_as_it_says(tmp_path: Path, capsys: pyt
     shown = next(line for line in lines if line.startswith("table: "))
     assert cli.call(shlex.split(shown)[2:]) == 0
     assert "VT" in capsys.readouterr().out
+    assert cli.call([*shlex.split(shown)[2:], "--with-published", "--format", "csv"]) == 0
+    rows = [line.split(",") for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows[1:]] == ["Full Cache", "published", "SnapKV", "published"]
+    assert [float(rows[i][1]) for i in (2, 4)] == [0.994, 0.966]
 
 
 @pytest.mark.slow
