@@ -184,6 +184,7 @@ class TaskSettings:
             for a text model.
         reporter: Progress reporter, for loads that take seconds.
         flags: lm-eval's own flags, for its tasks by name.
+        lmms_model: Model of lmms-eval whose prompts its tasks use; None: those for all models.
     """
 
     length: int
@@ -198,6 +199,7 @@ class TaskSettings:
     processor: Any = None
     reporter: Reporter | None = None
     flags: HarnessFlags = HarnessFlags()
+    lmms_model: str | None = None
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,11 @@ class GridOptions(Options):
         "Apply the chat template to tasks whose authors leave it out, too, as kvpress does.",
         spelling="--chat-template-everywhere", digest="if set",
     )  # fmt: skip
+    lmms_model: str | None = declare(
+        None, values.optional(values.text("lmms_model")), str, PROMPTS, "NAME",
+        "Prompts that tasks of lmms-eval have for this model of lmms-eval, such as qwen3_vl. Default: those for all "
+        "models.", digest="if set",
+    )  # fmt: skip
     seed: int = declare(
         0, values.integer("seed", 0, values.INT64), int, PROMPTS, "N",
         "Seed of the data and of all noise. Default: 0.",

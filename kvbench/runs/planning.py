@@ -139,6 +139,8 @@ def plan(
         raise UserError(
             f"--{_set_flag(grid.harness_flags)} is for tasks of lm-eval by name, and --task has none; leave it out"
         )
+    if grid.lmms_model is not None and not any(benchmark.harness == "lmms_eval" for _, benchmark in tasks):
+        raise UserError("--lmms-model is for tasks of lmms-eval, and --task has none; leave it out")
     if not variants:
         raise UserError("nothing to run: no policy is left after --no-full")
     if any(budget.absolute == 1 for budget in grid.parsed_budgets):
@@ -336,6 +338,7 @@ class _Planner:
                 processor=None if model.vision is None else model.vision.processor,
                 reporter=self.reporter,
                 flags=self.grid.harness_flags,
+                lmms_model=self.grid.lmms_model,
             ),
             benchmark,
         )
