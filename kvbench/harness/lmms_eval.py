@@ -90,7 +90,7 @@ class LmmsEvalHarness:
         assert isinstance(documents, list)  # documents in lmms-eval's schema; a JSONL file has no images
         rows = documents[: settings.samples]
         with _quiet():
-            doc_table = MediaRows(rows)
+            doc_table = MediaRows(rows, settings.max_frames)
             harness_task, overrides = _build(resolved, task_name, doc_table, settings.lmms_model)
             extra_fields = [row.get("extra", {}) for row in rows]
             prepared = lmms_requests(harness_task, task_name, doc_table, extra_fields, settings)

@@ -62,12 +62,15 @@ def test_images_are_asked_about_as_lmms_eval_asks_the_model(task_name: str, tmp_
 
 @lmms.needs_videos
 def test_videos_are_asked_about_as_lmms_eval_asks_the_model(tmp_path: Path) -> None:
-    for name in ("vm1", "vm2"):
-        lmms.write_video(Path(os.environ["HF_HOME"], "videomme", "data", f"{name}.mp4"))
+    for name, frames in (("vm1", 8), ("vm2", 40)):
+        lmms.write_video(Path(os.environ["HF_HOME"], "videomme", "data", f"{name}.mp4"), frames)
     keep(kvbench_tasks.videomme.SOURCE, videomme.raw(), tmp_path)
     definition = "videomme/videomme.yaml"
     for question in asked("videomme", kvbench_tasks.videomme.BENCHMARK, definition, videomme.raw(), tmp_path):
         assert "Options:\nA. one." in question
+    few = vision.load_task("videomme", kvbench_tasks.videomme.BENCHMARK, tmp_path, max_frames=4)
+    assert [len(one.media[0].load()) for one in few.requests] == [4, 4, 4]
+    assert len({one.media[0].digest for one in few.requests}) == 2
 
 
 @lmms.needs_lmms_eval
