@@ -28,7 +28,7 @@ def video(size: tuple[int, int], frames: int) -> Medium:
     return Medium("video", f"{size}/{frames}", lambda: pictures, 2.0)
 
 
-def built(kind: str, **limits: int) -> Any:
+def built(kind: str, **limits: Any) -> Any:
     """A processor that transformers builds with limits, in place of those of the test's processor."""
     stock = vision.processor(kind)
     images = transformers.Qwen2VLImageProcessorPil(

@@ -27,11 +27,13 @@ from ...tasks.videomme import test_videomme as videomme
 MODEL = "qwen3_vl"
 
 
-def asked(task_name: str, bench: Benchmark, definition: str, rows: list[dict[str, Any]], folder: Path) -> list[str]:
+def asked(
+    task_name: str, bench: Benchmark, definition: str, rows: list[dict[str, Any]], folder: Path, **changes: Any
+) -> list[str]:
     """Compare all prompts with those of lmms-eval's loop, and return the questions."""
     task = vision.load_task(task_name, bench, folder, lmms_model=MODEL)
     answers = ("A",) * len(rows)
-    own = lmms.evaluated(definition, rows, answers, folder / "disk", lmms_model=MODEL)
+    own = lmms.evaluated(definition, rows, answers, folder / "disk", lmms_model=MODEL, **changes)
     lmms.compare(task, bench, own, answers)
     assert task.recorded == {"lmms_model": MODEL}
     plain = vision.load_task(task_name, bench, folder)
@@ -77,7 +79,9 @@ def test_videos_are_asked_about_as_lmms_eval_asks_the_model(tmp_path: Path) -> N
 def test_a_task_without_prompts_for_the_model_has_those_for_all_models(tmp_path: Path) -> None:
     keep(kvbench_tasks.textvqa.SOURCE, textvqa.raw(), tmp_path)
     bench = kvbench_tasks.textvqa.BENCHMARK
-    questions = asked("textvqa_val", bench, "textvqa/textvqa_val.yaml", textvqa.raw(), tmp_path)
+    # The definition's other metric writes a file.
+    only = {"metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]}
+    questions = asked("textvqa_val", bench, "textvqa/textvqa_val.yaml", textvqa.raw(), tmp_path, **only)
     assert questions == [one.question for one in vision.load_task("textvqa_val", bench, tmp_path).requests]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvbench.data.sources import keep
+from kvbench.harness.lmms_eval import _definition, _quiet
 from kvbench_tasks.textvqa import BENCHMARK, OCR, SOURCE, WITH_OCR
 
 from ... import lmms
@@ -52,8 +53,8 @@ def test_the_words_of_a_recogniser_follow_the_question(tmp_path: Path) -> None:
     rows = [{**row, "ocr_tokens": words} for row, words in zip(raw(), (["NOKIA", "5G"], [], ["a, b"]), strict=True)]
     keep(WITH_OCR, rows, tmp_path)
     task = load_task("textvqa_val_ocr", OCR, tmp_path)
-    with lmms._quiet():
-        definition = lmms._definition("textvqa/textvqa_val.yaml")
+    with _quiet():
+        definition = _definition("textvqa/textvqa_val.yaml")
     own = lmms.evaluated(
         "textvqa/textvqa_val.yaml",
         rows,
