@@ -52,6 +52,7 @@ def evaluated(
     answers: Sequence[str],
     folder: Path,
     kind: str = "qwen2_vl",
+    lmms_model: str | None = None,
     **changes: Any,
 ) -> Evaluated:
     """Let lmms-eval evaluate canned answers on rows that `save_to_disk` has put into a folder.
@@ -62,6 +63,7 @@ def evaluated(
         answers: A response to each row.
         folder: Where the rows go.
         kind: Whose chat template is applied.
+        lmms_model: What `--model` of lmms-eval would name.
         changes: Changes of the definition.
     """
     with _quiet():
@@ -107,7 +109,7 @@ def evaluated(
     datasets.DatasetDict({config["test_split"]: table}).save_to_disk(folder)
     config |= {"dataset_path": str(folder), "dataset_kwargs": {"load_from_disk": True}, **changes}
     with _quiet():
-        task = ConfigurableMessagesTask(config=config)
+        task = ConfigurableMessagesTask(config=config, model_name=lmms_model)
         found = evaluate(Canned(), {task.config.task: task}, bootstrap_iters=0, process_docs_parallel=1)
     name = task.config.task
     samples = sorted(found["samples"][name], key=lambda sample: sample["doc_id"])

@@ -52,15 +52,18 @@ def video(path: str | Path, frames: int = FRAMES) -> dict[str, Any]:
     return {"kind": "video", "path": str(path), "frames": frames}
 
 
-def medium(description: Mapping[str, Any]) -> Medium:
+def medium(description: Mapping[str, Any], max_frames: int | None = None) -> Medium:
     """Convert a row's value to a medium.
+
+    Args:
+        max_frames: Number of frames of a video for the model, in place of the row's; None: the row's, or `FRAMES`.
 
     Raises:
         LeftOut: It is a video, and opencv is not installed.
         UserError: It cannot be read, or an image is not base64.
     """
     if description.get("kind") == "video":
-        return _video(Path(description["path"]), int(description.get("frames", FRAMES)))
+        return _video(Path(description["path"]), max_frames or int(description.get("frames", FRAMES)))
     try:
         image_bytes = base64.b64decode("".join(description["bytes"].split()), validate=True)
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ Pixels = Mapping[str, Tensor]
 _TEXT = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families whose processors need torchvision for videos."""
+_FRAME_TOKENS = 768
+"""Largest number of tokens of a video frame in qwen-vl-utils (`VIDEO_MAX_TOKEN_NUM`)."""
 _TILED = ("LlavaOnevision", "LlavaNext")
 """Processors whose tiling of an image can depend on the number of images."""
 
@@ -45,17 +48,74 @@ def images_only(family: str, image_processor: Any, tokenizer: Any) -> Any:
     return ImagesOnly(image_processor, tokenizer, tokenizer.chat_template)
 
 
+@dataclass(frozen=True)
+class PixelLimits:
+    """Limits of the number of pixels of an image, and of each frame of a video, after resizing by a Qwen-VL processor.
+
+    Attributes:
+        minimum: Smaller ones are enlarged; None: as the processor does.
+        maximum: Larger ones are shrunk; None: as the processor does.
+    """
+
+    minimum: int | None = None
+    maximum: int | None = None
+
+    @property
+    def are_set(self) -> bool:
+        """Return whether there is a limit."""
+        return self.minimum is not None or self.maximum is not None
+
+    def image_size(self, processor: Any, model_name: str) -> dict[str, int]:
+        """Return `size` for an image processor.
+
+        Raises:
+            UserError: The minimum is above the maximum.
+        """
+        shortest_edge = self.minimum or processor.size["shortest_edge"]
+        longest_edge = self.maximum or processor.size["longest_edge"]
+        if shortest_edge > longest_edge:
+            raise UserError(
+                f"images of model {model_name} cannot have at least {shortest_edge} and at most {longest_edge} pixels; "
+                "change --min-pixels or --max-pixels"
+            )
+        return {"shortest_edge": shortest_edge, "longest_edge": longest_edge}
+
+    def video_size(self, processor: Any, frame_count: int) -> dict[str, int]:
+        """Return `size` for a video processor: as qwen-vl-utils, lmms-eval's package for videos, sizes each frame.
+
+        A frame has at most `_FRAME_TOKENS` tokens, unless the minimum is more. Qwen3-VL's processor counts the pixels
+        of all frames together, Qwen2-VL's those of one.
+        """
+        counted_frames = frame_count if type(processor).__name__.startswith("Qwen3") else 1
+        most_pixels = _FRAME_TOKENS * (processor.patch_size * processor.merge_size) ** 2
+        longest_edge = min(self.maximum or processor.size["longest_edge"] // counted_frames, most_pixels)
+        shortest_edge = self.minimum or min(processor.size["shortest_edge"] // counted_frames, longest_edge)
+        longest_edge = max(longest_edge, shortest_edge)
+        return {"shortest_edge": shortest_edge * counted_frames, "longest_edge": longest_edge * counted_frames}
+
+
 class Vision:
     """Turns media into tokens and pixels with a model's processor.
 
     Args:
         processor: Result of `load_processor`.
         model_name: Name of the model in messages.
+        pixel_limits: Limits of the size of images and frames.
+
+    Raises:
+        UserError: The model is no Qwen-VL model and has limits, or the limits contradict each other.
     """
 
-    def __init__(self, processor: Any, model_name: str) -> None:
+    def __init__(self, processor: Any, model_name: str, pixel_limits: PixelLimits | None = None) -> None:
         self.processor = processor
         self.model = model_name
+        self._limits = pixel_limits if pixel_limits is not None and pixel_limits.are_set else None
+        if self._limits is not None:
+            if not type(processor.image_processor).__name__.startswith("Qwen"):
+                raise UserError(
+                    f"--min-pixels and --max-pixels are for Qwen-VL models, not for {model_name}; leave them out"
+                )
+            self._limits.image_size(processor.image_processor, model_name)
         self._tokens: dict[tuple[str, ...], list[str]] = {}
         self._joint = type(processor).__name__.startswith(_TILED)
 
@@ -84,11 +144,16 @@ class Vision:
         """Return the forward's keywords for media, in their order; empty if there are none."""
         if not media:
             return {}
-        processed = self._process(media)
+        # The limits of a video depend on its number of frames, so media are processed one by one.
+        batches = [media] if self._limits is None else [[medium] for medium in media]
+        fields: dict[str, list[Tensor]] = {}
+        for batch in batches:
+            for field_name, tensor in self._process(batch).items():
+                if field_name not in _TEXT and isinstance(tensor, Tensor):
+                    fields.setdefault(field_name, []).append(tensor)
         return {
-            field_name: tensor.to(device)
-            for field_name, tensor in processed.items()
-            if field_name not in _TEXT and isinstance(tensor, Tensor)
+            field_name: (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).to(device)
+            for field_name, tensors in fields.items()
         }
 
     def _placeholder(self, medium: Medium) -> str:
@@ -142,9 +207,14 @@ class Vision:
         images = [_loaded(medium) for medium in media if medium.kind == "image"]
         if images:
             options["images"] = images
+            if self._limits is not None:
+                options["images_kwargs"] = {"size": self._limits.image_size(self.processor.image_processor, self.model)}
         if videos:
             video_frames = [_loaded(medium) for medium in videos]
             options |= {"videos": video_frames, "do_sample_frames": False}
+            if self._limits is not None:
+                video_processor, frame_count = self.processor.video_processor, len(video_frames[0])
+                options["videos_kwargs"] = {"size": self._limits.video_size(video_processor, frame_count)}
             if all(medium.rate for medium in videos):  # Qwen's positions and prompts include timestamps
                 options["video_metadata"] = [
                     {

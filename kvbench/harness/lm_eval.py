@@ -67,7 +67,9 @@ class LmEvalHarness:
         documents, positions = dialogue.flat(rows, render is not None)
         with quiet():
             harness_task = _build(resolved, task_name, documents, settings)
-            prepared = requests(harness_task, task_name, documents, positions, render, settings.reporter)
+            prepared = requests(
+                harness_task, task_name, documents, positions, render, settings.reporter, settings.max_frames
+            )
         return _loaded(resolved, task_name, settings, data_hash, harness_task, rows, prepared)
 
 

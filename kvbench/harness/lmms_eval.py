@@ -35,7 +35,7 @@ from kvbench.benchmark import Benchmark, Doc, Marks
 from kvbench.data import records
 from kvbench.data.sources import hinting
 from kvbench.decoding import Thinking, scored_text
-from kvbench.errors import LeftOut, UserError, reason_of
+from kvbench.errors import LeftOut, UserError, nearest, reason_of
 from kvbench.harness import loading
 from kvbench.harness import rows as data
 from kvbench.harness.lm_eval import quiet as datasets_quiet
@@ -90,8 +90,8 @@ class LmmsEvalHarness:
         assert isinstance(documents, list)  # documents in lmms-eval's schema; a JSONL file has no images
         rows = documents[: settings.samples]
         with _quiet():
-            doc_table = MediaRows(rows)
-            harness_task, overrides = _build(resolved, task_name, doc_table)
+            doc_table = MediaRows(rows, settings.max_frames)
+            harness_task, overrides = _build(resolved, task_name, doc_table, settings.lmms_model)
             extra_fields = [row.get("extra", {}) for row in rows]
             prepared = lmms_requests(harness_task, task_name, doc_table, extra_fields, settings)
         if not all(request.media for request in prepared):
@@ -104,6 +104,7 @@ class LmmsEvalHarness:
         return LmmsEvalTask(
             **loading.facts(resolved, task_name, settings),
             data_hash=_data_hash(resolved, task_name, settings),
+            recorded=_recorded(settings),
             metric=metric,
             higher_is_better=bool(harness_task.higher_is_better()[metric]),
             requests=prepared,
@@ -119,7 +120,7 @@ def _named_task(benchmark: LmmsBenchmark, task_name: str, settings: TaskSettings
     # Any model can run its prompts, whatever words it knows.
     settings = loading.settle(task_name, replace(benchmark, lexicons=(settings.lexicon,)), settings)
     with seeded(settings.seed), _quiet():
-        harness_task = build_named(benchmark, task_name)
+        harness_task = build_named(benchmark, task_name, settings.lmms_model)
         metrics = _metrics(harness_task)
         documents = harness_task.eval_docs
         count = min(settings.samples, len(documents))
@@ -138,6 +139,7 @@ def _named_task(benchmark: LmmsBenchmark, task_name: str, settings: TaskSettings
     return NamedLmmsTask(
         **loading.facts(benchmark, task_name, settings) | {"version": str(harness_task.VERSION)},
         data_hash=data_hash,
+        recorded=_recorded(settings),
         metric=metrics[0],
         higher_is_better=bool(harness_task.higher_is_better()[metrics[0]]),
         requests=prepared,
@@ -348,11 +350,16 @@ def _described(value: Any) -> str:
 # --- lmms-eval's task -----------------------------------------------------------------------------
 
 
-def _build(benchmark: Benchmark, task_name: str, doc_table: MediaRows) -> tuple[Any, dict[str, Any]]:
+def _build(
+    benchmark: Benchmark, task_name: str, doc_table: MediaRows, lmms_model: str | None
+) -> tuple[Any, dict[str, Any]]:
     """Build the task object of lmms-eval from its definition and our rows.
 
     Returns:
         The object, and the kvbench keys of our YAML.
+
+    Raises:
+        UserError: The YAML names no definition that can run here, or lmms-eval has no such model.
     """
     yaml_path, yaml_config = loading.yaml_of(benchmark, task_name)
     overrides = {key: yaml_config.pop(key) for key in _OWN if key in yaml_config}
@@ -363,6 +370,7 @@ def _build(benchmark: Benchmark, task_name: str, doc_table: MediaRows) -> tuple[
     for key in ("dataset_kwargs", "process_docs"):  # keys that load and change data
         config.pop(key, None)
     split_name = config["test_split"]
+    _check_model(lmms_model, config)
 
     from lmms_eval.api.task import ConfigurableMessagesTask
 
@@ -377,23 +385,24 @@ def _build(benchmark: Benchmark, task_name: str, doc_table: MediaRows) -> tuple[
             content: dict[str, Any] = super()._visual_to_content(visual)
             return content
 
-    harness_task = OnOurRows(config=config)
+    harness_task = OnOurRows(config=config, model_name=lmms_model)
     if harness_task.OUTPUT_TYPE != "generate_until" or harness_task.config.filter_list:
         raise UserError(f"{definition}: only generate_until without filters can run here")
     return harness_task, overrides
 
 
-def build_named(benchmark: LmmsBenchmark, task_name: str, fresh: bool = False) -> Any:
+def build_named(benchmark: LmmsBenchmark, task_name: str, lmms_model: str | None = None, *, fresh: bool = False) -> Any:
     """Build the task object of a task by its name, which loads its data.
 
     Args:
         benchmark: Its benchmark.
         task_name: Name of the task.
+        lmms_model: Model of lmms-eval whose prompts are used; None: those for all models.
         fresh: Whether to ask the hub for newer data.
 
     Raises:
         LeftOut: The data is not available, or kvbench cannot answer the prompts.
-        UserError: lmms-eval cannot load the task.
+        UserError: lmms-eval cannot load the task, or has no such model.
     """
     path = benchmark.definitions[task_name]
     if reason := _unfit(task_name, read_config(path, {})):
@@ -402,6 +411,7 @@ def build_named(benchmark: LmmsBenchmark, task_name: str, fresh: bool = False) -
     # A token is used where there is one, and remote code never runs.
     data_options = {key: value for key, value in (config.pop("dataset_kwargs", None) or {}).items() if key not in _HUB}
     config |= {"dataset_kwargs": data_options or None}
+    _check_model(lmms_model, config)
 
     from lmms_eval.api.task import ConfigurableMessagesTask
 
@@ -414,7 +424,7 @@ def build_named(benchmark: LmmsBenchmark, task_name: str, fresh: bool = False) -
     with datasets_quiet():
         return on_its_data(
             task_name,
-            lambda: OnItsData(config=copy.deepcopy(config)),
+            lambda: OnItsData(config=copy.deepcopy(config), model_name=lmms_model),
             data_set,
             f"{PREFIX}{benchmark.name}",
             fresh=fresh,
@@ -425,9 +435,28 @@ def build_named(benchmark: LmmsBenchmark, task_name: str, fresh: bool = False) -
 def fetch(benchmark: LmmsBenchmark, task_name: str, *, fresh: bool = False) -> str:
     """Load the data of a task into the caches of the hub's clients, and describe it; see `build_named`."""
     with _quiet():
-        harness_task = build_named(benchmark, task_name, fresh)
+        harness_task = build_named(benchmark, task_name, fresh=fresh)
     source = " ".join(filter(None, [harness_task.DATASET_PATH, harness_task.DATASET_NAME]))
     return f"{len(harness_task.eval_docs)} documents of {source}"
+
+
+def _check_model(lmms_model: str | None, config: Mapping[str, Any]) -> None:
+    """Check that a definition, or lmms-eval, knows a model; tasks without prompts for it have those for all models.
+
+    Raises:
+        UserError: Neither knows it.
+    """
+    if lmms_model is None or isinstance((config.get("lmms_eval_specific_kwargs") or {}).get(lmms_model), Mapping):
+        return
+    from lmms_eval.models import AVAILABLE_CHAT_TEMPLATE_MODELS, AVAILABLE_SIMPLE_MODELS
+
+    if lmms_model not in (known_models := {*AVAILABLE_SIMPLE_MODELS, *AVAILABLE_CHAT_TEMPLATE_MODELS}):
+        raise UserError(f"lmms-eval has no model {lmms_model!r} for --lmms-model{nearest(lmms_model, known_models)}")
+
+
+def _recorded(settings: TaskSettings) -> dict[str, Any]:
+    """Return what the results record of the settings; see `LoadedTask.recorded`."""
+    return {} if settings.lmms_model is None else {"lmms_model": settings.lmms_model}
 
 
 def _unfit(task_name: str, config: Mapping[str, Any]) -> str:

@@ -40,7 +40,7 @@ def lmms_requests(
     prompt_rows, prompt_parts, prompt_media = [], [], []
     distinct_media: dict[Medium, Medium] = {}  # hold an image shared by several questions once
     for document, doc_extra in zip(documents, extra_fields, strict=True):
-        messages, doc_media = _messages(harness_task, task_name, document)
+        messages, doc_media = _messages(harness_task, task_name, document, settings.max_frames)
         context, _, question = render(messages).partition(data.SENTINEL)
         target = harness_task.doc_to_target(document)
         targets = target if isinstance(target, list) else [target]
@@ -58,7 +58,9 @@ def lmms_requests(
     return arranged(task_name, prompt_rows, positions, prompt_parts, prompt_media, render, question_settings)
 
 
-def _messages(harness_task: Any, task_name: str, document: Doc) -> tuple[list[chat.Message], list[Medium]]:
+def _messages(
+    harness_task: Any, task_name: str, document: Doc, max_frames: int | None
+) -> tuple[list[chat.Message], list[Medium]]:
     """Return the messages of a prompt, with the sentinel after the last medium, and the media.
 
     Raises:
@@ -74,15 +76,18 @@ def _messages(harness_task: Any, task_name: str, document: Doc) -> tuple[list[ch
             f"it needs the video {video_path}; run `hf download --repo-type dataset {dataset}` and "
             f"unpack the videos of its archives into {folder}"
         ) from None
-    return split_messages(task_name, messages)
+    return split_messages(task_name, messages, max_frames)
 
 
-def split_messages(task_name: str, messages: Sequence[Mapping[str, Any]]) -> tuple[list[chat.Message], list[Medium]]:
+def split_messages(
+    task_name: str, messages: Sequence[Mapping[str, Any]], max_frames: int | None = None
+) -> tuple[list[chat.Message], list[Medium]]:
     """Convert messages of lmms-eval.
 
     Args:
         task_name: Name of the task in messages to the user.
         messages: Messages of a prompt, as `doc_to_messages` of a task returns them.
+        max_frames: See `kvbench.data.media.medium`.
 
     Returns:
         The messages with a marker for each medium and the sentinel after the last one, and the media.
@@ -98,7 +103,7 @@ def split_messages(task_name: str, messages: Sequence[Mapping[str, Any]]) -> tup
             if content_part["type"] == "text":
                 message_text += content_part["text"]
                 continue
-            message_media.append(_medium(task_name, content_part["type"], content_part["url"]))
+            message_media.append(_medium(task_name, content_part["type"], content_part["url"], max_frames))
             message_text += VIDEO if message_media[-1].kind == "video" else IMAGE
         chat_messages.append({"role": message["role"], "content": message_text})
     for chat_message in reversed(chat_messages):
@@ -109,7 +114,7 @@ def split_messages(task_name: str, messages: Sequence[Mapping[str, Any]]) -> tup
     return chat_messages, message_media
 
 
-def _medium(task_name: str, kind: str, value: Any) -> Medium:
+def _medium(task_name: str, kind: str, value: Any, max_frames: int | None) -> Medium:
     """Return the medium of a part of a message: a `MediaValue`, an image of Pillow, or the path of a file."""
     from PIL import Image
 
@@ -118,7 +123,7 @@ def _medium(task_name: str, kind: str, value: Any) -> Medium:
     if isinstance(value, Image.Image):
         return picture(value)
     if isinstance(value, str) and kind == "video":
-        return medium(video(value))
+        return medium(video(value), max_frames)
     if isinstance(value, str) and kind == "image":
         return medium(image(Path(value).read_bytes()))
     raise UserError(f"{task_name}: kvbench cannot pass on its {kind}")
@@ -163,13 +168,13 @@ class MediaValue:
     lmms-eval's definitions call `convert("RGB")` on every image, which does not decode it here.
     """
 
-    def __init__(self, value: Mapping[str, Any]) -> None:
-        self._value = value
+    def __init__(self, value: Mapping[str, Any], max_frames: int | None = None) -> None:
+        self._value, self._max_frames = value, max_frames
 
     @functools.cached_property
     def medium(self) -> Medium:
         """Return the medium for a request."""
-        return medium(self._value)
+        return medium(self._value, self._max_frames)
 
     def convert(self, mode: str) -> MediaValue:
         """Return the image itself, because its pixels become RGB when loaded."""
@@ -182,10 +187,16 @@ class MediaValue:
 
 
 class MediaRows:
-    """Rows as lmms-eval reads them: a new mapping per access, with media as `MediaValue`s."""
+    """Rows as lmms-eval reads them: a new mapping per access, with media as `MediaValue`s.
 
-    def __init__(self, rows: Sequence[Doc]) -> None:
-        self._rows = [{column: _seen(value) for column, value in row.items() if column != "extra"} for row in rows]
+    Args:
+        max_frames: See `kvbench.data.media.medium`.
+    """
+
+    def __init__(self, rows: Sequence[Doc], max_frames: int | None = None) -> None:
+        self._rows = [
+            {column: _seen(value, max_frames) for column, value in row.items() if column != "extra"} for row in rows
+        ]
         self.features = dict.fromkeys(self._rows[0])
 
     def __len__(self) -> int:
@@ -204,7 +215,7 @@ class MediaRows:
                 del row[column]
 
 
-def _seen(value: Any) -> Any:
+def _seen(value: Any, max_frames: int | None) -> Any:
     if is_medium(value):
-        return MediaValue(value)
-    return [_seen(item) for item in value] if isinstance(value, list) else value
+        return MediaValue(value, max_frames)
+    return [_seen(item, max_frames) for item in value] if isinstance(value, list) else value

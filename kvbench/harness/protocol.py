@@ -184,6 +184,8 @@ class TaskSettings:
             for a text model.
         reporter: Progress reporter, for loads that take seconds.
         flags: lm-eval's own flags, for its tasks by name.
+        lmms_model: Model of lmms-eval whose prompts its tasks use; None: those for all models.
+        max_frames: Number of frames that a model sees of a video, at most; None: as the task says.
     """
 
     length: int
@@ -198,6 +200,8 @@ class TaskSettings:
     processor: Any = None
     reporter: Reporter | None = None
     flags: HarnessFlags = HarnessFlags()
+    lmms_model: str | None = None
+    max_frames: int | None = None
 
 
 @dataclass(frozen=True)

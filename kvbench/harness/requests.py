@@ -24,6 +24,7 @@ def requests(
     positions: Sequence[dialogue.PromptPosition | None],
     render: chat.Render | None,
     reporter: Reporter | None = None,
+    max_frames: int | None = None,
 ) -> Sequence[Request]:
     """Build every prompt as `Task.build_all_requests` does, and split it at the sentinel.
 
@@ -33,6 +34,7 @@ def requests(
         positions: Position of each document in a dialogue.
         render: The chat template; None: no template.
         reporter: Progress reporter, used once building takes seconds.
+        max_frames: See `kvbench.data.media.medium`.
 
     Raises:
         UserError: The YAML does not fit the rows.
@@ -68,7 +70,7 @@ def requests(
     progress.stop()
     if len({bool(row.get("given")) for row in rows}) > 1:
         raise UserError(f"{task_name}: either all rows or no row can have 'given'")
-    row_media = [_media(task_name, row_index, row) for row_index, row in enumerate(rows)]
+    row_media = [_media(task_name, row_index, row, max_frames) for row_index, row in enumerate(rows)]
     question_settings = AnswerSettings(harness_task.config.generation_kwargs, int(harness_task.config.repeats or 1))
     return arranged(task_name, rows, positions, prompt_parts, row_media, render, question_settings)
 
@@ -167,10 +169,10 @@ def _arranged(
             yield request
 
 
-def _media(task_name: str, row_number: int, row: Mapping[str, Any]) -> tuple[Medium, ...]:
+def _media(task_name: str, row_number: int, row: Mapping[str, Any], max_frames: int | None) -> tuple[Medium, ...]:
     """Return the images and videos of a row."""
     try:
-        return tuple(map(medium, row.get("media", ())))
+        return tuple(medium(entry, max_frames) for entry in row.get("media", ()))
     except LeftOut:
         raise
     except UserError as error:

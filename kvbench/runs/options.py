@@ -200,6 +200,25 @@ class GridOptions(Options):
         "Apply the chat template to tasks whose authors leave it out, too, as kvpress does.",
         spelling="--chat-template-everywhere", digest="if set",
     )  # fmt: skip
+    lmms_model: str | None = declare(
+        None, values.optional(values.text("lmms_model")), str, PROMPTS, "NAME",
+        "Prompts that tasks of lmms-eval have for this model of lmms-eval, such as qwen3_vl. Default: those for all "
+        "models.", digest="if set",
+    )  # fmt: skip
+    min_pixels: int | None = declare(
+        None, values.optional(values.integer("min_pixels", 1)), int, PROMPTS, "N",
+        "Enlarge images and video frames to at least N pixels (Qwen-VL models). Default: set by the processor.",
+        digest="if set",
+    )  # fmt: skip
+    max_pixels: int | None = declare(
+        None, values.optional(values.integer("max_pixels", 1)), int, PROMPTS, "N",
+        "Shrink images and video frames to at most N pixels (Qwen-VL models). Default: set by the processor.",
+        digest="if set",
+    )  # fmt: skip
+    max_frames: int | None = declare(
+        None, values.optional(values.integer("max_frames", 1)), int, PROMPTS, "N",
+        "Show at most N frames of a video, evenly spread. Default: 32, or set by the task.", digest="if set",
+    )  # fmt: skip
     seed: int = declare(
         0, values.integer("seed", 0, values.INT64), int, PROMPTS, "N",
         "Seed of the data and of all noise. Default: 0.",

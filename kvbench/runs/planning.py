@@ -28,7 +28,7 @@ from kvbench.engine.loading import (
 )
 from kvbench.engine.models import is_vision
 from kvbench.engine.quantization import check_quantization, quantization_packages
-from kvbench.engine.vision import Vision
+from kvbench.engine.vision import PixelLimits, Vision
 from kvbench.errors import LeftOut, UserError
 from kvbench.files import cache_dir
 from kvbench.harness.chat import check_template, check_thinking
@@ -139,6 +139,8 @@ def plan(
         raise UserError(
             f"--{_set_flag(grid.harness_flags)} is for tasks of lm-eval by name, and --task has none; leave it out"
         )
+    if grid.lmms_model is not None and not any(benchmark.harness == "lmms_eval" for _, benchmark in tasks):
+        raise UserError("--lmms-model is for tasks of lmms-eval, and --task has none; leave it out")
     if not variants:
         raise UserError("nothing to run: no policy is left after --no-full")
     if any(budget.absolute == 1 for budget in grid.parsed_budgets):
@@ -336,6 +338,8 @@ class _Planner:
                 processor=None if model.vision is None else model.vision.processor,
                 reporter=self.reporter,
                 flags=self.grid.harness_flags,
+                lmms_model=self.grid.lmms_model,
+                max_frames=self.grid.max_frames,
             ),
             benchmark,
         )
@@ -375,7 +379,15 @@ class _Planner:
         flags = self.grid.generation
         if task.name in benchmark.plain:  # without a template the thinking flag has no effect
             flags = replace(flags, thinking=None)
-        return flags.record(request, model.thinks, task.recorded)
+        return flags.record(request, model.thinks, {**task.recorded, **self._media_settings(benchmark, task)})
+
+    def _media_settings(self, benchmark: Benchmark, task: LoadedTask) -> dict[str, int]:
+        """Return the options that change what a model sees of the task's images and videos."""
+        if not benchmark.media:
+            return {}
+        has_videos = any(medium.kind == "video" for request in task.requests for medium in request.media)
+        names = ("min_pixels", "max_pixels", *(["max_frames"] if has_videos else []))
+        return {name: value for name in names if (value := getattr(self.grid, name)) is not None}
 
     def _say_left_out(self) -> None:
         """Report what is left out, once per reason."""
@@ -425,7 +437,7 @@ def _model_facts(grid: Grid, model_name: str) -> _Model:
     vision = None
     if is_vision(config):
         processor = load_processor(model_name, grid.revision, config.model_type, tokenizer)
-        vision = Vision(processor, model_name)
+        vision = Vision(processor, model_name, PixelLimits(grid.min_pixels, grid.max_pixels))
     return _Model(
         name=model_name,
         tokenizer=tokenizer,

@@ -8,7 +8,7 @@ from typing import Any
 from kvbench.benchmark import Benchmark, Doc, Source
 from kvbench.data.sources import rows
 
-SOURCE = Source("MMMU/MMMU_Pro", config="vision", columns=("id", "image", "answer", "subject"))
+SOURCE = Source("MMMU/MMMU_Pro", config="vision", columns=("id", "image", "options", "answer", "subject"))
 
 
 def docs(leaf: str, *, cache_dir: Path, samples: int, **options: Any) -> list[Doc]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ SOURCE = Source(
     split="validation",
     columns=("question_id", "question", "image", "answers"),
 )
+WITH_OCR = replace(SOURCE, columns=(*SOURCE.columns, "ocr_tokens"))
 
 
 def docs(leaf: str, *, cache_dir: Path, samples: int, **options: Any) -> list[Doc]:
     """See `Benchmark.docs`."""
-    return rows(SOURCE, cache_dir, samples)
+    return rows(WITH_OCR if leaf == "textvqa_val_ocr" else SOURCE, cache_dir, samples)
 
 
 BENCHMARK = Benchmark(
@@ -35,4 +37,13 @@ BENCHMARK = Benchmark(
     media=("image",),
     sized=False,
     lexicons=("natural",),
+)
+
+OCR = replace(
+    BENCHMARK,
+    name="textvqa_ocr",
+    leaves=("textvqa_val_ocr",),
+    summary="TextVQA with the words of a text recogniser in the prompt, as LLaVA evaluates",
+    source="https://textvqa.org (arXiv:1904.08920), asked as lmms-eval does with `ocr: true`",
+    sources={"textvqa_val_ocr": (WITH_OCR,)},
 )

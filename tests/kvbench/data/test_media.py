@@ -188,6 +188,8 @@ def test_a_video_is_known_by_its_file_and_loaded_as_frames(tmp_path: Path) -> No
     blues = [Image.Image.getpixel(frame, (5, 5))[2] for frame in frames]
     assert [round(blue / 25) for blue in blues] == [0, 3, 6, 9]
     assert len(medium(video(path)).load()) == 10
+    assert medium(video(path), 4) == found
+    assert medium(video(path, frames=4), 5) == medium(video(path, frames=5))
     assert medium(video(path)).rate == pytest.approx(5)
     assert found.rate == pytest.approx(5 * 3 / 9)  # 4 of the 10 frames, the first and the last too
     with pytest.raises(UserError, match=r"cannot read the video .*none\.mp4: No such file"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,18 @@ def run(out: Path, model: str, **changes: Any) -> Run:
 def texts(made: Run) -> dict[tuple[Any, ...], str]:
     frame = made.samples.set_index(KEY)
     return dict(zip(frame.index, frame["response"], strict=True))
+
+
+def test_limits_of_pixels_are_part_of_the_cell(models: dict[str, str], tmp_path: Path) -> None:
+    model = models_or_skip(models, "qwen2_vl")
+    plain = run(tmp_path / "plain", model, policy="full")
+    limited = run(tmp_path / "limited", model, policy="full", max_pixels=2 * 28 * 28, max_frames=4)
+    assert limited.samples.visual_tokens.max() < plain.samples.visual_tokens.max()
+    for label in ("cell", "match"):
+        assert not set(limited.cells[label]) & set(plain.cells[label])
+    generation = [json.loads(versions).get("generation", {}) for versions in limited.cells.versions]
+    assert generation == [{"max_pixels": 2 * 28 * 28}]  # it has no videos, so the number of frames does not count
+    assert "pixels" not in plain.cells.versions.item()
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", *vision.WRAPPERS])
