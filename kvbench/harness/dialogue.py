@@ -1,8 +1,8 @@
 """Dialogues: a row with `turns` becomes one prompt per turn, each with its history.
 
 The history contains the reference answers. With a chat template its turns are real messages; without one the row's
-`frame` joins them. If there are none, a mark stands in their place, by which the chat template is split: such a dialogue
-can only be live.
+`frame` joins them. If there are none, a mark stands in their place, by which the chat template is split: such a
+dialogue can only be live.
 """
 
 from __future__ import annotations
@@ -175,7 +175,9 @@ def joints(
         if turn_index + 1 == len(positions):
             joined.append(Joint(delta, answer_begin, answer_end or ""))
             break
-        answer_begin, next_delta = _rest(prompts[turn_index + 1][0], "".join(prompts[turn_index]), position.history_answer)
+        answer_begin, next_delta = _rest(
+            prompts[turn_index + 1][0], "".join(prompts[turn_index]), position.history_answer
+        )
         if next_delta is None:
             raise UserError(
                 f"{task_name}: the chat template rewrites earlier turns, so no cache can continue from them; "

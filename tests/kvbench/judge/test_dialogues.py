@@ -65,5 +65,5 @@ def test_a_live_run_is_judged_with_the_answers_of_its_own_history(
         assert any(said in prompt and f"### Assistant A:\n{second}\n\n<|" in prompt for prompt in prompts)
     systems = [body["messages"][0]["content"] for body in server.bodies if len(body["messages"]) == 2]
     assert len(systems) == len(server.bodies) - 1, "only the check of the judge has no system message"
-    with pytest.raises(UserError, match="mt_bench_math has no reference answers .*; use --moment turns alone"):
+    with pytest.raises(UserError, match=r"mt_bench_math has no reference answers .*; use --moment turns alone"):
         kvbench.run({**settings, "moment": "context,turns", "out": str(tmp_path / "other")})

@@ -29,8 +29,8 @@ RULES = (
     'format: "[[rating]]", for example: "Rating: [[5]]".'
 )
 GENERAL = (
-    "Your evaluation should consider factors such as the helpfulness, relevance, accuracy, depth, creativity, and level "
-    "of detail of the response."
+    "Your evaluation should consider factors such as the helpfulness, relevance, accuracy, depth, creativity, and "
+    "level of detail of the response."
 )
 
 
@@ -52,7 +52,9 @@ def responses(task: LmEvalTask, *texts: str) -> dict[tuple[str, int, int], str]:
 
 def test_a_turn_is_its_message_alone(bpe_tokenizer: Any, cache: Path) -> None:
     first, second, *_ = load("mt_bench_math", bpe_tokenizer, cache, chat=True).requests
-    assert first.context + first.question == "<|bos|><|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        first.context + first.question == "<|bos|><|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert first.context.endswith("What is 2 + 3?")
     assert first.answer_end + second.delta + second.question == (
         "<|im_end|>\n<|im_start|>user\nDouble it.<|im_end|>\n<|im_start|>assistant\n"
