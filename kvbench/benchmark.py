@@ -157,10 +157,11 @@ class Benchmark:
 
     A row can also be a dialogue: `turns` is a list of rows as above without `gen_prefix`, `shots` and `given`. The
     `context` of a turn is its new text, and `answer` (str, stripped of white space) its reference answer in the history
-    of later turns. `frame` maps to the texts before a turn (`user`), before its answer (`assistant`) and after it
-    (`end`) if there is no chat template. Other fields of the dialogue apply to all turns. A dialogue is one sample;
-    `size.dialogue(row)` counts the prompt of its last turn, which must fit into `length` together with the
-    `max_new_tokens` of all turns.
+    of later turns. Dialogues whose turns have no `answer` can only be live (moment `turns`); the row that `ask`
+    receives then has the model's answers to the earlier turns as `history`. `frame` maps to the texts before a turn
+    (`user`), before its answer (`assistant`) and after it (`end`) if there is no chat template. Other fields of the
+    dialogue apply to all turns. A dialogue is one sample; `size.dialogue(row)` counts the prompt of its last turn,
+    which must fit into `length` together with the `max_new_tokens` of all turns.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """Dialogues: a row with `turns` becomes one prompt per turn, each with its history.
 
 The history contains the reference answers. With a chat template its turns are real messages; without one the row's
-`frame` joins them.
+`frame` joins them. If there are none, a mark stands in their place, by which the chat template is split: such a
+dialogue can only be live.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvbench.harness import rows as data
 from kvbench.harness.chat import Message, Render, shot_text
 
 _FRAME = ("user", "assistant", "end")
+_ANSWER_MARK = "..."
 
 
 @dataclass(frozen=True)
@@ -37,16 +39,21 @@ class PromptPosition:
 
     @property
     def answer(self) -> str:
-        """Return the reference answer."""
+        """Return the reference answer; "" if there is none."""
         answer: str = self.row_turns[self.turn]["answer"]
         return answer
+
+    @property
+    def history_answer(self) -> str:
+        """Return the answer in the history of later turns."""
+        return _history_answer(self.row_turns[self.turn])
 
     def messages(self, turn_count: int) -> list[Message]:
         """Return the first turns of the dialogue, with answers, as chat messages."""
         messages: list[Message] = []
         for turn in self.row_turns[:turn_count]:
             messages.append({"role": "user", "content": turn["context"] + turn["question"]})
-            messages.append({"role": "assistant", "content": turn["answer"]})
+            messages.append({"role": "assistant", "content": _history_answer(turn)})
         return messages
 
 
@@ -83,8 +90,8 @@ def complete(row: Mapping[str, Any], location: str) -> Doc:
         if not isinstance(turn, Mapping):
             raise UserError(f"{name}: a turn must be an object")
         full_turn = data.complete({**_common(row), **turn}, name)
-        answer = full_turn.get("answer")
-        if not isinstance(answer, str) or not answer or answer != answer.strip():
+        answer = full_turn.setdefault("answer", "")
+        if not isinstance(answer, str) or ("answer" in turn and not answer) or answer != answer.strip():
             raise UserError(f"{name}: 'answer' must be a text without white space at either end")
         if full_turn["gen_prefix"]:
             raise UserError(f"{name}: a dialogue cannot have a 'gen_prefix'")
@@ -92,6 +99,8 @@ def complete(row: Mapping[str, Any], location: str) -> Doc:
             if full_turn.get(field):
                 raise UserError(f"{name}: a dialogue cannot have {quoted(field)}")
         completed.append(full_turn)
+    if len({bool(turn["answer"]) for turn in completed}) > 1:
+        raise UserError(f"{location}: either all turns or no turn can have an 'answer'")
     return {**row, "turns": completed}
 
 
@@ -126,7 +135,7 @@ def plain(position: PromptPosition) -> tuple[str, str]:
     """Return context and question of a turn without a chat template."""
     user_start, assistant_start, turn_end = (position.frame[name] for name in _FRAME)
     history = [
-        user_start + turn["context"] + turn["question"] + assistant_start + turn["answer"] + turn_end
+        user_start + turn["context"] + turn["question"] + assistant_start + _history_answer(turn) + turn_end
         for turn in position.row_turns[: position.turn]
     ]
     turn = position.row_turns[position.turn]
@@ -166,7 +175,9 @@ def joints(
         if turn_index + 1 == len(positions):
             joined.append(Joint(delta, answer_begin, answer_end or ""))
             break
-        answer_begin, next_delta = _rest(prompts[turn_index + 1][0], "".join(prompts[turn_index]), position.answer)
+        answer_begin, next_delta = _rest(
+            prompts[turn_index + 1][0], "".join(prompts[turn_index]), position.history_answer
+        )
         if next_delta is None:
             raise UserError(
                 f"{task_name}: the chat template rewrites earlier turns, so no cache can continue from them; "
@@ -184,7 +195,7 @@ def _closing(position: PromptPosition, render: Render | None) -> tuple[str, str 
     if render is None:
         return "", position.frame["end"]
     *earlier_messages, answer = position.messages(position.turn + 1)
-    return _rest(render([*earlier_messages, answer], closed=True), render(earlier_messages), position.answer)
+    return _rest(render([*earlier_messages, answer], closed=True), render(earlier_messages), position.history_answer)
 
 
 def _rest(text: str, known_text: str, answer: str) -> tuple[str, str | None]:
@@ -196,6 +207,11 @@ def _rest(text: str, known_text: str, answer: str) -> tuple[str, str | None]:
     if not stripped.startswith(answer):
         return "", None
     return remainder[: len(remainder) - len(stripped)], stripped[len(answer) :]
+
+
+def _history_answer(turn: Mapping[str, Any]) -> str:
+    answer: str = turn["answer"]
+    return answer or _ANSWER_MARK
 
 
 def _common(row: Mapping[str, Any]) -> Doc:

@@ -93,10 +93,16 @@ class LmEvalTask(LoadedTask):
         """Call the benchmark's `ask` for every response; see `LoadedTask.asks`."""
         if self.ask is None or not responses:
             return []
-        asks_by_key = {
-            key: self.ask(instance.doc, instance.filtered_resps[self.filter])
-            for key, instance in self._filtered(responses)
-        }
+        asks_by_key = {}
+        said: dict[tuple[str, int], list[str]] = {}
+        for key, instance in self._filtered(responses):
+            document, response = instance.doc, instance.filtered_resps[self.filter]
+            request, _ = self._source(key[:2])
+            if request.dialogue and not request.answer:  # the turns of a dialogue follow each other in the data
+                history = said.setdefault((key[0], key[2]), [])
+                document = {**document, "history": [*history]}
+                history.append(response)
+            asks_by_key[key] = self.ask(document, response)
         asks = [asks_by_key[key] for key in responses]
         for rubric in dict.fromkeys(ask.rubric for ask in asks):
             # The results record the declared rubric, so no other one may be used.

@@ -69,7 +69,8 @@ class Request:
             in order, and share `sample_id` and `context_id`.
         turn: Number of the turn, from 0; the same as `question_id`.
         delta: Text that this turn adds before its question: new facts, and the opening of the turn.
-        answer: The reference answer as it appears in the history of later turns.
+        answer: The reference answer as it appears in the history of later turns; "" if a mark stands in its place, so
+            that the dialogue can only be live.
         answer_begin: Text between a question and the stripped answer in a history: whitespace with some chat templates,
             otherwise "".
         answer_end: Text between the stripped answer and the next turn's `delta` in a history.

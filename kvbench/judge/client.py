@@ -108,7 +108,8 @@ class EndpointJudge:
         criterion = rubric(ask.rubric)
         # UTF-8 cannot encode lone surrogates, which a response may contain.
         prompt = criterion.render(ask.fields).encode(errors="replace").decode()
-        key = digest_of([*self._endpoint, criterion.version, prompt])
+        system = [criterion.system] if criterion.system else []  # keeps the keys of rubrics without one
+        key = digest_of([*self._endpoint, criterion.version, prompt, *system])
         return _Question(key, criterion, prompt)
 
     def _marks(self, question: _Question) -> Marks | None:
@@ -201,11 +202,13 @@ class EndpointJudge:
             request_options = {"max_completion_tokens": max(*request_options.values(), _THINKING_TOKENS)}
         if "temperature" not in self._refused:
             request_options["temperature"] = 0
-        user_message = {"role": "user", "content": question.prompt}
+        messages = [{"role": "user", "content": question.prompt}]
+        if question.rubric.system:
+            messages.insert(0, {"role": "system", "content": question.rubric.system})
         try:
             reply = client.chat.completions.create(
                 model=self._model,
-                messages=[user_message],
+                messages=messages,
                 extra_headers=self._headers,
                 **request_options,
             )

@@ -31,6 +31,7 @@ class Rubric:
         parse: Parser of the answer: a key of `READINGS`.
         max_tokens: Limit of the judge's answer.
         ratings: Names of the 1-10 ratings in the judge's answer; the last is the overall score.
+        system: The system message before the prompt; "" for none.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Rubric:
     parse: str
     max_tokens: int
     ratings: tuple[str, ...] = ()
+    system: str = ""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -89,6 +91,7 @@ def rubric(name: str) -> Rubric:
         rubric_data["parse"],
         rubric_data["max_tokens"],
         rating_names,
+        rubric_data.get("systems", {}).get(variant, ""),
     )
     return Rubric(name, templates[variant], *settings)
 
@@ -120,6 +123,9 @@ def _file(file_stem: str) -> tuple[dict[str, Any], dict[str, str]]:
     is_valid = all(isinstance(rubric_data.get(key), value_type) for key, value_type in _KEYS.items())
     if not is_valid or not isinstance(templates, dict) or not _are_texts(templates.values()):
         raise UserError(f"{rubric_path}: a rubric needs {', '.join(_KEYS)}, and template or templates")
+    systems = rubric_data.get("systems", {})
+    if not isinstance(systems, dict) or not systems.keys() <= templates.keys() or not _are_texts(systems.values()):
+        raise UserError(f"{rubric_path}: systems must map variants of the templates to texts")
     rating_names = rubric_data.get("ratings", [])
     if not isinstance(rating_names, list) or not _are_texts(rating_names):
         raise UserError(f"{rubric_path}: ratings must be a list of names")
@@ -137,6 +143,8 @@ def _are_texts(values: Iterable[object]) -> bool:
 # --- readings -------------------------------------------------------------------------------------
 
 _OBJECT = re.compile(r"\{[^{}]*\}")
+_RATING = re.compile(r"\[\[([0-9]+\.?[0-9]*)\]\]")
+_SINGLE_BRACKETS = re.compile(r"\[([0-9]+\.?[0-9]*)\]")
 _BOTH = re.compile(r"\b(?:yes|no)\b\s*(?:/|or|and)\s*\b(?:yes|no)\b")
 
 
@@ -181,9 +189,21 @@ def ratings(answer: str, criteria: Sequence[str]) -> Marks | None:
     return {"score": marks.pop(criteria[-1]), **marks}
 
 
+def rating(answer: str) -> Marks | None:
+    """Return the first rating in double brackets (otherwise in single ones) as a mark from 0.1 to 1.
+
+    This is the rule of MT-Bench's `run_judge_single`. An answer without a rating, or with one that is not from 1 to 10,
+    has no verdict.
+    """
+    match = _RATING.search(answer) or _SINGLE_BRACKETS.search(answer)
+    value = float(match[1]) if match else 0.0
+    return {"score": value / 10} if 1 <= value <= 10 else None
+
+
 READINGS: dict[str, Callable[..., Marks | None]] = {
     "yes_no": yes_no,
     "contains_yes": contains_yes,
     "ratings": ratings,
+    "rating": rating,
 }
 """Parsers of answers. The marks contain `score` and, for several criteria, further numbers."""

@@ -24,12 +24,19 @@ def check_moments(
         notify: Receives a message where nothing would be evicted.
 
     Raises:
-        UserError: A moment or a budget does not apply to the task: `turns` needs dialogues that fit, whole texts are
-            compressed only while they are fed, and a task may have nothing before its questions.
+        UserError: A moment or a budget does not apply to the task: `turns` needs dialogues that fit, dialogues without
+            reference answers need `turns`, whole texts are compressed only while they are fed, and a task may have
+            nothing before its questions.
     """
     task_name = task.name
     if not all(policy.is_full for policy in grid.built_policies):
         _check_early_moments(grid, task, prompts)
+    has_other_moments = any(timing.moment != "turns" for timing in grid.timings)
+    if has_other_moments and prompts.dialogues and not all(request.answer for request in task.requests):
+        raise UserError(
+            f"{task_name} has no reference answers for the history of its dialogues, so they are live; "
+            "use --moment turns alone"
+        )
     if grid.has_moment("chunked") and prompts.shows:
         raise UserError(f"{task_name} shows images, which moment chunked does not split; use another --moment")
     if any(budget.visual for budget in grid.parsed_budgets) and not prompts.shows:

@@ -147,6 +147,18 @@ def test_a_template_that_rewrites_history_is_refused(templated: Any, tmp_path: P
     assert len(load(bench(tmp_path, row(1)), templated, tmp_path, True).requests) == 1
 
 
+@pytest.mark.parametrize("template", [True, False])
+def test_without_reference_answers_a_turn_adds_the_same(templated: Any, tmp_path: Path, template: bool) -> None:
+    bare = row()
+    for turn in bare["turns"]:
+        del turn["answer"]
+    answered = load(bench(tmp_path, row()), templated, tmp_path, template).requests
+    unanswered = load(bench(tmp_path, bare), templated, tmp_path, template).requests
+    for one, other in zip(answered, unanswered, strict=True):
+        assert (other.delta, other.question, other.answer_end) == (one.delta, one.question, one.answer_end)
+        assert (one.answer, other.answer) == (one.target[0], "")
+
+
 def test_a_dialogue_of_which_something_is_wrong_is_named(templated: Any, tmp_path: Path) -> None:
     def wrong(match: str, made: Doc, yaml: str = YAML) -> None:
         with pytest.raises(UserError, match=match):
@@ -164,6 +176,9 @@ def test_a_dialogue_of_which_something_is_wrong_is_named(templated: Any, tmp_pat
     wrong("row 0, turn 1: 'answer' must be", turn(answer=" 1"))
     wrong("row 0, turn 1: 'answer' must be", turn(answer=""))
     wrong("row 0, turn 1: 'outputs' must be", turn(outputs=[]))
+    unanswered = row()
+    del unanswered["turns"][1]["answer"]
+    wrong("row 0: either all turns or no turn can have an 'answer'", unanswered)
     wrong("row 0, turn 1: the data must not contain", turn(context=data.SENTINEL))
     wrong("row 0, turn 1: a dialogue cannot have a 'gen_prefix'", turn(gen_prefix="It is"))
     wrong("row 0, turn 0: a turn must be an object", row() | {"turns": ["a"]})
