@@ -95,8 +95,10 @@ def _image(image_bytes: bytes) -> Any:
     Raises:
         UserError: It is damaged, or too large to decode.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
+    # lmms-eval lets Pillow fill the missing rest of any image of the process with grey.
+    loads_truncated, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, False
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
@@ -108,6 +110,8 @@ def _image(image_bytes: bytes) -> Any:
             raise UserError("Pillow does not know its format; convert it to PNG or JPEG") from None
         except Exception as error:  # Pillow raises many kinds of errors for damaged files
             raise UserError(str(error) or type(error).__name__) from error
+        finally:
+            ImageFile.LOAD_TRUNCATED_IMAGES = loads_truncated
 
 
 def _video(path: Path, frame_count: int) -> Medium:

@@ -365,6 +365,6 @@ def test_the_list_says_who_can_see_a_task_and_what_it_lacks(
         return text[start : start + 500]
 
     monkeypatch.setattr(listing, "lacking", lambda bench: "")
-    assert "for models that see images; scored by lmms_eval niah" in shown("mmstar")
+    assert "for models that see images; scored by lmms_eval mt_bench" in shown("mmstar")
     monkeypatch.setattr(listing, "lacking", lambda bench: "needs a package; install it")
-    assert "scored by lmms_eval; needs a package; install it niah" in shown("mmstar")
+    assert "scored by lmms_eval; needs a package; install it mt_bench" in shown("mmstar")

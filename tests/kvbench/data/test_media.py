@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
 from kvbench.benchmark import Source
 from kvbench.data import fetching
@@ -57,7 +57,9 @@ def bomb() -> bytes:
     return bytes(content)
 
 
-def test_an_image_that_cannot_be_decoded_is_one_line() -> None:
+@pytest.mark.parametrize("loads_truncated", [False, True])
+def test_an_image_that_cannot_be_decoded_is_one_line(monkeypatch: pytest.MonkeyPatch, loads_truncated: bool) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", loads_truncated)  # as lmms-eval sets it for the process
     with pytest.raises(UserError, match=r"^an image is not base64: \w"):
         medium({"bytes": "abc$"})
     split = image(png())["bytes"]
