@@ -42,7 +42,7 @@ _SECONDS = "seconds.json"
 """File in the folder of a rung: how long it took when it was run."""
 
 
-class Outcome(NamedTuple):
+class SettingScore(NamedTuple):
     """The score of a setting in one rung.
 
     Attributes:
@@ -76,12 +76,12 @@ class Found:
         by: What the search goes by: score, KL or both.
     """
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[SettingScore, ...]
     last_rungs: tuple[Path, ...]
     left_out: Mapping[str, str]
     by: str = BY_SCORE
 
-    def ranked(self) -> list[Outcome]:
+    def ranked(self) -> list[SettingScore]:
         """Return the outcomes with all samples, the best first, once each."""
         all_samples = max(outcome.samples for outcome in self.outcomes)
         final = [outcome for outcome in self.outcomes if outcome.samples == all_samples]
@@ -93,7 +93,7 @@ class Found:
                 outcome.policy,
             ),
         )
-        once: dict[str, Outcome] = {}
+        once: dict[str, SettingScore] = {}
         for outcome in best_first:
             once.setdefault(outcome.policy, outcome)
         return list(once.values())
@@ -140,7 +140,7 @@ def search(
     sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True, n_startup_trials=round_size)
     study = optuna.create_study(directions=["maximize"] * len(_goals(by, 0.0, 0.0)), sampler=sampler)
     run_values = grid_values if by == BY_SCORE else {**grid_values, "fidelity": True}
-    outcomes: list[Outcome] = []
+    outcomes: list[SettingScore] = []
     last_rungs: list[Path] = []
     left_out: dict[str, str] = {}
     spent = longest_round = 0.0
@@ -169,7 +169,7 @@ def search(
             rung_goals = {policy: _goals(by, *results[policy]) for policy in results}
             goals |= rung_goals
             outcomes += [
-                Outcome(policy, policy in named, round_number, rung_size, *results.get(policy, _FAILED), spent)
+                SettingScore(policy, policy in named, round_number, rung_size, *results.get(policy, _FAILED), spent)
                 for policy in remaining
             ]
             candidates = _promoted(rung_goals, named)

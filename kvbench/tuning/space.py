@@ -23,7 +23,7 @@ _OTHER_ALGORITHM = "variant"
 """A parameter that chooses between a paper and its authors' code is left as it is."""
 
 
-class Trial(Protocol):
+class Suggester(Protocol):
     """What suggests values: an optuna trial."""
 
     def suggest_categorical(self, name: str, choices: Any) -> Any:
@@ -51,7 +51,7 @@ class Space:
     parts: Mapping[str, Mapping[str, Part | None]]
     named: tuple[Policy, ...]
 
-    def suggest(self, trial: Trial) -> str:
+    def suggest(self, trial: Suggester) -> str:
         """Return the canonical spelling of a combination that a trial suggests."""
         chosen: dict[str, Part | None] = {}
         for kind in KINDS:
@@ -107,7 +107,7 @@ def search_space(model: str, restricted: Mapping[str, Collection[str]], *, with_
     return Space(parts, tuple(named))
 
 
-def _suggested(component: Part, prefix: str, trial: Trial) -> Part:
+def _suggested(component: Part, prefix: str, trial: Suggester) -> Part:
     """Return a part with suggested parameters."""
     changes: dict[str, Any] = {}
     types = component.parameter_types()

@@ -28,7 +28,7 @@ from kvbench.tables.table import Column, Name, Table, TableRow
 from kvbench.tables.text import counted, short
 from kvbench.tuning.held_out import HeldOut, compare_held_out
 from kvbench.tuning.options import BY_KL, BY_SCORE, TuneOptions
-from kvbench.tuning.search import Found, Outcome, search
+from kvbench.tuning.search import Found, SettingScore, search
 from kvbench.tuning.space import search_space
 
 SAMPLES = 27
@@ -119,7 +119,7 @@ def _ranking(found: Found, grid: Grid) -> Table:
     return Table(title, (Column("policy"), Column("from"), *(column for column, _ in columns)), rows, (note,))
 
 
-def _score_kind(outcomes: list[Outcome]) -> NumberFormat:
+def _score_kind(outcomes: list[SettingScore]) -> NumberFormat:
     unit_scaled = all(0 <= outcome.score <= 1 for outcome in outcomes)
     return NumberFormat.POINTS if unit_scaled else NumberFormat.NUMBER
 
@@ -180,7 +180,7 @@ def _draw(found: Found, stem: Path, options: FigureOptions) -> list[Path]:
     factor = 100 if is_score and _score_kind(found.ranked()) is NumberFormat.POINTS else 1
     best_of = max if is_score else min
 
-    def value_of(outcome: Outcome) -> float:
+    def value_of(outcome: SettingScore) -> float:
         return outcome.score * factor if is_score else outcome.log_kl
 
     all_samples = max(outcome.samples for outcome in found.outcomes)

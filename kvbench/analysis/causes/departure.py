@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvbench.analysis.causes.probe import Outcome
+from kvbench.analysis.causes.probe import ProbeResult
 from kvbench.analysis.common import kept_masks
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.driver import forward
@@ -29,7 +29,7 @@ def compress_while_decoding(
     prompt: Prompt,
     answer_ids: Sequence[int],
     judged: Sequence[int],
-) -> tuple[RaggedCache, Tensor, Outcome, int] | None:
+) -> tuple[RaggedCache, Tensor, ProbeResult, int] | None:
     """Feed an answer through a cache that is evicted from meanwhile, until it departs.
 
     Args:
@@ -49,7 +49,7 @@ def compress_while_decoding(
     prefix.restore()
     if cache is None:
         return None
-    held, outcome, step = torch.stack(kept_masks(cache)), Outcome(True, True, 0.0, float("inf")), 0
+    held, outcome, step = torch.stack(kept_masks(cache)), ProbeResult(True, True, 0.0, float("inf")), 0
     for step in range(max(judged, default=0)):
         held = torch.stack(kept_masks(cache))
         try:
@@ -61,7 +61,7 @@ def compress_while_decoding(
         token = answer_ids[step + 1]
         margin = float(logits[token] - torch.cat([logits[:token], logits[token + 1 :]]).max())
         nll = -float(logits.log_softmax(-1)[token])
-        outcome = Outcome(margin > 0, margin > 0, nll, margin)
+        outcome = ProbeResult(margin > 0, margin > 0, nll, margin)
         if step + 1 in judged and not outcome.right:
             break
     dense = prefix.fork()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.analysis.causes.probe import AnswerProbe, Outcome
+from kvbench.analysis.causes.probe import AnswerProbe, ProbeResult
 from kvbench.analysis.causes.trials import Trial, Trials, Unit, in_units, random_entries, smallest_set
 
 RIGHT, WORDING, VALUES, UNSTABLE = "right", "wording", "values", "unstable"
@@ -50,7 +50,7 @@ class LostSample:
         context_columns: Columns of the context; the question, if it is in the cache, is behind them.
         opening: Columns at the beginning that all prompts of the task share, such as a system prompt.
         seed: Seed of the controls.
-        own: Outcome with the policy's own keys and values, if it changes them.
+        own: Result with the policy's own keys and values, if it changes them.
     """
 
     probe: AnswerProbe
@@ -59,7 +59,7 @@ class LostSample:
     context_columns: int
     opening: int
     seed: int
-    own: Outcome | None = None
+    own: ProbeResult | None = None
 
     @property
     def evicted_evidence(self) -> Tensor:
@@ -93,7 +93,7 @@ class Diagnosis:
     """
 
     verdict: str
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, ProbeResult]
     trials: Trials
     anchors: tuple[str, ...] = ()
     layers: tuple[Unit, ...] = ()
@@ -135,7 +135,7 @@ def diagnose(sample: LostSample, units: str) -> Diagnosis:
     return diagnosis
 
 
-def early_verdict(outcomes: Mapping[str, Outcome]) -> str:
+def early_verdict(outcomes: Mapping[str, ProbeResult]) -> str:
     """Return the verdict that needs no evidence, or ""."""
     own = outcomes.get("own", outcomes["mask"])
     if not outcomes["full"].right:
@@ -145,7 +145,7 @@ def early_verdict(outcomes: Mapping[str, Outcome]) -> str:
     return VALUES if outcomes["mask"].right else ""
 
 
-def verdict_of(outcomes: Mapping[str, Outcome], layers: tuple[Unit, ...], heads: tuple[Unit, ...]) -> str:
+def verdict_of(outcomes: Mapping[str, ProbeResult], layers: tuple[Unit, ...], heads: tuple[Unit, ...]) -> str:
     """Return the verdict that follows from the main interventions.
 
     Args:

@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Evidence:
+class EvidenceSpans:
     """Columns of a prompt that an answer comes from.
 
     Attributes:
@@ -46,7 +46,7 @@ def column_mask(spans: Iterable[Span], columns: int) -> Tensor:
     return mask
 
 
-def find_evidence(tokenizer: Any, prompt: Prompt, requested: str | None) -> Evidence | None:
+def find_evidence(tokenizer: Any, prompt: Prompt, requested: str | None) -> EvidenceSpans | None:
     """Find the evidence of a prompt in its context; None if it has to be searched for.
 
     Args:
@@ -70,7 +70,7 @@ def find_evidence(tokenizer: Any, prompt: Prompt, requested: str | None) -> Evid
                 "use another expression, or search"
             )
         spans = {token_span(tokenizer, prompt, *match.span(), match.group()) for match in matches}
-        return Evidence(tuple(sorted(spans)), (), "regex")
+        return EvidenceSpans(tuple(sorted(spans)), (), "regex")
     if not present:
         shown = ", ".join(map(quoted, request.target[:3]))
         raise UserError(
@@ -85,4 +85,4 @@ def find_evidence(tokenizer: Any, prompt: Prompt, requested: str | None) -> Evid
         statements.add(token_span(tokenizer, prompt, begin, end, answer))
     if requested == TARGET:
         statements = targets
-    return Evidence(tuple(sorted(statements)), tuple(sorted(targets)), requested or SENTENCE)
+    return EvidenceSpans(tuple(sorted(statements)), tuple(sorted(targets)), requested or SENTENCE)

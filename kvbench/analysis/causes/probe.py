@@ -17,7 +17,7 @@ BATCH = 8
 """Caches in one forward. Larger batches were slower on a CPU."""
 
 
-class Outcome(NamedTuple):
+class ProbeResult(NamedTuple):
     """What a cache makes of the full cache's answer.
 
     Attributes:
@@ -54,7 +54,7 @@ class AnswerProbe:
     judged: Sequence[int]
     cells: int = field(default=0)
 
-    def measure(self, keep_masks: Sequence[Tensor]) -> list[Outcome]:
+    def measure(self, keep_masks: Sequence[Tensor]) -> list[ProbeResult]:
         """Measure caches that hold some entries of the full cache.
 
         Args:
@@ -67,11 +67,11 @@ class AnswerProbe:
             outcomes += self._outcomes(copies, batch_masks.shape[1])
         return outcomes
 
-    def measure_cache(self, cache: RaggedCache) -> Outcome:
+    def measure_cache(self, cache: RaggedCache) -> ProbeResult:
         """Measure a compressed cache with its own keys and values; it is appended to."""
         return self._outcomes(cache, 1)[0]
 
-    def _outcomes(self, cache: RaggedCache, rows: int) -> list[Outcome]:
+    def _outcomes(self, cache: RaggedCache, rows: int) -> list[ProbeResult]:
         self.cells += rows
         device = next(self.model.parameters()).device
         token_ids = torch.tensor(self.fed_ids, device=device).expand(rows, -1)
@@ -83,7 +83,7 @@ class AnswerProbe:
         margins = answer_logits - logits.scatter(-1, answer, float("-inf")).amax(-1)
         judged = torch.tensor(self.judged, device=device)
         return [
-            Outcome(*row)
+            ProbeResult(*row)
             for row in zip(
                 predicted[:, judged].all(-1).tolist(),
                 predicted.all(-1).tolist(),

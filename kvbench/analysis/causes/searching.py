@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kvbench.analysis.causes.evidence import Evidence, Span, column_mask
+from kvbench.analysis.causes.evidence import EvidenceSpans, Span, column_mask
 from kvbench.analysis.causes.options import SEARCH
 from kvbench.analysis.causes.probe import AnswerProbe
 
@@ -24,7 +24,7 @@ _MOST_CHUNKS = 4
 """Chunks that are given together if none is sufficient."""
 
 
-def search_evidence(probe: AnswerProbe, kept: Tensor, columns: int) -> Evidence | None:
+def search_evidence(probe: AnswerProbe, kept: Tensor, columns: int) -> EvidenceSpans | None:
     """Search for passages that bring an answer back; None if no few chunks do.
 
     Args:
@@ -51,7 +51,7 @@ def search_evidence(probe: AnswerProbe, kept: Tensor, columns: int) -> Evidence 
     spans = _merged([(max(0, start - _WIDENING), min(columns, stop + _WIDENING)) for start, stop in found])
     for index in range(len(spans)):
         spans = _shrunk(spans, index, outcomes)
-    return Evidence(tuple(spans), (), SEARCH)
+    return EvidenceSpans(tuple(spans), (), SEARCH)
 
 
 def _shrunk(spans: list[Span], index: int, outcomes: _Outcomes) -> list[Span]:

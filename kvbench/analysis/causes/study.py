@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.analysis.causes.departure import compress_while_decoding
 from kvbench.analysis.causes.diagnosis import RIGHT, Diagnosis, LostSample, diagnose
-from kvbench.analysis.causes.evidence import Evidence, find_evidence
+from kvbench.analysis.causes.evidence import EvidenceSpans, find_evidence
 from kvbench.analysis.causes.lost import RecordedAnswer, RunAnswers, common_opening, is_answered, is_lost
 from kvbench.analysis.causes.options import CausesOptions
 from kvbench.analysis.causes.probe import AnswerProbe
@@ -40,7 +40,7 @@ _READING_LAYERS = 4
 
 
 @dataclass
-class FullAnswer:
+class JudgedAnswer:
     """The full cache's answer to a prompt.
 
     Attributes:
@@ -63,7 +63,7 @@ class ExaminedSample:
         cell, prompt: The cell and the prompt.
         full, own: Recorded answers of the full cache and of the cell.
         kept: Entries that the policy keeps, bool `[L, H, columns]`.
-        evidence: Evidence; None if none was found.
+        evidence: What the answer comes from; None if none was found.
         columns: Columns of the context.
         diagnosis: Why it is lost; None if it is not, or if no evidence was found.
         swap: Comparison with the policy `against`; None if that one loses it too.
@@ -76,7 +76,7 @@ class ExaminedSample:
     full: RecordedAnswer
     own: RecordedAnswer
     kept: Tensor
-    evidence: Evidence | None
+    evidence: EvidenceSpans | None
     columns: int
     diagnosis: Diagnosis | None = None
     swap: Swap | None = None
@@ -243,7 +243,7 @@ class _Examiner:
             self.result.pieces[place] = [self.tokenizer.decode([token]) for token in prompt.ids]
         self._reading_heads(prompt, [lost for _, lost in examined if lost is not None], where)
 
-    def _full_answer(self, prefix: Prefix, logits: Tensor, prompt: Prompt) -> FullAnswer:
+    def _full_answer(self, prefix: Prefix, logits: Tensor, prompt: Prompt) -> JudgedAnswer:
         """Answer with the full cache, up to the token after the last reference answer."""
         request = prompt.request
         stop = stop_of(request, self.tokenizer, self.ends, None)
@@ -267,7 +267,7 @@ class _Examiner:
             first = next(index for index, length in enumerate(lengths) if length > begin)
             last = next(index for index, length in enumerate(lengths) if length >= begin + len(target))
             judged |= {index for index in range(first, last + 2) if index < len(ids)}
-        return FullAnswer(ids, sorted(judged) or list(range(len(ids))), text)
+        return JudgedAnswer(ids, sorted(judged) or list(range(len(ids))), text)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -278,11 +278,11 @@ class _Examiner:
         prefix: Prefix,
         extended: Prefix,
         prompt: Prompt,
-        answer: FullAnswer,
+        answer: JudgedAnswer,
         cell: Cell,
         full: RecordedAnswer,
         recorded: RecordedAnswer,
-        evidence: Evidence | None,
+        evidence: EvidenceSpans | None,
     ) -> tuple[ExaminedSample, LostSample | None] | None:
         """Examine one question under one cell; None if its policy fails or no token depends on its cache."""
         started = time.perf_counter()
@@ -401,7 +401,7 @@ def held_shares(sample: ExaminedSample) -> tuple[Tensor, Tensor]:
     assert sample.evidence is not None
     evidence = sample.kept[..., sample.evidence.mask(columns)].double().mean(-1)
     spans = sample.evidence.target_spans or sample.evidence.spans
-    target = Evidence(spans, (), "").mask(columns)
+    target = EvidenceSpans(spans, (), "").mask(columns)
     return evidence, sample.kept[..., target].double().mean(-1)
 
 

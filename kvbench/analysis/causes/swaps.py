@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvbench.analysis.causes.diagnosis import LostSample
-from kvbench.analysis.causes.probe import Outcome
+from kvbench.analysis.causes.probe import ProbeResult
 from kvbench.analysis.causes.trials import Trial, Trials, Unit, in_units, smallest_set
 
 EVIDENCE, REST, EITHER, BOTH, NOT_REPRODUCED = "evidence", "other entries", "either", "both together", "not reproduced"
@@ -28,7 +28,7 @@ class Swap:
     """
 
     explained: str
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, ProbeResult]
     layers: tuple[Unit, ...]
     heads: tuple[Unit, ...]
     swapped_back: bool

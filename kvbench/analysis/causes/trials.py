@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.analysis.causes.probe import AnswerProbe, Outcome
+from kvbench.analysis.causes.probe import AnswerProbe, ProbeResult
 
 Unit = tuple[int, ...]
 """A layer, `(layer,)`, or a KV head, `(layer, head)`."""
@@ -44,7 +44,7 @@ class Trials:
     probe: AnswerProbe
     rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def run(self, trials: Sequence[Trial], reference: Trial, nll: float) -> list[Outcome]:
+    def run(self, trials: Sequence[Trial], reference: Trial, nll: float) -> list[ProbeResult]:
         """Measure caches.
 
         Args:
@@ -57,7 +57,7 @@ class Trials:
             self.add(trial, outcome, nll - outcome.nll, int((trial.kept ^ reference.kept).sum()))
         return outcomes
 
-    def add(self, trial: Trial, outcome: Outcome, gain: float, entries: int) -> None:
+    def add(self, trial: Trial, outcome: ProbeResult, gain: float, entries: int) -> None:
         """Record a measured cache."""
         row = {"intervention": trial.intervention, "units": trial.units, "entries": entries}
         self.rows.append({**row, **outcome._asdict(), "gain": gain})
@@ -111,7 +111,7 @@ def smallest_set(
         reference, nll: As in `Trials.run`.
     """
 
-    def run(unit_sets: Sequence[Sequence[Unit]]) -> list[Outcome]:
+    def run(unit_sets: Sequence[Sequence[Unit]]) -> list[ProbeResult]:
         return trials.run([Trial(intervention, changed(chosen), tuple(chosen)) for chosen in unit_sets], reference, nll)
 
     alone = dict(zip(units, run([[unit] for unit in units]), strict=True))

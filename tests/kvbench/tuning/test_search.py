@@ -14,7 +14,7 @@ from kvbench.cli.app import call
 from kvbench.progress import Silent
 from kvbench.runs.load import load_frames
 from kvbench.tuning import search as searching
-from kvbench.tuning.search import Found, Outcome, mean_scores, rung_samples, search
+from kvbench.tuning.search import Found, SettingScore, mean_scores, rung_samples, search
 from kvbench.tuning.space import Space, search_space
 
 pytest.importorskip("optuna")
@@ -41,11 +41,11 @@ def test_scores_are_means_over_all_cells_and_a_failed_cell_gives_none() -> None:
 
 def test_the_ranking_counts_only_scores_with_all_samples_and_prefers_named_policies() -> None:
     outcomes = (
-        Outcome("lucky", False, 1, 1, 1.0, -6.0, 1.0),
-        Outcome("tuned", False, 1, 9, 0.8, -3.0, 2.0),
-        Outcome("named", True, 1, 9, 0.8, -2.0, 2.0),
-        Outcome("close", False, 2, 9, 0.7, -5.0, 3.0),
-        Outcome("failed", False, 2, 9, math.nan, math.nan, 3.0),
+        SettingScore("lucky", False, 1, 1, 1.0, -6.0, 1.0),
+        SettingScore("tuned", False, 1, 9, 0.8, -3.0, 2.0),
+        SettingScore("named", True, 1, 9, 0.8, -2.0, 2.0),
+        SettingScore("close", False, 2, 9, 0.7, -5.0, 3.0),
+        SettingScore("failed", False, 2, 9, math.nan, math.nan, 3.0),
     )
     for by, best_first in (
         ("score", ["named", "tuned", "close", "failed"]),

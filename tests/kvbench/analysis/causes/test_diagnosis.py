@@ -24,7 +24,7 @@ from kvbench.analysis.causes.diagnosis import (
     LostSample,
     diagnose,
 )
-from kvbench.analysis.causes.probe import Outcome
+from kvbench.analysis.causes.probe import ProbeResult
 from kvbench.analysis.causes.searching import search_evidence
 from kvbench.analysis.causes.swaps import BOTH, EVIDENCE, NOT_REPRODUCED, REST, compare_policies
 from kvbench.analysis.causes.trials import random_entries
@@ -42,11 +42,13 @@ class Oracle:
         self.rule, self.cells = rule, 0
         self.score = score or (lambda kept: float(kept.sum()))
 
-    def measure(self, masks: Sequence[Tensor]) -> list[Outcome]:
+    def measure(self, masks: Sequence[Tensor]) -> list[ProbeResult]:
         self.cells += len(masks)
         results = [self.rule(mask) for mask in masks]
         scores = [self.score(mask) for mask in masks]
-        return [Outcome(r, r, 1000.0 - s - 500.0 * r, 1.0 if r else -1.0) for r, s in zip(results, scores, strict=True)]
+        return [
+            ProbeResult(r, r, 1000.0 - s - 500.0 * r, 1.0 if r else -1.0) for r, s in zip(results, scores, strict=True)
+        ]
 
 
 def holds(mask: Tensor, layer: int, head: int, span: tuple[int, int] = SPAN) -> bool:
@@ -109,7 +111,7 @@ def test_a_missing_anchor_is_named(columns: tuple[int, int], name: str) -> None:
 
 
 def test_values_words_and_an_unreproduced_full_cache_have_their_own_verdicts() -> None:
-    wrong = Outcome(False, False, 9.0, -1.0)
+    wrong = ProbeResult(False, False, 9.0, -1.0)
     assert diagnose(lost(lambda mask: True, own=wrong), "heads").verdict == VALUES
     assert diagnose(lost(lambda mask: True), "heads").verdict == WORDING
     assert diagnose(lost(lambda mask: False), "heads").verdict == UNSTABLE

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from kvbench.analysis.causes.evidence import Evidence, find_evidence
+from kvbench.analysis.causes.evidence import EvidenceSpans, find_evidence
 from kvbench.analysis.causes.lost import common_opening
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
@@ -43,7 +43,7 @@ def test_targets_and_expressions(bpe_tokenizer: PreTrainedTokenizerFast) -> None
     regex = find_evidence(bpe_tokenizer, asked, r"is \d+")
     assert target is not None and texts(bpe_tokenizer, asked, target.spans) == ["8841"]
     assert regex is not None and texts(bpe_tokenizer, asked, regex.spans) == ["is 8841", "is 7310"]
-    assert isinstance(regex, Evidence) and regex.target_spans == () and regex.source == "regex"
+    assert isinstance(regex, EvidenceSpans) and regex.target_spans == () and regex.source == "regex"
 
 
 def test_an_answer_that_the_context_lacks_is_searched_for_unless_it_was_asked_for(
