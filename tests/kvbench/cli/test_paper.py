@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     table = folder / "table.tex"
     assert call(["table", str(run), "--rows", "policy", "--columns", "budget", "--out", str(table)]) == 0
     compared = subprocess.run(
-        ["kvbench", "compare-policies", str(run), "snapkv", "criticalkv", *labels, "--format", "latex"],
+        [sys.executable, "-m", "kvbench", "compare-policies", str(run), "snapkv", "criticalkv", *labels, "--format", "latex"],
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     texts = [table.read_text(), compared]
