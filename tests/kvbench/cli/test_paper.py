@@ -46,10 +46,8 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     shutil.copy(run / "report" / "figures" / "pareto-niah_multikey_1.pdf", folder / "needles.pdf")
     table = folder / "table.tex"
     assert call(["table", str(run), "--rows", "policy", "--columns", "budget", "--out", str(table)]) == 0
-    compared = subprocess.run(
-        [sys.executable, "-m", "kvbench", "compare-policies", str(run), "snapkv", "criticalkv", *labels, "--format", "latex"],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+    command = [sys.executable, "-m", "kvbench", "compare-policies", str(run), "snapkv", "criticalkv", *labels]
+    compared = subprocess.run([*command, "--format", "latex"], capture_output=True, text=True, check=True).stdout
     texts = [table.read_text(), compared]
     packages = sorted({name for text in texts for name in re.findall(r"^% (\\usepackage\{.*\})$", text, re.MULTILINE)})
     assert packages
