@@ -28,16 +28,18 @@ class MemoryMetric(NamedTuple):
     """A memory metric for Pareto fronts.
 
     Attributes:
-        share: Column with the share of the full cache's bytes.
-        bytes: Column with the bytes.
+        share: Column on the x axis, by default the share of the full cache's bytes.
+        bytes: Column that the front compares.
         verb: `held` or `read`.
-        label: Axis label of the share.
+        label: Axis label.
+        unit: Unit of the x axis: `%`, `bytes` or `tokens`.
     """
 
     share: str
     bytes: str
     verb: str
     label: str
+    unit: str = "%"
 
 
 HELD = MemoryMetric("share", "kv_bytes_live", "held", "KV cache held, % of full")
@@ -45,9 +47,15 @@ READ = MemoryMetric("read_share", "kv_bytes_read", "read", "KV cache read per st
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 
-def in_bytes(memory: MemoryMetric) -> MemoryMetric:
-    """Return a memory metric whose x axis shows the bytes themselves."""
-    return memory._replace(share=memory.bytes, label=memory.label.removesuffix(", % of full"))
+def with_axis(memory: MemoryMetric, x_axis: str | None) -> MemoryMetric:
+    """Return a memory metric with another x axis, one of `figure_options.X_AXES`; None: percent."""
+    label = memory.label.removesuffix(", % of full")
+    if x_axis == "bytes":
+        return memory._replace(share=memory.bytes, label=label, unit="bytes")
+    if x_axis == "tokens":
+        tokens = f"{memory.verb}_tokens"
+        return memory._replace(share=tokens, bytes=tokens, label=f"{label}, tokens per KV head", unit="tokens")
+    return memory
 
 
 def front(cost: npt.ArrayLike, value: npt.ArrayLike) -> npt.NDArray[np.bool_]:
@@ -86,7 +94,7 @@ MarkerStyles = Mapping[str, tuple[str, str]]
 
 @dataclass(frozen=True)
 class ByteAxis:
-    """The x axis of a panel, in shares of the full cache's bytes or in bytes.
+    """The x axis of a panel: shares of the full cache's bytes, bytes, or tokens per KV head.
 
     Attributes:
         log: Whether the axis is logarithmic.
@@ -116,19 +124,14 @@ class ByteAxis:
     @property
     def label(self) -> str:
         """Axis label."""
-        unit_suffix = f", {self.unit[0]}" if self.shows_bytes else ""
+        unit_suffix = f", {self.unit[0]}" if self.memory.unit == "bytes" else ""
         return self.memory.label + unit_suffix + ", log scale" * self.log
-
-    @property
-    def shows_bytes(self) -> bool:
-        """Whether the axis shows bytes, not shares."""
-        return self.memory.share == self.memory.bytes
 
     @property
     def unit(self) -> tuple[str, float]:
         """Name and size of the unit of the tick labels."""
-        if not self.shows_bytes:
-            return "%", 0.01
+        if self.memory.unit != "bytes":
+            return self.memory.unit, 0.01 if self.memory.unit == "%" else 1.0
         return next((name, float(size)) for name, size in _UNITS.items() if self.high >= size or size == 1)
 
 
