@@ -22,6 +22,7 @@ from kvbench.papers.recipes import Recipe, recipe, recipes
 from kvbench.papers.recipes.recipe import RUN
 from kvbench.runs.options import flag_of
 from kvbench.spelling import policy
+from kvbench.tables.text import counted
 
 _DISTINCT = ("d2o-table11",)
 """Recipes that compare values of one parameter, which acts only if the rows of the table differ."""
@@ -55,7 +56,7 @@ def gaps(one: Recipe, model: str, out: Path) -> Iterator[str]:
         titles, *rows = csv.reader(file)
     policies = [str(each) for each in one.grid([model]).built_policies if str(each) != "full"]
     if "--layout" in layout:  # the names are the paper's
-        missing = [f"{len(policies) + 1 - len(rows)} rows"] * (len(rows) <= len(policies))
+        missing = [counted(len(policies) + 1 - len(rows), "row")] * (len(rows) <= len(policies))
     else:
         shown = {part for cells in (titles, *rows) for cell in cells for part in re.split("[:,] ", cell)}
         missing = [name for name in policies if name not in shown]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from kvbench.report.overall import CONFIG, group_means
@@ -156,7 +157,7 @@ def _add_costs(frame: pd.DataFrame, head_counts: Mapping[str, float]) -> None:
     """Add the columns of memory and reading costs relative to the full cache, and in tokens per KV head."""
     for share, column in (("share", "live"), ("read_share", "read"), ("allocated_share", "allocated")):
         frame[share] = frame[f"kv_bytes_{column}"] / frame["kv_bytes_full"]
-    heads = frame["model"].map(head_counts)
+    heads = frame["model"].map(head_counts).astype(np.float64)
     reads_few = frame["kv_bytes_read"] < frame["kv_bytes_live"]
     frame["held_tokens"] = frame["held_entries"] / heads
     frame["read_tokens"] = frame["held_entries"].where(~reads_few, frame["budget_entries"]) / heads
