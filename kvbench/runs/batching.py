@@ -38,7 +38,7 @@ nothing and could add padding.
 _TOGETHER = 32
 """Maximum number of contexts that a GPU prefills together by default."""
 
-_CPU_SHARE, _GPU_SHARE = 0.5, 0.8
+CPU_SHARE, GPU_SHARE = 0.5, 0.8
 """Fractions of a CPU's memory, and of a GPU's free memory, that caches may take by default.
 
 A process that uses only some of the cores takes a proportional part, because others may use the rest.
@@ -63,6 +63,9 @@ class Batching:
         cache_memory: Bytes that the caches of a batch may take; None: a fraction of the memory.
         prefill_batch: Maximum number of contexts prefilled together, or `auto`: one on a CPU, which is no slower and
             keeps the bits of a response independent of other contexts.
+
+    Attributes:
+        token_bytes: Bytes of a token in the full cache, over all layers and KV heads.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Batching:
         self._gpus = [device for device in devices_of(model) if device.type == "cuda"]
         self._memory = self._available() if cache_memory is None else cache_memory
         entry_bytes = 2 * model_facts.head_dim * weight.element_size() + 4  # 4 for its column
-        self._token_bytes = model_facts.layers * model_facts.kv_heads * entry_bytes
+        self.token_bytes = model_facts.layers * model_facts.kv_heads * entry_bytes
         self._most = MOST if self.cpu or batch_size == "auto" else int(batch_size)
         self._steady = Steady(model) if self.cpu else None
         self.counts: tuple[int, ...] = (self._most,)
@@ -90,12 +93,12 @@ class Batching:
     def _available(self) -> int:
         """Return the bytes that caches may take by default."""
         if not self.cpu:
-            return int(_GPU_SHARE * sum(torch.cuda.mem_get_info(gpu)[0] for gpu in self._gpus))
+            return int(GPU_SHARE * sum(torch.cuda.mem_get_info(gpu)[0] for gpu in self._gpus))
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         for limit_file in _CGROUP_LIMITS:
             limit_text = limit_file.read_text().strip() if limit_file.exists() else ""
             memory_bytes = min(memory_bytes, int(limit_text)) if limit_text.isdecimal() else memory_bytes
-        return int(_CPU_SHARE * memory_bytes * min(1, torch.get_num_threads() / available_cores()))
+        return int(CPU_SHARE * memory_bytes * min(1, torch.get_num_threads() / available_cores()))
 
     def fit(
         self,
@@ -104,6 +107,7 @@ class Batching:
         trunk_widths: Collection[int] = (),
         branch_widths: Collection[int] = (),
         queues: int = 1,
+        media_bytes: int = 0,
     ) -> None:
         """Plan the batches of a task, with queues of caches half as long as the batch.
 
@@ -112,9 +116,10 @@ class Batching:
             widths: Numbers of tokens fed to a row at once, other than 1.
             trunk_widths, branch_widths: The same for batches of `rows_for`; the tokens of branches all get logits.
             queues: Number of queues, and of batches of `rows_for` that copy one.
+            media_bytes: Bytes kept of media; see `kvbench.engine.vision.remembered_bytes`.
         """
-        cache_bytes = max(1, tokens) * self._token_bytes
-        cache_count = self._memory / cache_bytes - _SPARE
+        cache_bytes = max(1, tokens) * self.token_bytes
+        cache_count = (self._memory - media_bytes) / cache_bytes - _SPARE
         self.prefills = max(1, min(self._prefills(tokens), int(cache_count / 2)))
         if self.prefills > 1:  # the batch itself, beside the sequence extracted from it
             cache_count -= self.prefills

@@ -21,6 +21,7 @@ from kvbench.engine.fidelity import FidelityRow, FullAnswer, answer_greedily
 from kvbench.engine.models import model_info
 from kvbench.engine.prefix import Prefix
 from kvbench.engine.threads import now
+from kvbench.engine.vision import remembered_bytes
 from kvbench.errors import PluginError
 from kvbench.harness.protocol import Request
 from kvbench.runs.answers import Prompt, begun, by_cell, empty, ended, forks, key_of
@@ -62,7 +63,12 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
     done_keys = worker.store.keys()
     queues: dict[str, list[Dialogue]] = {}
     turn_width = max(_longest(worker, list(same_dialogue)) for _, same_dialogue in groupby(prompts, _name))
-    worker.batching.fit(max(len(prompt.ids) + prompt.limit for prompt in prompts), [turn_width])
+    visual_tokens = {prompt.media: worker.visual_count(prompt.ids) for prompt in prompts if prompt.media}
+    worker.batching.fit(
+        max(len(prompt.ids) + prompt.limit for prompt in prompts),
+        [turn_width],
+        media_bytes=remembered_bytes(sum(visual_tokens.values())),
+    )
     for _, dialogue_group in groupby(prompts, dialogue_key):
         repeats = [list(same_dialogue) for _, same_dialogue in groupby(dialogue_group, _name)]
         pending = [
@@ -90,14 +96,17 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
                     continue
                 policy = str(cell.policy)
                 for turns, forked in zip(missing_turns, forks(len(missing_turns), cache), strict=True):
-                    queue = queues.setdefault(policy, [])
                     compared_answers = full_answers if turns[0].repeat == 0 else []
-                    queue.append(Dialogue(cell, turns, forked, logits, prefix.seconds, compared_answers))
-                    waiting_caches = (dialogue.cache for queue in queues.values() for dialogue in queue)
+                    dialogue = Dialogue(cell, turns, forked, logits, prefix.seconds, compared_answers)
                     # Padding would push tokens out of sliding windows, and a forward takes the images
                     # of one dialogue: there a dialogue goes alone.
-                    runs_alone = cache.forbids_gaps or _shows(turns)
-                    if runs_alone or not worker.batching.has_room(len(queue), waiting_caches):
+                    if cache.forbids_gaps or _shows_later(turns):
+                        _hold(worker, [dialogue], turn_width, done_keys)
+                        continue
+                    queue = queues.setdefault(policy, [])
+                    queue.append(dialogue)
+                    waiting_caches = (waiting.cache for queue in queues.values() for waiting in queue)
+                    if not worker.batching.has_room(len(queue), waiting_caches):
                         _hold(worker, queues.pop(policy), turn_width, done_keys)
     for queue in queues.values():
         _hold(worker, queue, turn_width, done_keys)
@@ -126,9 +135,9 @@ def _full_dialogue(worker: Worker, prefix: Prefix, logits: Tensor, turns: Sequen
     return answers
 
 
-def _shows(turns: Sequence[Prompt]) -> bool:
-    """Whether a dialogue shows images or videos."""
-    return any(prompt.media for prompt in turns)
+def _shows_later(turns: Sequence[Prompt]) -> bool:
+    """Return whether a dialogue shows images or videos after its first turn."""
+    return any(prompt.request.delta_media for prompt in turns[1:])
 
 
 def _name(prompt: Prompt) -> tuple[str, int]:
@@ -174,7 +183,7 @@ def _turns(
     Args:
         fed: Whether the full cache's answers are fed and compared instead of answers being generated.
     """
-    has_media = _shows(dialogues[0].turns)
+    has_media = _shows_later(dialogues[0].turns)
     batch_slots = 1 if has_media else worker.batching.slots(len(dialogues))
     batch = Batch(worker.model, [dialogue.cache for dialogue in dialogues], batch_slots)
     cache, eviction_state, model_facts = batch.cache, batch.cache.eviction_state, model_info(worker.model)

@@ -20,6 +20,7 @@ from kvbench.engine.driver import engine, left_padded
 from kvbench.engine.integrity import Weights
 from kvbench.engine.loading import load_model
 from kvbench.engine.measure import MeasuredText, measure_alone
+from kvbench.engine.models import visual_ids
 from kvbench.engine.observers import is_built_in
 from kvbench.engine.pool import Pool
 from kvbench.engine.prefix import Compression, Prefix
@@ -212,6 +213,10 @@ class ModelRunner:
             return None
         assert self.vision is not None
         return self.vision.pixels(media, self.device)
+
+    def visual_count(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens are visual."""
+        return sum(map(token_ids.count, visual_ids(self.model)))
 
     def expanded(self, context_text: str, media: Sequence[Medium]) -> str:
         """A text with the tokens of its media in place of their placeholders."""

@@ -24,6 +24,10 @@ def test_rows_are_what_fits_beside_the_caches_that_wait(tiny_llama: Any) -> None
     plan = Batching(tiny_llama, "auto", 12 * whole)
     plan.fit(100, [5])
     assert (plan.counts, plan.asking) == ((6,), (3,)), "6 in the batch, 3 that wait, 3 beside them"
+    plan.fit(100, [5], media_bytes=3 * whole)
+    assert plan.counts == (4,), "media take the place of three caches"
+    plan.fit(100, [5], media_bytes=20 * whole)
+    assert plan.counts == (1,)
     plan.fit(10, [5])
     assert plan.rows == MOST
     plan.fit(10_000, [5])
