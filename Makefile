@@ -9,7 +9,7 @@ PIP_INSTALL := -m pip install --disable-pip-version-check
 # The line to type next: `$(call next,RUN)`.
 next = @printf '\nnext, in this shell:\n  . $(VENV)/bin/activate && kvbench report $(1)\n'
 
-.PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-slow test-oldest faults families lint format docs docs-check smoke clean
+.PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-slow test-oldest faults gpu families lint format docs docs-check smoke clean
 
 # The main command; then more policies on two of its tasks, before and after the question, where the difference shows.
 run: $(VENV)/.installed
@@ -84,6 +84,15 @@ test-slow: $(VENV)/.installed
 faults: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -m faults tests/kvbench/runs
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m benchmarks.faults --kills 200
+
+# On a machine with CUDA: every kernel against its oracle and torch, grids on random weights, responses beside the CPU's.
+# Ten minutes; writes docs/gpu/DEVICE.md.
+gpu: $(VENV)/.gpu
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m benchmarks.gpu
+
+$(VENV)/.gpu: $(VENV)/.installed
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[gpu]'
+	touch $@
 
 # Every decoder family of transformers against the stock model: two minutes. Fails if a family is wrong, or its row is old.
 families: $(VENV)/.installed

@@ -26,11 +26,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=1, help="contexts of every task")
     parser.add_argument("--limits", default=LIMITS, help="values of --cache-memory")
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--budgets", default=",".join(BUDGETS))
     args = parser.parse_args()
     ours = Ours(args, args.samples)
     table = Table("limit", "rows of a batch", "peak: MiB")
     for limit in args.limits.split(","):
-        ours.run(list(POLICIES), list(BUDGETS), True, limit)
+        ours.run(args.policies.split(","), args.budgets.split(","), True, limit)
         table.add_row(limit, str(ours.rows), f"{ours.peak / MIB:.1f}")
     Console().print(table)
 
