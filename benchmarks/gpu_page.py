@@ -258,13 +258,14 @@ def _times(op: str, timed: dict[tuple[str, str, str], dict[str, Row]]) -> Table:
     columns = [Column("case", merged=True), Column("part")]
     columns += [Column(way, NumberFormat.NUMBER, group="ms") for way in ways]
     columns += [Column("bound", NumberFormat.NUMBER, group="ms")]
-    columns += [Column(way, NumberFormat.BYTES, group="working memory") for way in ways]
+    has_memory = any(row.get("peak_bytes") is not None for by_way in timed.values() for row in by_way.values())
+    columns += [Column(way, NumberFormat.BYTES, group="working memory") for way in ways if has_memory]
     rows = []
     for (_, case, part), by_way in timed.items():
         cells: list[TableCell] = [case.removeprefix(f"{op} "), part]
         cells += [(by_way[way]["error"] or by_way[way]["ms"]) if way in by_way else None for way in ways]
         cells += [next((row["roofline_ms"] for row in by_way.values() if not row["error"]), None)]
-        cells += [by_way[way].get("peak_bytes") if way in by_way else None for way in ways]
+        cells += [by_way[way].get("peak_bytes") if way in by_way else None for way in ways if has_memory]
         rows.append(TableRow(tuple(cells)))
     return Table(Name(op), tuple(columns), tuple(rows))
 

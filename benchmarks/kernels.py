@@ -274,7 +274,8 @@ def ragged_attention(length: int) -> Iterator[Case]:
             output, sums = ref.ragged_attention(*on_cpu, first, 128**-0.5, powers)
             return (sums[0] if powers else output).to(DEVICE)
 
-        others = {} if powers else _by_varlen(layer, query_count)
+        has_varlen = DEVICE.type == "cuda" and find_spec("torch.nn.attention.varlen") is not None
+        others = {"varlen_attn": by_varlen(layer, query_count)} if has_varlen and not powers else {}
         yield Case(
             f"ragged_attention {what} T={length}",
             (query, layer.key, layer.value),
@@ -312,10 +313,8 @@ def _segments(length: int, query_count: int) -> tuple[RaggedLayer, Tensor]:
     return layer, query
 
 
-def _by_varlen(layer: RaggedLayer, query_count: int) -> dict[str, Run]:
-    """Return the same attention by torch's `varlen_attn`, a segment a sequence; {} without it or a GPU."""
-    if DEVICE.type != "cuda" or find_spec("torch.nn.attention.varlen") is None:
-        return {}
+def by_varlen(layer: RaggedLayer, query_count: int) -> Run:
+    """Return the same attention by torch's `varlen_attn`, a segment a sequence."""
     from torch.nn.attention.varlen import varlen_attn
 
     start, length = (x.flatten().int() for x in layer.bounds())
@@ -341,7 +340,7 @@ def _by_varlen(layer: RaggedLayer, query_count: int) -> dict[str, Run]:
         assert isinstance(output, Tensor)
         return output.view(shape).transpose(2, 3).flatten(1, 2)
 
-    return {"varlen_attn": run}
+    return run
 
 
 OPS: dict[str, Callable[[int], Iterator[Case]]] = {
@@ -432,7 +431,7 @@ def timed(
                 "way": way.name,
                 "ms": round(ms, 4),
                 "peak_bytes": peak_bytes,
-                "roofline_ms": round(best, 4),
+                "roofline_ms": float(f"{best:.4g}"),
                 "share": round(best / ms, 3),
                 "error": "",
             }

@@ -16,6 +16,7 @@ import torch
 from benchmarks import gpu, kernels
 from benchmarks.gpu_page import PAYS, Results, write_page
 from benchmarks.long_context import ANSWER, context_memory, llama, without_weights
+from kvbench.engine.kernels.ragged_attention import ref
 from kvbench.engine.models import model_info
 
 Row = dict[str, Any]
@@ -132,6 +133,30 @@ def test_every_way_agrees_and_a_wrong_one_does_not() -> None:
             assert [kernels.disagreement(case, way) for way in ways] == [""] * len(ways)
     wrong = kernels.Way("wrong", lambda *inputs: 1.01 * case.run(*inputs).float() + 0.1)
     assert "output is off" in kernels.disagreement(case, wrong)
+
+
+@pytest.mark.parametrize("query_count", [1, 5])
+def test_varlen_attn_is_given_the_segments(query_count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against what its documentation says, as it runs on GPUs alone: causal masks are aligned at the last keys."""
+
+    def documented(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, *_: int, **options: Any) -> Any:
+        output = torch.empty_like(query)
+        for segment, used in enumerate(options["seqused_k"].tolist()):
+            rows = slice(int(cu_seq_q[segment]), int(cu_seq_q[segment + 1]))
+            keys = slice(int(cu_seq_k[segment]), int(cu_seq_k[segment]) + used)
+            logits = torch.einsum("ngd,kd->gnk", query[rows], key[keys, 0]) * options["scale"]
+            if options["window_size"] == (-1, 0):
+                new = logits.shape[1]
+                logits += torch.full((new, used), -torch.inf).triu(used - new + 1)
+            output[rows] = torch.einsum("gnk,kd->ngd", logits.softmax(-1), value[keys, 0])
+        return output
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented)
+    layer, query = kernels._segments(63, query_count)
+    assert layer.key is not None and layer.value is not None
+    exact = query.double(), layer.key.double(), layer.value.double()
+    true, _ = ref.ragged_attention(*exact, layer.col, *layer.bounds(), 2 * 63, 128**-0.5)
+    torch.testing.assert_close(kernels.by_varlen(layer, query_count)(*exact), true)
 
 
 def test_a_part_that_takes_too_long_or_fails_costs_no_other_part(
