@@ -327,7 +327,7 @@ def _grid(results: Results, name: str, folder: Path) -> Iterator[str]:
     yield f"## {md(rows[0]['model'])}, random weights, {rows[0]['dtype']}"
     yield (
         "Prompts of random tokens; the first token includes prefill and compression, and peak memory includes the "
-        "weights. Ratios are to the full cache, with their range over repeats."
+        "weights. Each setting is measured once, after a warm-up of its policy."
     )
     summary = summarize(frame)
     yield from (markdown(table) for table in bench_tables(summary))
