@@ -6,7 +6,7 @@ output is the same each time. `Vision.pixels` returns the same tensors for the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from kvbench.benchmark import Medium
 from kvbench.engine.pruning import TowerRows, watched_tower
+from kvbench.engine.vision import QWEN, Pixels
 
 _METHODS = ("get_image_features", "get_video_features")
 _PIXELS = ("pixel_values", "pixel_values_videos")
@@ -86,3 +88,37 @@ def encoding_once(model: nn.Module) -> Iterator[None]:
         for name in methods:
             del inner_model.__dict__[name]
         inner_model.__dict__.update(replaced)
+
+
+def joins_images(model: nn.Module, media: Sequence[Medium]) -> bool:
+    """Return whether `join_pixels` supports these media of a model: images of Qwen's."""
+    config: Any = model.config
+    return config.model_type in QWEN and all(medium.kind == "image" for medium in media)
+
+
+def join_pixels(model: nn.Module, sequences: Sequence[Pixels]) -> Pixels:
+    """Return the pixel values of the images of several sequences, for one forward with a row for each.
+
+    Each sequence's images are encoded alone, so that the bits of their features do not depend on the other sequences.
+
+    Args:
+        model: A model for which `joins_images` is true.
+        sequences: At least one; the pixel values of every sequence that shows images, in order.
+    """
+    if len(sequences) == 1:
+        return sequences[0]
+    inner_model: Any = getattr(model, "model", model)
+    with encoding_once(model):
+        outputs = [
+            inner_model.get_image_features(pixels["pixel_values"], pixels["image_grid_thw"], return_dict=True)
+            for pixels in sequences
+        ]
+    fields = {"pooler_output": tuple(image for output in outputs for image in output.pooler_output)}
+    if layers := getattr(outputs[0], "deepstack_features", None):  # Qwen3-VL: tensors of images, by layer
+        fields["deepstack_features"] = tuple(
+            tuple(image for output in outputs for image in output.deepstack_features[layer_index])
+            for layer_index in range(len(layers))
+        )
+    joined = {name: torch.cat([pixels[name] for pixels in sequences]) for name in sequences[0]}
+    _KNOWN[model][joined["pixel_values"]] = _Encoded(type(outputs[0])(**fields), None)
+    return joined

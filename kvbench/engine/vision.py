@@ -304,10 +304,12 @@ def media_positions(
     rope_model, medium_kinds = rotary_model(model), token_kinds(model, token_ids)
     rope_parameters = inspect.signature(rope_model.get_rope_index).parameters
     grids = {field_name: tensor for field_name, tensor in pixels.items() if field_name in rope_parameters}
-    raw_positions, _ = rope_model.get_rope_index(
-        token_ids,
-        mm_token_type_ids=medium_kinds,
-        attention_mask=None if token_mask is None else token_mask.long(),
+    raw_positions = torch.zeros(3, *token_ids.shape, dtype=torch.int64, device=token_ids.device)
+    has_tokens = slice(None) if token_mask is None else token_mask.any(1)  # get_rope_index fails on a row without any
+    raw_positions[:, has_tokens], _ = rope_model.get_rope_index(
+        token_ids[has_tokens],
+        mm_token_type_ids=medium_kinds[has_tokens],
+        attention_mask=None if token_mask is None else token_mask[has_tokens].long(),
         **grids,
     )
     positions, position_shifts = raw_positions.clone(), []
@@ -316,6 +318,9 @@ def media_positions(
         if token_mask is not None:
             columns = columns[token_mask[sequence_index].bool()]
         following = 0
+        if not len(columns):
+            position_shifts.append(0)
+            continue
         _, run_lengths = row_kinds[columns].unique_consecutive(return_counts=True)
         for run_columns in columns.split(run_lengths.tolist()):
             run_positions = raw_positions[:, sequence_index, run_columns]

@@ -98,9 +98,8 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
                 for turns, forked in zip(missing_turns, forks(len(missing_turns), cache), strict=True):
                     compared_answers = full_answers if turns[0].repeat == 0 else []
                     dialogue = Dialogue(cell, turns, forked, logits, prefix.seconds, compared_answers)
-                    # Padding would push tokens out of sliding windows, and a forward takes the images
-                    # of one dialogue: there a dialogue goes alone.
-                    if cache.forbids_gaps or _shows_later(turns):
+                    # Padding would push tokens out of sliding windows.
+                    if cache.forbids_gaps or _shows_alone(worker, turns):
                         _hold(worker, [dialogue], turn_width, done_keys)
                         continue
                     queue = queues.setdefault(policy, [])
@@ -135,9 +134,10 @@ def _full_dialogue(worker: Worker, prefix: Prefix, logits: Tensor, turns: Sequen
     return answers
 
 
-def _shows_later(turns: Sequence[Prompt]) -> bool:
-    """Return whether a dialogue shows images or videos after its first turn."""
-    return any(prompt.request.delta_media for prompt in turns[1:])
+def _shows_alone(worker: Worker, turns: Sequence[Prompt]) -> bool:
+    """Return whether a dialogue shows media after its first turn that others cannot be shown with."""
+    later_media = [medium for prompt in turns[1:] for medium in prompt.request.delta_media]
+    return bool(later_media) and not worker.joins_images(later_media)
 
 
 def _name(prompt: Prompt) -> tuple[str, int]:
@@ -183,8 +183,8 @@ def _turns(
     Args:
         fed: Whether the full cache's answers are fed and compared instead of answers being generated.
     """
-    has_media = _shows_later(dialogues[0].turns)
-    batch_slots = 1 if has_media else worker.batching.slots(len(dialogues))
+    runs_alone = _shows_alone(worker, dialogues[0].turns)
+    batch_slots = 1 if runs_alone else worker.batching.slots(len(dialogues))
     batch = Batch(worker.model, [dialogue.cache for dialogue in dialogues], batch_slots)
     cache, eviction_state, model_facts = batch.cache, batch.cache.eviction_state, model_info(worker.model)
     last_rows: list[DecodeRow] = []
@@ -212,10 +212,14 @@ def _turns(
                 for dialogue, is_alive, row in zip(dialogues, alive, last_rows, strict=True)
             ]
             longest_turn = max(len(new_tokens) for new_tokens in turn_tokens)
-            pixels = worker.pixels(dialogues[0].turns[turn].request.delta_media) if has_media else None
+            pixels = worker.pixels_of_rows(
+                dialogue.turns[turn].request.delta_media
+                for dialogue, is_alive in zip(dialogues, alive, strict=True)
+                if is_alive
+            )
             logits = batch.feed(
                 turn_tokens,
-                longest_turn if cache.forbids_gaps or has_media else max(turn_width, longest_turn),
+                longest_turn if cache.forbids_gaps or runs_alone else max(turn_width, longest_turn),
                 pixels,
             )
         rows: list[DecodeRow] = []

@@ -17,6 +17,7 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import DecodeRow, Stop, end_tokens
 from kvbench.engine.draw import Draw
 from kvbench.engine.driver import engine, left_padded
+from kvbench.engine.encoding import join_pixels, joins_images
 from kvbench.engine.integrity import Weights
 from kvbench.engine.loading import load_model
 from kvbench.engine.measure import MeasuredText, measure_alone
@@ -213,6 +214,15 @@ class ModelRunner:
             return None
         assert self.vision is not None
         return self.vision.pixels(media, self.device)
+
+    def joins_images(self, media: Sequence[Medium]) -> bool:
+        """Return whether several sequences can show media like these in one forward."""
+        return joins_images(self.model, media)
+
+    def pixels_of_rows(self, rows: Iterable[Sequence[Medium]]) -> Pixels | None:
+        """Return what the model takes for the media of several sequences; None if there are none."""
+        sequences = [pixels for media in rows if (pixels := self.pixels(media)) is not None]
+        return join_pixels(self.model, sequences) if sequences else None
 
     def visual_count(self, token_ids: Sequence[int]) -> int:
         """Return how many of these tokens are visual."""

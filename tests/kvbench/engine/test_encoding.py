@@ -13,7 +13,7 @@ import kvbench
 from kvbench.budget import Budget
 from kvbench.engine import driver
 from kvbench.engine.driver import engine
-from kvbench.engine.encoding import forget_encoded
+from kvbench.engine.encoding import forget_encoded, join_pixels
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.pruning import pruning_of
 
@@ -86,3 +86,30 @@ def test_a_gradient_is_never_taken_from_a_kept_output() -> None:
         for _ in range(2):
             Prefix(family.model, ()).extend(ids, None, pixels)
         assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@torch.no_grad()
+def test_images_of_several_sequences_are_encoded_one_by_one_and_shown_together(name: str) -> None:
+    """A padded batch, one row of which waits, gives the logits of its sequences alone."""
+    family = build(name)
+    begun = turn(family, [0, 0, 0], images=0, seed=0)[0]
+    shown = [turn(family, [0], images=images, seed=images) for images in (1, 2)]
+    width = max(ids.shape[1] for ids, _, _ in shown) + 2
+    ids, mask = torch.zeros(3, width, dtype=torch.long), torch.zeros(3, width, dtype=torch.bool)
+    for row, (own_ids, _, _) in zip((0, 2), shown, strict=True):
+        ids[row, -own_ids.shape[1] :], mask[row, -own_ids.shape[1] :] = own_ids, True
+
+    def logits(rows: list[int], *given: Any) -> Any:
+        prefix = Prefix(family.model, ())
+        prefix.extend(begun[rows])
+        return prefix.extend(*given)
+
+    each = [own_pixels for _, _, own_pixels in shown]
+    with tower_calls(family) as calls, engine(family.model):
+        together = logits([0, 1, 2], ids, mask, join_pixels(family.model, each))
+        alone = torch.cat([logits([row], own[0], None, own[2]) for row, own in zip((0, 2), shown, strict=True)])
+        assert len(calls) == 2, "one per sequence, for all forwards"
+        torch.testing.assert_close(together[[0, 2]], alone, rtol=1e-4, atol=1e-5)
+        swapped = logits([0, 1, 2], ids, mask, join_pixels(family.model, each[::-1]))
+        assert not torch.allclose(swapped[[0, 2]], alone, atol=1e-3)
