@@ -137,6 +137,7 @@ class Response:
             "in the first turn at `turns`, there may be nothing to evict; `held_entries` is then "
             "the peak after the first eviction, which at `decode` includes the buffer: until then, "
             "the whole prompt is held",
+            summarised=True,
             always=True,
         ),
     )
