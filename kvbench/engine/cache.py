@@ -2,8 +2,9 @@
 
 A full-attention layer is dense during prefill (`[B, H, S, d]`) and packed once compressed: one K and one V of rows
 `[rows, d]`. Segment `s = b * H + h` owns the rows `start[s] : start[s] + length[s]`, and `col[row]` is the logical
-column of a row. Evicted entries are freed. Sliding-window layers and recurrent states stay those of transformers.
-Lengths are mirrored on the CPU, so that no layer waits for the device.
+column of a row. Evicted entries are freed. The cells of a grid can read entries in the dense layers of their prefill
+instead (`kvbench.engine.shared`), and own rows only for new tokens. Sliding-window layers and recurrent states stay
+those of transformers. Lengths are mirrored on the CPU, so that no layer waits for the device.
 """
 
 from __future__ import annotations
@@ -121,6 +122,11 @@ class RaggedCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
 
     @property
+    def first_layer(self) -> RaggedLayer:
+        """Return the first full-attention layer."""
+        return next(layer for layer in self.layers if isinstance(layer, RaggedLayer))
+
+    @property
     def forbids_gaps(self) -> bool:
         """Return whether padding between tokens changes results: sliding windows count it, recurrent states read it."""
         return any(isinstance(layer, DynamicSlidingWindowLayer | LinearAttentionLayer) for layer in self.layers)
@@ -235,16 +241,12 @@ class RaggedCache(Cache):
             if not isinstance(layer, RaggedLayer):
                 column_masks.append(None)
                 continue
-            device = layer.col.device if layer.packed else self.valid.device
-            column_mask = torch.zeros(layer.batch * layer.heads, layer.seen, dtype=torch.bool, device=device)
+            column_mask = self.valid[:, None].repeat(1, layer.heads, 1)
             if layer.packed:
-                segment_indices = torch.arange(len(layer.length), device=column_mask.device)
-                segment_lengths = torch.tensor(layer.length, device=column_mask.device)
-                segment_indices = segment_indices.repeat_interleave(segment_lengths)
-                column_mask[segment_indices, layer.col[layer.rows()].long()] = True
-                column_masks.append(column_mask.view(layer.batch, layer.heads, -1).to(self.valid.device))
-            else:
-                column_masks.append(self.valid[:, None].expand(-1, layer.heads, -1).clone())
+                column_mask = torch.zeros_like(column_mask, device=layer.col.device)
+                for sequence_index in range(layer.batch):
+                    column_mask[(sequence_index, *layer.columns_of(sequence_index))] = True
+            column_masks.append(column_mask.to(self.valid.device))
         return column_masks
 
     def fork(self) -> Self:
@@ -439,6 +441,13 @@ def _stack_ragged(layer_parts: list[RaggedLayer], shifts: list[int], column_coun
     }
     orders = [layer_part.order for layer_part in layer_parts if layer_part.order is not None]
     stacked.order = torch.cat(orders) if orders else None
+    stacked.shared = [entries for layer_part in layer_parts for entries in layer_part.shared]
+    stacked.shared_start = [
+        first_column + shift
+        for layer_part, shift in zip(layer_parts, shifts, strict=True)
+        for first_column in layer_part.shared_start
+    ]
+    stacked.reserved = max(layer_part.reserved for layer_part in layer_parts)
     stacked.coded = [segment_size for layer_part in layer_parts for segment_size in layer_part.coded]
     stacked.room = [segment_size for layer_part in layer_parts for segment_size in layer_part.room]
     stacked.length = [segment_size for layer_part in layer_parts for segment_size in layer_part.length]

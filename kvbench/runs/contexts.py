@@ -131,6 +131,7 @@ class _Contexts:
             trunk_widths,
             branch_widths,
             queues=3 if worker.fidelity else 1,
+            own_tokens=self.reserve,
         )
         self.pool = worker.pool(self.width)
         self.continuations = Continuations(worker)
