@@ -10,7 +10,7 @@ those of transformers. Lengths are mirrored on the CPU, so that no layer waits f
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -204,9 +204,10 @@ class RaggedCache(Cache):
 
     def footprint(self, sequence_index: int) -> dict[str, Any]:
         """Return the current memory cost of a sequence, by result column."""
+        live_bytes = self.live_bytes(sequence_index)
         return {
-            "kv_bytes_live": self.live_bytes(sequence_index),
-            "kv_bytes_read": self.read_bytes(sequence_index),
+            "kv_bytes_live": live_bytes,
+            "kv_bytes_read": self.read_bytes(sequence_index) if self.readings else live_bytes,
             "kv_bytes_allocated": self.allocated_bytes(sequence_index),
             "kv_bytes_full": self.full_bytes(sequence_index),
             "visual_tokens": self.visual_tokens()[sequence_index],
@@ -249,10 +250,17 @@ class RaggedCache(Cache):
             column_masks.append(column_mask.to(self.valid.device))
         return column_masks
 
-    def fork(self) -> Self:
-        """Return an independent copy; dense tensors are shared."""
+    def fork(self, ragged_layers: Iterable[RaggedLayer] | None = None) -> Self:
+        """Return an independent copy; dense tensors are shared.
+
+        Args:
+            ragged_layers: Full-attention layers of the copy, in order; None: copies of this cache's.
+        """
         forked = copy.copy(self)
-        forked.layers = [layer.fork() if isinstance(layer, RaggedLayer) else copied(layer) for layer in self.layers]
+        if ragged_layers is None:
+            ragged_layers = (layer.fork() for layer in self.ragged)
+        new_layers = iter(ragged_layers)
+        forked.layers = [next(new_layers) if isinstance(layer, RaggedLayer) else copied(layer) for layer in self.layers]
         forked.observers = {need: observer.fork() for need, observer in self.observers.items()}
         forked.token_observers = {need: observer.fork() for need, observer in self.token_observers.items()}
         forked.ids = None if self.ids is None else [*self.ids]

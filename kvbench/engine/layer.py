@@ -241,7 +241,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def reserved_room(self) -> list[int]:
         """Return the rows of every segment; a layer without rows will get those it has reserved."""
-        return self.room if len(self.col) else [max(self.reserved, room) for room in self.room]
+        return self.room if self.col.shape[0] else [max(self.reserved, room) for room in self.room]
 
     def append(
         self,
@@ -494,7 +494,7 @@ class RaggedLayer(CacheLayerMixin):
             dense_entries = 0 if self.key is None else self.heads * self.key.shape[-2]
             return dense_entries * (self.batch if sequence_index is None else 1)
         sequences, segments = self._parts(sequence_index)
-        shared_entries = (len(entries.columns) for entries in self.shared[sequences] if entries is not None)
+        shared_entries = (entries.count for entries in self.shared[sequences] if entries is not None)
         return sum(self.length[segments]) + sum(shared_entries)
 
     def _parts(self, sequence_index: int | None) -> tuple[slice, slice]:
@@ -552,9 +552,9 @@ class RaggedLayer(CacheLayerMixin):
         """Return the bytes allocated for one sequence or for all, including free rows, columns and shared prefills."""
         sequences, segments = self._parts(sequence_index)
         sharing = [entries for entries in self.shared[sequences] if entries is not None]
-        prefills = {id(entries.key): entries.key.shape[2] for entries in sharing}
+        prefills = {entries.key.data_ptr(): entries.key.shape[2] for entries in sharing}
         shared_bytes = sum(prefills.values()) * self.heads * self.entry_numbers * self.number_bytes
-        shared_bytes += sum(entries.columns.nbytes for entries in sharing)
+        shared_bytes += sum(entries.count * self.col.element_size() for entries in sharing)
         if sequence_index is not None and self.packed:
             owned_rows = sum(self.reserved_room()[segments])
             if self.coding is not None:

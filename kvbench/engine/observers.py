@@ -12,10 +12,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from kvbench import native
 from kvbench.plugin import AnswerAttention, Replay
 from kvbench.view import AttentionMass, ModelInfo, Need, Observer, PerToken, Queries
-from kvbench.view.softmax import attention_weights, capped, is_plain
+from kvbench.view.softmax import attention_weights, capped
 
 _BLOCK = 1 << 22
 """Maximum number of float32 attention weights held at once per sequence while columns are summed."""
@@ -413,10 +412,6 @@ def column_sums(
         column_positions = key_positions[:, None, None, masked_start:visible_end]
         is_hidden = ((column_positions > row_positions) | (column_positions < 0))[:, :, None]
         logits = scaled_query.unflatten(1, (kv_heads, -1)).flatten(2, 3) @ transposed[..., :visible_end]
-        if is_unpadded and is_plain(scale):
-            rows = logits.view(batch_size * query_heads, block_stop - block_start, visible_end)
-            if native.add_weights(rows, column_totals.view(-1, column_count), power):
-                continue
         logits = capped(logits, scale).view(batch_size, kv_heads, -1, block_stop - block_start, visible_end)
         logits[..., masked_start:].masked_fill_(is_hidden, float("-inf"))
         weights = attention_weights(logits, scale)

@@ -17,7 +17,6 @@ from kvbench.engine.driver import forward, start_observers
 from kvbench.engine.evict import compress_cache, compress_together, start_eviction_state
 from kvbench.engine.eviction_state import first_budget, goes_on
 from kvbench.engine.integrity import Ledger
-from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.linear import combine_states
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.observers import observer_for
@@ -377,14 +376,10 @@ class Prefix:
         caches = []
         entry_counts = zip(packed_cache.budget_entries or (), packed_cache.held_entries or (), strict=True)
         for budget_index, (entry_budget, entry_count) in enumerate(entry_counts):
-            budget_cache = self.cache.fork()
-            packed_layers = iter([layer.sequence(budget_index) for layer in packed_cache.ragged])
-            budget_cache.layers = [
-                combine_states(next(packed_layers), [cache_layer], lambda states: states[0])
-                if isinstance(cache_layer, RaggedLayer)
-                else cache_layer
-                for cache_layer in budget_cache.layers
-            ]
+            budget_cache = self.cache.fork(
+                combine_states(packed_layer.sequence(budget_index), [dense_layer], lambda states: states[0].clone())
+                for packed_layer, dense_layer in zip(packed_cache.ragged, self.cache.ragged, strict=True)
+            )
             budget_cache.budget_entries, budget_cache.held_entries = [entry_budget], [entry_count]
             caches.append(budget_cache)
         return caches

@@ -236,7 +236,7 @@ def _fill_rows(
         assert source_layer.key is not None and source_layer.value is not None
         segments = slice(row_index * layer.heads, (row_index + 1) * layer.heads)
         first_entry = layer.start[segments.start]
-        if row_count := len(source_layer.col):
+        if row_count := source_layer.col.shape[0]:
             target_rows = slice(first_entry, first_entry + row_count)
             layer.key[target_rows], layer.value[target_rows] = source_layer.key, source_layer.value
             layer.col[target_rows] = source_layer.col + column_shift

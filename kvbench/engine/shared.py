@@ -19,6 +19,7 @@ class SharedEntries:
         key, value: `[1, H, S, d]` and `[1, H, S, d_v]`, never written.
         columns: Columns of the entries, head by head, int32 `[entries]`.
         lengths: Entries of every head.
+        count: Entries of all heads.
         addresses: The same for native code, int64 `[H, 4]`; see `kvbench.native.ragged_attention`.
     """
 
@@ -26,12 +27,13 @@ class SharedEntries:
     value: Tensor
     columns: Tensor
     lengths: list[int]
+    count: int
     addresses: Tensor
 
     def rows(self) -> Tensor:
         """Return the index of every entry among the `H * S` of the prefill, int64 `[entries]`."""
         lengths = torch.tensor(self.lengths)
-        heads = torch.arange(len(lengths)).repeat_interleave(lengths, output_size=len(self.columns))
+        heads = torch.arange(len(lengths)).repeat_interleave(lengths, output_size=self.count)
         return heads * self.key.shape[2] + self.columns
 
 
@@ -60,11 +62,8 @@ def shared_entries(key: Tensor, value: Tensor, entry_mask: Tensor) -> list[Share
         ],
         1,
     )
-    sequences = zip(
-        columns.split(lengths.view(batch_size, kv_heads).sum(1).tolist()),
-        lengths.view(batch_size, kv_heads).tolist(),
-        addresses.split(kv_heads),
-        strict=True,
-    )
+    head_lengths = lengths.view(batch_size, kv_heads)
+    counts = head_lengths.sum(1).tolist()
+    sequences = zip(columns.split(counts), head_lengths.tolist(), counts, addresses.split(kv_heads), strict=True)
     key, value = key.detach(), value.detach()
     return [SharedEntries(key, value, *sequence) for sequence in sequences]

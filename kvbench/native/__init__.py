@@ -45,7 +45,6 @@ _SIGNATURES = {
     "entry_keys": (_POINTER, _SIZE, _SIZE, _POINTER),
     "mark_largest": (_POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER),
     "marked_columns": (_POINTER, _SIZE, _SIZE, _POINTER, _POINTER),
-    "add_weights": (_POINTER, _SIZE, _SIZE, _SIZE, _FLAG, _POINTER, _SIZE),
 }
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -260,19 +259,3 @@ def marked_columns(marks: Tensor) -> tuple[Tensor, Tensor]:
     columns = torch.empty(total + 1, dtype=torch.int32)  # the kernel writes one more
     native.marked_columns(marks.data_ptr(), *marks.shape, columns.data_ptr(), lengths.data_ptr())
     return columns[:total], lengths
-
-
-def add_weights(logits: Tensor, totals: Tensor, power: int) -> bool:
-    """Add the causal softmax weights of queries to the totals of the columns; return whether this was done.
-
-    Args:
-        logits: float32 `[rows, n, columns]`, overwritten; query `i` sees all but the last `n - 1 - i` columns.
-        totals: float32 `[rows, at least columns]`.
-        power: Power of the weights, 1 or 2.
-    """
-    native = library()
-    fits = logits.device.type == "cpu" and logits.is_contiguous() and totals.stride(-1) == 1
-    if native is None or not fits or logits.dtype != torch.float32 or power not in (1, 2):
-        return False
-    native.add_weights(logits.data_ptr(), *logits.shape, power == 2, totals.data_ptr(), totals.stride(0))
-    return True

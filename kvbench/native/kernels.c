@@ -1,7 +1,7 @@
-/* Attention over ragged segments, selection and accumulated attention on a CPU; see __init__.py.
+/* Attention over ragged segments and selection on a CPU; see __init__.py.
 
-   Every sum has a fixed order within its segment or row, so a result depends neither on the rest of a batch nor on
-   where entries lie. Functions that need memory return 0, or 1 if there is none. */
+   Every sum has a fixed order within its segment, so a result depends neither on the rest of a batch nor on where
+   entries lie. Functions that need memory return 0, or 1 if there is none. */
 
 #include <math.h>
 #include <stdint.h>
@@ -60,12 +60,29 @@ INLINE float exponential(float x)
     return power * scale;
 }
 
+#define LANES 16
+
+/* Return the largest of some numbers, in lanes: a plain loop waits for one comparison after the other. */
+INLINE float largest_of(const float *numbers, i64 count)
+{
+    float lanes[LANES], largest = -INFINITY;
+    i64 whole = count / LANES * LANES;
+    for (int lane = 0; lane < LANES; lane++)
+        lanes[lane] = -INFINITY;
+    for (i64 j = 0; j < whole; j += LANES)
+        for (int lane = 0; lane < LANES; lane++)
+            lanes[lane] = numbers[j + lane] > lanes[lane] ? numbers[j + lane] : lanes[lane];
+    for (int lane = 0; lane < LANES; lane++)
+        largest = lanes[lane] > largest ? lanes[lane] : largest;
+    for (i64 j = whole; j < count; j++)
+        largest = numbers[j] > largest ? numbers[j] : largest;
+    return largest;
+}
+
 /* Replace the first `count` logits by exp(logit - largest); return the reciprocal of their sum. */
 INLINE float exponentials(float *logits, i64 count)
 {
-    float largest = -INFINITY, total = 0.0f;
-    for (i64 j = 0; j < count; j++)
-        largest = logits[j] > largest ? logits[j] : largest;
+    float largest = largest_of(logits, count), total = 0.0f;
     for (i64 j = 0; j < count; j++) {
         logits[j] = exponential(logits[j] - largest);
         total += logits[j];
@@ -316,29 +333,5 @@ void marked_columns(const uint8_t *marks, i64 rows, i64 count, int32_t *columns,
             total += marks[r * count + j];
         }
         lengths[r] = total - before;
-    }
-}
-
-/* --- accumulated attention ------------------------------------------------------------------------------------- */
-
-/* Add softmax weights, or their squares, to the totals of every column.
-
-   `logits` [rows, queries, columns] are overwritten; query `i` sees the first `columns - queries + 1 + i` columns.
-   `totals` have rows `totals_row` apart. */
-void add_weights(float *logits, i64 rows, i64 queries, i64 columns, int is_squared, float *totals, i64 totals_row)
-{
-    for (i64 r = 0; r < rows; r++) {
-        float *restrict total = totals + r * totals_row;
-        for (i64 i = 0; i < queries; i++) {
-            float *restrict row = logits + (r * queries + i) * columns;
-            i64 seen = columns - queries + 1 + i;
-            float inverse = exponentials(row, seen);
-            if (is_squared)
-                for (i64 j = 0; j < seen; j++)
-                    total[j] += row[j] * inverse * (row[j] * inverse);
-            else
-                for (i64 j = 0; j < seen; j++)
-                    total[j] += row[j] * inverse;
-        }
     }
 }

@@ -213,8 +213,8 @@ class Batching:
         for layer in (cache.first_layer for cache in caches):
             tokens += sum(layer.reserved_room()) / layer.heads
             for entries in filter(None, layer.shared):
-                prefills[id(entries.key)] = entries.key.shape[2]
-                indices += len(entries.columns) / layer.heads
+                prefills[entries.key.data_ptr()] = entries.key.shape[2]
+                indices += entries.count / layer.heads
         return int((tokens + sum(prefills.values())) * self._token_bytes + indices * self._segments * _INDEX_BYTES)
 
 
