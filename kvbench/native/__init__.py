@@ -104,6 +104,9 @@ def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="kvbench-native")
 
 
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a child process has none of these threads
+
+
 def _check(failed: int) -> None:
     if failed:
         raise MemoryError("not enough memory for native code")

@@ -207,11 +207,14 @@ class Batching:
         return 2 * used_bytes <= min(free_bytes, self._memory) - used_bytes
 
     def _held(self, caches: Iterable[RaggedCache]) -> int:
-        """Return the bytes of caches, with every prefill that they share, as measured in their first layers."""
+        """Return the bytes that caches need, with every prefill that they share, as measured in their first layers.
+
+        Own rows count half as much again, because they are copied when they enter a batch.
+        """
         prefills: dict[int, int] = {}
         tokens = indices = 0.0
         for layer in (cache.first_layer for cache in caches):
-            tokens += sum(layer.reserved_room()) / layer.heads
+            tokens += 1.5 * sum(layer.reserved_room()) / layer.heads
             for entries in filter(None, layer.shared):
                 prefills[entries.key.data_ptr()] = entries.key.shape[2]
                 indices += entries.count / layer.heads
