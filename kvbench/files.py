@@ -91,10 +91,7 @@ def file_digests(file_paths: Iterable[Path]) -> list[str]:
         if time.time_ns() - file_state[2] < _SETTLED or list(state_of(file_path)) != file_state:
             del cached_digests[resolved_name]
     if cached_digests != previous_digests:
-        with contextlib.suppress(OSError, UserError):  # the cache only saves time
-            cache_path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(cache_path) as partial_path:
-                partial_path.write_text(json.dumps(cached_digests))
+        store_json(cache_path, cached_digests)
     return digests
 
 
@@ -119,11 +116,16 @@ def stored_json(cache_path: Path, compute: Callable[[], Any], decode: Callable[[
         return decode(json.loads(cache_path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
         content = compute()
-        with contextlib.suppress(OSError, UserError):  # a cache that cannot be written is slow, not wrong
-            cache_path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(cache_path) as partial_path:
-                partial_path.write_text(json.dumps(content), encoding="utf-8")
+        store_json(cache_path, content)
         return decode(content)
+
+
+def store_json(cache_path: Path, content: object) -> None:
+    """Write a cache file if possible; a cache that cannot be written is slow, not wrong."""
+    with contextlib.suppress(OSError, UserError):
+        cache_path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(cache_path) as partial_path:
+            partial_path.write_text(json.dumps(content), encoding="utf-8")
 
 
 # --- atomic writes --------------------------------------------------------------------------------

@@ -7,13 +7,16 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import os
 import sys
 import traceback
+from collections.abc import Iterator
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UserError, message_of, nearest, quoted, shorten_words, unknown
+from kvbench.files import digest_of
 
 POLICIES = "kvbench.policies"
 PARTS = "kvbench.parts"
@@ -182,6 +185,37 @@ def _recorded_packages() -> frozenset[str]:
     """Return packages whose versions a cell records; they are not part of a user's file, even next to it."""
     all_entries = (entry for group in _KIND for homonyms in _entries(group).values() for entry in homonyms)
     return frozenset({"kvbench", *(entry.module.partition(".")[0] for entry in all_entries)})
+
+
+@functools.cache
+def code_state() -> str:
+    """Return a digest of what is registered and of the size and time of every module of the packages that register it.
+
+    It changes whenever a plugin is installed, removed or edited, and nothing is imported to compute it.
+    """
+    registered = [
+        [group, entry_point.name, entry_point.value, _package(entry_point)]
+        for group in _KIND
+        for homonyms in _entries(group).values()
+        for entry_point in homonyms
+    ]
+    module_states: list[list[Any]] = []
+    for package_name in sorted(_recorded_packages()):
+        package_spec = importlib.util.find_spec(package_name)
+        if package_spec is None:  # reported when the plugin is loaded
+            continue
+        roots = package_spec.submodule_search_locations or [package_spec.origin or ""]
+        for module_path in sorted(path for root in roots for path in _modules_below(Path(root))):
+            module_status = module_path.stat()
+            module_states.append([str(module_path), module_status.st_size, module_status.st_mtime_ns])
+    return digest_of([registered, module_states])
+
+
+def _modules_below(root: Path) -> Iterator[Path]:
+    if root.is_file():
+        yield root
+    for folder, _, file_names in os.walk(root):
+        yield from (Path(folder, file_name) for file_name in file_names if file_name.endswith(".py"))
 
 
 def _read(file_path: Path) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import sys
 import warnings
@@ -81,8 +82,25 @@ app.add_typer(train.app, name="train")
 app.add_typer(data.app, name="data")
 
 
+_STARTUP_OBJECTS = 1_000_000
+"""Objects that may be created before garbage is first collected; the imports of `kvbench run` create fewer."""
+
+
+def _collect_after_startup() -> None:
+    """Collect no garbage during imports, where it takes a fifth of the time and finds nothing."""
+    usual_thresholds = gc.get_threshold()
+
+    def restore(phase: str, info: dict[str, int]) -> None:
+        gc.callbacks.remove(restore)
+        gc.set_threshold(*usual_thresholds)
+
+    gc.callbacks.append(restore)
+    gc.set_threshold(_STARTUP_OBJECTS, *usual_thresholds[1:])
+
+
 def main() -> NoReturn:
     """Run the command line and exit with its status."""
+    _collect_after_startup()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.formatwarning = lambda message, *_: f"kvbench: warning: {message}\n"

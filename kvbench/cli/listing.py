@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from kvbench.harness import catalogue, lmms_tasks
 from kvbench.harness.named_tasks import index
 from kvbench.harness.optional import lacking
 from kvbench.named import NamedModel
+from kvbench.plugin_facts import PluginFacts
 from kvbench.tables.outputs import terminal
 from kvbench.tables.table import Column, Lines, Name, Table, TableCell, TableRow
 from kvbench.tables.text import counted, plain
@@ -62,11 +65,12 @@ def policies() -> tuple[list[Record], list[str]]:
     """
     policy_records: list[Record] = []
     failures: list[str] = []
-    for policy_name in registry.names(registry.POLICIES):
-        try:
-            policy_records.append(policy_record(policy_name))
-        except UserError as error:
-            failures.append(str(error))
+    with PluginFacts() as facts:
+        for policy_name in registry.names(registry.POLICIES):
+            try:
+                policy_records.append(facts.get(f"policy {policy_name}", partial(policy_record, policy_name)))
+            except UserError as error:
+                failures.append(str(error))
     return policy_records, failures
 
 
@@ -297,7 +301,12 @@ def recipes() -> tuple[list[Record], list[str]]:
     Returns:
         The records and no messages; missing parts of a recipe are listed in its record.
     """
-    from kvbench.papers.recipes import missing_parts, recipes  # needs torch
+    with PluginFacts() as facts:
+        return facts.get(f"recipes with lm-eval {version('lm-eval')}", _recipe_records), []
+
+
+def _recipe_records() -> list[Record]:
+    from kvbench.papers.recipes import missing_parts, recipes  # loads torch
 
     return [
         {
@@ -314,7 +323,7 @@ def recipes() -> tuple[list[Record], list[str]]:
             "miniatures": {model: paper_recipe.settings([model]) for model in paper_recipe.miniatures},
         }
         for recipe_name, paper_recipe in recipes().items()
-    ], []
+    ]
 
 
 def items(paper_name: str) -> list[Record]:
@@ -323,9 +332,14 @@ def items(paper_name: str) -> list[Record]:
     Raises:
         UserError: There is no such paper.
     """
-    from kvbench.papers.recipes import paper_items  # needs torch
 
-    return [asdict(item) for item in paper_items(paper_name)]
+    def paper_records() -> list[Record]:
+        from kvbench.papers.recipes import paper_items  # loads torch
+
+        return [asdict(item) for item in paper_items(paper_name)]
+
+    with PluginFacts() as facts:
+        return facts.get(f"items of {paper_name}", paper_records)
 
 
 _COMPARED = {
@@ -358,7 +372,8 @@ def records(list_kind: str, selection: str | None = None) -> tuple[list[Record],
     if list_kind == "runs":
         return runs(Path(selection or RUNS_FOLDER))
     if list_kind == "policies" and selection is not None:
-        return [policy_record(selection)], []
+        with PluginFacts() as facts:
+            return [facts.get(f"policy {selection}", lambda: policy_record(selection))], []
     if selection is not None:
         raise UserError(f"kvbench list {list_kind} takes no name or folder; leave out {quoted(selection)}")
     list_functions = {

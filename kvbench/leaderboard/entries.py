@@ -18,9 +18,9 @@ from kvbench.leaderboard.agreement import Agreement, compare_publications
 from kvbench.leaderboard.publication import Publication
 from kvbench.progress import Reporter, Silent
 from kvbench.report.frames import budget_order, prepare, recorded, records
+from kvbench.report.front import HELD, READ, front
 from kvbench.report.page.data import escape_texts, setting_rows
 from kvbench.report.panel import Panel, panels
-from kvbench.report.pareto import HELD, READ, front
 from kvbench.report.sorted_samples import Samples
 from kvbench.runs.command import command_line
 from kvbench.runs.load import load_frames

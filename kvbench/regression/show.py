@@ -158,7 +158,7 @@ def change_text(cell: Comparison) -> str:
     baseline, run_score = (number(score, kind) for score in (cell.before, cell.after))
     return (
         f"{baseline} -> {run_score} ({number(cell.change.mean, kind, signed=True)}, corrected p "
-        f"{number(cell.p_corrected, NumberFormat.NUMBER)}) on {counted(cell.contexts, 'context')}"
+        f"{number(cell.p_corrected, NumberFormat.P_VALUE)}) on {counted(cell.contexts, 'context')}"
     )
 
 
@@ -186,7 +186,7 @@ def _table(
         (Column("run", number_kind), [comparison.after for comparison in comparisons]),
         (Column("change", number_kind, better=better_direction, signed=True), change_cells),
         (
-            Column("corrected p", NumberFormat.NUMBER),
+            Column("corrected p", NumberFormat.P_VALUE),
             [comparison.p_corrected for comparison in comparisons],
         ),
         (

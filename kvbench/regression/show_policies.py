@@ -9,13 +9,10 @@ from typing import Any
 
 from kvbench.regression import significance
 from kvbench.regression.policies import PolicyComparison, PolicyDifference
-from kvbench.tables.numbers import NumberFormat, interval, number, score_kind
+from kvbench.tables.numbers import LEAST_P, NumberFormat, interval, number, score_kind
 from kvbench.tables.outputs import LATEX_PACKAGES, latex, latex_text, markdown, markdown_text, plain_text
 from kvbench.tables.table import Column, Interval, Name, Phrase, Table, TableCell, beside
 from kvbench.tables.text import counted, mean_of, tokens
-
-_LEAST_P = 0.001
-"""Smaller p-values are written as `p < 0.001`."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +175,7 @@ def _counted_list(noun: str, values: Sequence[str]) -> str:
 
 
 def _p_text(p_value: float) -> str:
-    return f"p < {_LEAST_P:g}" if p_value < _LEAST_P else f"p = {p_value:.2g}"
+    return f"p < {LEAST_P:g}" if p_value < LEAST_P else f"p = {p_value:.2g}"
 
 
 def _table(comparison: PolicyComparison, pair: PolicyPair) -> Table:
@@ -195,7 +192,7 @@ def _table(comparison: PolicyComparison, pair: PolicyPair) -> Table:
         (Column(pair.shown(pair.base), kind), [difference.base_score for difference in differences]),
         (Column(pair.shown(pair.policy), kind), [difference.score for difference in differences]),
         (Column("difference", kind, signed=True), gap_cells),
-        (Column("corrected p", NumberFormat.NUMBER), [difference.p_corrected for difference in differences]),
+        (Column("corrected p", NumberFormat.P_VALUE), [difference.p_corrected for difference in differences]),
         (Column("contexts", NumberFormat.COUNT), [difference.contexts for difference in differences]),
         (Column("result"), list(outcomes)),
     ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvbench.budget import Budget
 from kvbench.errors import UserError
+from kvbench.plugin_facts import PluginFacts
 from kvbench.report.frames import Results
 from kvbench.report.sorted_samples import Samples
 from kvbench.tables.text import tokens
@@ -91,16 +92,17 @@ def without_room(results: Results) -> Places:
     ]
     if results.samples is None:
         return places_by_policies
-    for (policy_name, *setting), setting_cells in compressed_cells.groupby(["policy", *_SETTING], sort=False):
-        reserved_counts = _reserved(str(policy_name))
-        setting_samples = results.samples.of(setting_cells["cell"])
-        context_lengths = setting_samples["context_tokens"].to_numpy(np.int64)
-        place = _place(setting)
-        if place.moment == "question":
-            context_lengths = context_lengths + setting_samples["question_tokens"].to_numpy(np.int64)
-        budget = Budget.parse(place.budget)
-        if any(budget.is_filled(reserved_count, context_lengths.tolist()) for reserved_count in reserved_counts):
-            places_by_policies.setdefault((str(policy_name),), []).append(place)
+    with PluginFacts() as facts:
+        for (policy_name, *setting), setting_cells in compressed_cells.groupby(["policy", *_SETTING], sort=False):
+            setting_samples = results.samples.of(setting_cells["cell"])
+            context_lengths = setting_samples["context_tokens"].to_numpy(np.int64)
+            place = _place(setting)
+            if place.moment == "question":
+                context_lengths = context_lengths + setting_samples["question_tokens"].to_numpy(np.int64)
+            lengths, budget = context_lengths.tolist(), Budget.parse(place.budget)
+            reserved_counts = _reserved(facts, str(policy_name), lengths)
+            if any(budget.is_filled(counts.__getitem__, lengths) for counts in reserved_counts):
+                places_by_policies.setdefault((str(policy_name),), []).append(place)
     return places_by_policies
 
 
@@ -109,14 +111,21 @@ def _place(setting: Iterable[Any]) -> Place:
     return Place(*setting)
 
 
-def _reserved(policy_name: str) -> list[Callable[[int], int]]:
-    """Return the `reserved` method of each part of a policy; none if the policy is not installed."""
-    from kvbench.spelling import policy
+def _reserved(facts: PluginFacts, policy_name: str, lengths: Iterable[int]) -> list[dict[int, int]]:
+    """Return the entries that each part of a policy reserves, by length; none if the policy is not installed."""
+    distinct_lengths = sorted(set(lengths))
 
-    try:
-        return [component.reserved for component in policy(policy_name).parts]
-    except UserError:
-        return []
+    def reserved_counts() -> list[list[int]]:
+        from kvbench.spelling import policy
+
+        try:
+            parts = policy(policy_name).parts
+        except UserError:
+            return []
+        return [[component.reserved(length) for length in distinct_lengths] for component in parts]
+
+    counts_by_part = facts.get_of_policy(policy_name, f"reserved of {distinct_lengths} by", reserved_counts)
+    return [dict(zip(distinct_lengths, counts, strict=True)) for counts in counts_by_part]
 
 
 def labels(results: Results, places: Iterable[Place]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from kvbench.errors import UserError
 from kvbench.report.figure_flags import FigureFlags
 from kvbench.report.frames import Results
-from kvbench.tables.plot_style import DEFAULT_FORMATS, FORMATS
+from kvbench.tables.figure_files import DEFAULT_FORMATS, FORMATS
 
 X_AXES = ("budget", "bytes")
 WIDTH_LIMITS = (3.0, 14.0)

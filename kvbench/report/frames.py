@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ _TELL_APART = [
 ]
 INFORMED = " (informed)"
 """Mark behind the name of a policy that sees the answer."""
+SAMPLE_KEY = ["sample_id", "question_id"]
+"""Columns that identify a question of a cell."""
 _COUNTS = ("repeats", "truncated", "think_end")
 
 
@@ -275,3 +278,35 @@ def _model_names(cells: pd.DataFrame) -> pd.Series[str]:
         label_suffix = model_cells[label_columns].astype(str).agg(", ".join, axis=1)
         model_names.loc[model_cells.index] = str(model_name) + " (" + label_suffix + ")"
     return model_names
+
+
+def with_depth(results: Results) -> pd.DataFrame:
+    """Return the samples of tasks in which every sample has a depth, in percent of the context, in `extra`.
+
+    Tasks whose score is not a mean over samples are left out.
+
+    Returns:
+        Columns `cell`, `sample_id`, `question_id`, `score`, `depth`, `model`, `task`, `metric`,
+        `length`, `policy`, `budget` and `moment`.
+    """
+    assert results.samples is not None
+    cell_columns = ["cell", "model", "task", "metric", "length", *CONFIG]
+    is_averaged = ~results.cells["task"].isin(unaveraged_tasks(results.cells))
+    ok_cells = results.cells.loc[is_averaged & (results.cells["status"] == "ok"), cell_columns]
+    depth_frames = []
+    for _, task_cells in ok_cells.groupby("task", sort=False):
+        task_samples = results.samples.of(task_cells["cell"])[["cell", *SAMPLE_KEY, "extra", "score"]]
+        depth_by_extra = {extra_json: _depth(extra_fields) for extra_json, extra_fields in extras(task_samples).items()}
+        if depth_by_extra and not any(map(math.isnan, depth_by_extra.values())):
+            sample_depth = task_samples["extra"].map(depth_by_extra).astype(float)
+            depth_frames.append(task_samples.drop(columns="extra").assign(depth=sample_depth))
+    if not depth_frames:
+        return pd.DataFrame(columns=["cell", *SAMPLE_KEY, "score", "depth", *cell_columns[1:]])
+    return pd.concat(depth_frames).sort_index().astype({"cell": str}).merge(ok_cells, on="cell")
+
+
+def _depth(extra_fields: Mapping[str, Any]) -> float:
+    depth_value = extra_fields.get("depth")
+    if isinstance(depth_value, bool) or not isinstance(depth_value, (int, float)):
+        return math.nan
+    return float(depth_value)

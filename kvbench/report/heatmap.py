@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,13 +14,12 @@ from matplotlib.axes import Axes
 
 from kvbench.progress import Late, Reporter
 from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
-from kvbench.report.frames import Results, budget_order, extras, of_moment, unaveraged_tasks, unit_scale
-from kvbench.report.overall import CONFIG
+from kvbench.report.frames import SAMPLE_KEY, Results, budget_order, of_moment, unit_scale, with_depth
 from kvbench.stats import Floats
-from kvbench.tables.plot_style import COLUMN, PAGE, SEQUENTIAL, SavedFigure, lay_out_figure, plot_style, save
+from kvbench.tables.figure_files import SavedFigure
+from kvbench.tables.plot_style import COLUMN, PAGE, SEQUENTIAL, lay_out_figure, plot_style, save
 from kvbench.tables.text import counted, short, slug
 
-_QUESTION = ["sample_id", "question_id"]
 _FONT_SIZE = 8
 _DARK = 0.75
 """Share of the colour scale on which white text is easier to read than black."""
@@ -32,38 +31,6 @@ _MOST_MAPS = 60
 """Maximum number of maps per figure: a page holds no more, and drawing time is quadratic in their number."""
 _FIELD = ["policy", "budget", "depth", "length"]
 """Columns that identify a field of a map; seeds are pooled."""
-
-
-def with_depth(results: Results) -> pd.DataFrame:
-    """Return the samples of tasks in which every sample has a depth, in percent of the context, in `extra`.
-
-    Tasks whose score is not a mean over samples are left out.
-
-    Returns:
-        Columns `cell`, `sample_id`, `question_id`, `score`, `depth`, `model`, `task`, `metric`,
-        `length`, `policy`, `budget` and `moment`.
-    """
-    assert results.samples is not None
-    cell_columns = ["cell", "model", "task", "metric", "length", *CONFIG]
-    is_averaged = ~results.cells["task"].isin(unaveraged_tasks(results.cells))
-    ok_cells = results.cells.loc[is_averaged & (results.cells["status"] == "ok"), cell_columns]
-    depth_frames = []
-    for _, task_cells in ok_cells.groupby("task", sort=False):
-        task_samples = results.samples.of(task_cells["cell"])[["cell", *_QUESTION, "extra", "score"]]
-        depth_by_extra = {extra_json: _depth(extra_fields) for extra_json, extra_fields in extras(task_samples).items()}
-        if depth_by_extra and not any(map(math.isnan, depth_by_extra.values())):
-            sample_depth = task_samples["extra"].map(depth_by_extra).astype(float)
-            depth_frames.append(task_samples.drop(columns="extra").assign(depth=sample_depth))
-    if not depth_frames:
-        return pd.DataFrame(columns=["cell", *_QUESTION, "score", "depth", *cell_columns[1:]])
-    return pd.concat(depth_frames).sort_index().astype({"cell": str}).merge(ok_cells, on="cell")
-
-
-def _depth(extra_fields: Mapping[str, Any]) -> float:
-    depth_value = extra_fields.get("depth")
-    if isinstance(depth_value, bool) or not isinstance(depth_value, (int, float)):
-        return math.nan
-    return float(depth_value)
 
 
 def draw_heatmaps(
@@ -166,7 +133,7 @@ def _heatmap(
 ) -> SavedFigure:
     lengths, depths = sorted(set(sample_rows["length"])), sorted(set(sample_rows["depth"]))
     # Repeats of a question count once.
-    unique_questions = sample_rows.drop_duplicates(["cell", *_QUESTION])
+    unique_questions = sample_rows.drop_duplicates(["cell", *SAMPLE_KEY])
     question_counts = set(unique_questions.groupby(_FIELD).size().tolist())
     field_means = sample_rows.groupby(_FIELD)["score"].mean().to_numpy(np.float64)
     field_width = 0.27 if len(question_counts) == 1 else 0.58  # inches per score

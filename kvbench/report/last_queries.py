@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from kvbench.errors import UserError
+from kvbench.plugin_facts import PluginFacts
 from kvbench.report.frames import Results, unit_scale
 
 _LOW = 0.5
@@ -65,11 +66,16 @@ def _means(rows: pd.DataFrame) -> dict[str, float]:
 
 def _reads_last_queries(policy_name: str) -> bool:
     """Return whether a policy's score reads the last queries; False if the policy is not installed."""
-    from kvbench.plugin import Queries
-    from kvbench.spelling import policy
 
-    try:
-        score = policy(policy_name).score
-    except UserError:
-        return False
-    return score is not None and any(isinstance(need, Queries) for need in score.needs)
+    def needs_queries() -> bool:
+        from kvbench.plugin import Queries
+        from kvbench.spelling import policy
+
+        try:
+            score = policy(policy_name).score
+        except UserError:
+            return False
+        return score is not None and any(isinstance(need, Queries) for need in score.needs)
+
+    with PluginFacts() as facts:
+        return bool(facts.get_of_policy(policy_name, "last queries read by", needs_queries))

@@ -22,8 +22,8 @@ from kvbench.report.frames import (
     tasks_at_chance,
     unit_scale,
 )
+from kvbench.report.front import HELD, READ, MemoryMetric, front
 from kvbench.report.overall import CONFIG
-from kvbench.report.pareto import HELD, READ, MemoryMetric, front
 from kvbench.tables.numbers import NumberFormat, score_kind
 from kvbench.tables.table import Column, Compared, Interval, Name, Phrase, TableCell
 

@@ -1,4 +1,4 @@
-"""Panels of score vs KV bytes: points, intervals and the Pareto front."""
+"""Drawing of panels of score vs KV bytes: points, intervals and the Pareto front."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,58 +18,13 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
+from kvbench.report.front import HELD, MemoryMetric, front_of
 from kvbench.stats import Floats
 from kvbench.tables.numbers import size
 from kvbench.tables.plot_style import FRONT, GREY, GREY_BAND, PALE, marker_options
 from kvbench.tables.text import short
 
-
-class MemoryMetric(NamedTuple):
-    """A memory metric for Pareto fronts.
-
-    Attributes:
-        share: Column with the share of the full cache's bytes.
-        bytes: Column with the bytes.
-        verb: `held` or `read`.
-        label: Axis label of the share.
-    """
-
-    share: str
-    bytes: str
-    verb: str
-    label: str
-
-
-HELD = MemoryMetric("share", "kv_bytes_live", "held", "KV cache held, % of full")
-READ = MemoryMetric("read_share", "kv_bytes_read", "read", "KV cache read per step, % of full")
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
-
-
-def in_bytes(memory: MemoryMetric) -> MemoryMetric:
-    """Return a memory metric whose x axis shows the bytes themselves."""
-    return memory._replace(share=memory.bytes, label=memory.label.removesuffix(", % of full"))
-
-
-def front(cost: npt.ArrayLike, value: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """Return which points are Pareto-optimal: no other is cheaper and as good, or better and as cheap.
-
-    Of points that tie in both, all are optimal; a point with a NaN is never optimal. Runs in O(n log n).
-
-    Args:
-        cost: `[n]`, lower is better.
-        value: `[n]`, higher is better.
-    """
-    costs, values = np.asarray(cost, dtype=np.float64), np.asarray(value, dtype=np.float64)
-    is_optimal = np.zeros(len(costs), dtype=np.bool_)
-    valid_indices = np.flatnonzero(~(np.isnan(costs) | np.isnan(values)))
-    sorted_indices = valid_indices[np.lexsort((-values[valid_indices], costs[valid_indices]))]
-    last_optimal = -1  # the last optimal point, with the highest cost and value so far
-    for point_index in sorted_indices:
-        is_tie = values[point_index] == values[last_optimal] and costs[point_index] == costs[last_optimal]
-        if last_optimal < 0 or is_tie or values[point_index] > values[last_optimal]:
-            is_optimal[point_index] = True
-            last_optimal = point_index
-    return is_optimal
 
 
 _LOG_FROM = 4.0  # a larger ratio of budgets gets a logarithmic axis
@@ -197,22 +152,6 @@ def draw_panel(
     _ticks(ax, byte_axis, points, panel_width, bytes_axis)
     ax.grid(axis="y", color="#dddddd", lw=0.4, zorder=-1)
     ax.set_axisbelow(True)
-
-
-def front_of(points: pd.DataFrame, memory: MemoryMetric = HELD) -> npt.NDArray[np.intp]:
-    """Return the positions of the Pareto-optimal rows of a panel, in ascending order of bytes.
-
-    Policies that see the answer are on no front.
-    """
-    competing = np.flatnonzero(~points["informed"].to_numpy(dtype=bool))
-    if not len(competing):
-        return competing
-    scores = points["score"].to_numpy(dtype=np.float64)
-    # If a lower score is better, the front runs along the lowest points.
-    rank_key = scores if points["higher_is_better"].iloc[0] else -scores
-    front_indices = competing[front(points[memory.bytes].iloc[competing], rank_key[competing])]
-    shares = points[memory.share].to_numpy(dtype=np.float64)
-    return front_indices[np.argsort(shares[front_indices], kind="stable")]
 
 
 def _draw_policies(

@@ -15,7 +15,9 @@ from matplotlib.patches import Patch
 from kvbench.progress import Late, Reporter
 from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
 from kvbench.report.frames import INFORMED, Results, informed_policies, pick, readers, unit_scale
-from kvbench.report.pareto import HELD, READ, ByteAxis, MemoryMetric, draw_panel, front_of, in_bytes
+from kvbench.report.front import HELD, READ, MemoryMetric, front_of, in_bytes
+from kvbench.report.pareto import ByteAxis, draw_panel
+from kvbench.tables.figure_files import SavedFigure
 from kvbench.tables.plot_style import (
     COLUMN,
     FRONT,
@@ -24,7 +26,6 @@ from kvbench.tables.plot_style import (
     MOST_COLOURS,
     PAGE,
     PALE,
-    SavedFigure,
     lay_out_figure,
     legend_handle,
     marker_styles,

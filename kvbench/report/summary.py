@@ -21,9 +21,9 @@ from kvbench.report.headroom import headroom, headroom_tables
 from kvbench.report.panel import Filled, Panel
 from kvbench.report.remarks import remarks
 from kvbench.report.table_files import PanelTables
+from kvbench.tables.figure_files import SavedFigure
 from kvbench.tables.numbers import DASH
 from kvbench.tables.outputs import markdown, markdown_text
-from kvbench.tables.plot_style import SavedFigure
 from kvbench.tables.table import Column, Name, Table, beside
 from kvbench.tables.text import code, listed, short, span, tokens, word
 

@@ -11,6 +11,8 @@ BETTER, WORSE = "\N{SUPERSCRIPT PLUS SIGN}", "\N{SUPERSCRIPT MINUS}"
 """Marks for numbers that are significantly better or worse than a reference."""
 _FIXED = {"points": (100, ""), "rating": (10, ""), "percent": (100, "%")}
 """Scale and unit of the formats that show a number in [0, 1] on another scale."""
+LEAST_P = 0.001
+"""p-values below this are shown as smaller than it."""
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -32,6 +34,8 @@ class NumberFormat(StrEnum):
     """An integer, or the mean of integers with one decimal."""
     TIMES = "times"
     """A factor, such as `2.78×`."""
+    P_VALUE = "p"
+    """A p-value, with two significant digits; `<0.001` below that."""
 
 
 def number(value: float, kind: NumberFormat, *, signed: bool = False, digits: int | None = None) -> str:
@@ -97,6 +101,8 @@ def _bare(value: float, kind: NumberFormat) -> str:
             return f"{value:.1f}".removesuffix(".0")
         case NumberFormat.TIMES:
             return f"{value:.2f}×"
+        case NumberFormat.P_VALUE:
+            return f"<{LEAST_P:g}" if value < LEAST_P else f"{value:.2g}"
         case _:
             return _four_digits(value)
 

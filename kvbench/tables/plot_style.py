@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
 from kvbench.files import replacing
+from kvbench.tables.figure_files import DEFAULT_FORMATS, FORMATS
 from kvbench.tables.text import plain, short
 
 # Missing fonts and the font cache are irrelevant to users of a report.
@@ -41,13 +42,6 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 
 MOST_COLOURS = len(_COLOURS)
 """If there are more policies, a figure greys those that are not on the front."""
-FORMATS: Mapping[str, Mapping[str, Any]] = {
-    "pdf": {"metadata": {"CreationDate": None}},
-    "png": {"dpi": 200},
-    "svg": {"metadata": {"Date": None}},
-}
-"""File formats of figures and how they are saved, without dates, so that files are reproducible."""
-DEFAULT_FORMATS = ("png", "svg")
 _LETTER = 0.063  # inches per letter of a name at 8 points
 _MOST_LETTERS = 44  # of a name in the legend
 _TITLE_LETTER = 0.058  # of running text, which is narrower
@@ -295,21 +289,6 @@ def _legend(
     )
     for legend_text, label_text in zip(legend.get_texts(), label_texts, strict=True):
         legend_text.set_text(label_text)
-
-
-@dataclass(frozen=True)
-class SavedFigure:
-    """A figure that was written to files.
-
-    Attributes:
-        title: Title of the figure.
-        paths: Its files, one per format.
-        task: Task of the figure; empty if it covers several.
-    """
-
-    title: str
-    paths: list[Path]
-    task: str = ""
 
 
 def save(figure: Figure, figure_stem: Path, formats: Sequence[str] = DEFAULT_FORMATS) -> list[Path]:

@@ -11,15 +11,13 @@ import pandas as pd
 
 from kvbench.progress import Reporter
 from kvbench.report.choosing import Aim, PanelMemory, Serving, as_records
-from kvbench.report.frames import Results, recorded, records, unit_scale
-from kvbench.report.heatmap import with_depth
+from kvbench.report.frames import Results, recorded, records, unit_scale, with_depth
 from kvbench.report.overall import CONFIG
 from kvbench.report.page.answers import Responses, answers
 from kvbench.report.panel import Panel, panels
 from kvbench.report.remarks import remarks
 from kvbench.runs.schema import CELL_COLUMNS
 from kvbench.tables.outputs import plain_text
-from kvbench.tables.plot_style import marker_styles
 from kvbench.tables.text import tokens
 from kvbench.terminal import printable
 
@@ -56,10 +54,7 @@ def payload(
         "facts": _facts(results),
         "commands": [command for command in commands if command],
         "remarks": [plain_text(remark) for remark in remarks(results)],
-        "policies": [
-            {"name": policy, "colour": index, "shown": True}
-            for index, policy in enumerate(marker_styles(results.policies))
-        ],
+        "policies": [{"name": policy, "colour": index, "shown": True} for index, policy in enumerate(results.policies)],
         "rows": [setting_row for panel in all_panels for setting_row in setting_rows(panel)],
         "pairs": [dict(pair_panel) for pair_panel in pairs if pair_panel["tests"] != []],
         "choices": _choices(results, all_panels, aim),

@@ -11,7 +11,7 @@ import pytest
 from kvbench.errors import UserError
 from kvbench.leaderboard import entries
 from kvbench.leaderboard.entries import leaderboard_data
-from kvbench.report.pareto import front
+from kvbench.report.front import front
 
 from ..report.conftest import Frames, make_run, reading_few, unaveraged
 from .conftest import Publish, with_scores

@@ -10,9 +10,9 @@ import pytest
 
 from kvbench.report.against import differences
 from kvbench.report.frames import prepare, unit_scale
+from kvbench.report.front import front_of
 from kvbench.report.headroom import headroom, headroom_tables
 from kvbench.report.panel import panels
-from kvbench.report.pareto import front_of
 from kvbench.report.rendering import write_report
 from kvbench.report.verdict import cheapest
 from kvbench.tables.outputs import markdown

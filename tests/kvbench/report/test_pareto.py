@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from kvbench.errors import UserError
 from kvbench.report import heatmap, pareto_figures
-from kvbench.report.frames import prepare
-from kvbench.report.pareto import HELD, READ, ByteAxis, draw_panel, front
+from kvbench.report.frames import prepare, with_depth
+from kvbench.report.front import HELD, READ, front
+from kvbench.report.pareto import ByteAxis, draw_panel
 from kvbench.report.pareto_figures import draw_fronts
 from kvbench.tables.plot_style import PALE, lay_out_figure, marker_styles, plot_style, save
 
@@ -329,7 +330,7 @@ def test_heat_map_shows_the_means_of_depth_and_length(drawn, run_frames, tmp_pat
     assert overlaps(figure) == []
     titles = {ax.get_title(loc="left").replace("\n", "") for ax in figure.axes if ax.images}
     assert len(titles) == 9
-    depths = heatmap.with_depth(results)
+    depths = with_depth(results)
     chosen = next(a for a in figure.axes if a.get_title(loc="left") == "snapkv, 0.2")
     mine = depths[(depths["policy"] == "snapkv") & (depths["budget"] == "0.2")]
     for i, depth in enumerate(range(0, 101, 10)):
