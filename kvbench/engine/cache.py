@@ -217,6 +217,8 @@ class RaggedCache(Cache):
 
     def _summary_bytes(self, sequence_index: int | None) -> int:
         """Return the bytes of the reader's summaries for one sequence or for all."""
+        if not self.readings:
+            return 0
         return sum(
             reading.summary_bytes(layer_index, layer.length[r * layer.heads :][: layer.heads], layer.number_bytes)
             for layer_index, layer in enumerate(self.ragged)
@@ -227,7 +229,7 @@ class RaggedCache(Cache):
     def full_bytes(self, sequence_index: int) -> int:
         """Return the bytes of K and V that the full cache would hold for one sequence."""
         assert self.valid is not None
-        token_count = int(self.valid[sequence_index].sum())
+        token_count = int(self.valid[sequence_index].sum()) if self.padded else self.valid.shape[1]
         return sum(
             token_count * layer.heads * layer.entry_numbers * layer.key.element_size()
             for layer in self.ragged

@@ -16,6 +16,9 @@ from kvbench.engine.segments import gathered, runs, starts
 from kvbench.engine.shared import SharedEntries, shared_entries
 from kvbench.view import Need
 
+_OWN_ROWS = 32
+"""Rows by which the segments of a layer that shares entries grow: most answers are much shorter than their limit."""
+
 _UNSUPPORTED = "a kvbench cache does not support beam search or assisted decoding"
 
 
@@ -180,7 +183,7 @@ class RaggedLayer(CacheLayerMixin):
         Args:
             key, value: `[1, H, S, d]` and `[1, H, S, d_v]` of the prefill; see `kvbench.engine.shared.can_share`.
             entry_mask: Entries to keep, bool `[B, H, S]`.
-            reserve: Rows behind every segment, which are allocated with its first new entry.
+            reserve: New entries that may follow; rows for some of them are allocated with the first.
         """
         self.batch, self.heads, _ = entry_mask.shape
         self.shared, self.shared_start = [*shared_entries(key, value, entry_mask)], [0] * self.batch
@@ -188,7 +191,7 @@ class RaggedLayer(CacheLayerMixin):
         with torch.inference_mode(False):  # later forwards write to them in any mode
             self.key, self.value = key.new_empty(0, key.shape[-1]), value.new_empty(0, value.shape[-1])
             self.col = torch.empty(0, dtype=torch.int32)
-        self.extras, self.packed, self.reserved = {}, True, reserve
+        self.extras, self.packed, self.reserved = {}, True, min(reserve, _OWN_ROWS)
         self.forget_bounds()
 
     def materialise(self) -> None:

@@ -373,10 +373,11 @@ class Prefix:
 
     def _split(self, packed_cache: RaggedCache) -> list[RaggedCache]:
         """Split a cache with one row per budget; the parts share its memory."""
-        caches = []
+        caches, emptied = [], copy.copy(self.cache)
+        emptied.observers, emptied.token_observers = {}, {}  # nothing evicts from these caches again
         entry_counts = zip(packed_cache.budget_entries or (), packed_cache.held_entries or (), strict=True)
         for budget_index, (entry_budget, entry_count) in enumerate(entry_counts):
-            budget_cache = self.cache.fork(
+            budget_cache = emptied.fork(
                 combine_states(packed_layer.sequence(budget_index), [dense_layer], lambda states: states[0].clone())
                 for packed_layer, dense_layer in zip(packed_cache.ragged, self.cache.ragged, strict=True)
             )

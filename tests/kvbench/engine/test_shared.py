@@ -122,6 +122,17 @@ def test_logits_are_those_of_copies_to_the_bit(model: Any, question: list[int]) 
             assert torch.equal(a, b)
 
 
+def test_rows_grow_with_the_answer(model: Any) -> None:
+    prefix = prefilled(model, wanted())
+    cache = prefix.compress(wanted(), reserve=500)[0]
+    (copied,) = copies([cache])
+    for step in range(7):
+        tokens = torch.arange(10 * step, 10 * step + 10)[None]
+        assert torch.equal(*(forward(model, one, tokens) for one in (cache, copied)))
+        assert all(room < 10 * step + 64 for room in cache.ragged[0].room), "not for 500 tokens"
+    assert cache.ragged[0].is_shared
+
+
 def test_logits_are_nearly_those_of_torch(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, caches = compressed(model)
     again = [cache.fork() for cache in caches]
