@@ -122,11 +122,6 @@ class RaggedCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
 
     @property
-    def first_layer(self) -> RaggedLayer:
-        """Return the first full-attention layer."""
-        return next(layer for layer in self.layers if isinstance(layer, RaggedLayer))
-
-    @property
     def forbids_gaps(self) -> bool:
         """Return whether padding between tokens changes results: sliding windows count it, recurrent states read it."""
         return any(isinstance(layer, DynamicSlidingWindowLayer | LinearAttentionLayer) for layer in self.layers)

@@ -22,6 +22,7 @@ from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.observers import observer_for
 from kvbench.engine.pruning import Pruning, watching
 from kvbench.engine.replay import observe_replays
+from kvbench.engine.shared import can_share
 from kvbench.engine.showing import PrefixCache
 from kvbench.engine.threads import now
 from kvbench.errors import BudgetError, out_of_memory
@@ -123,6 +124,8 @@ class Prefix:
         pairs = [
             (layer.key, layer.value) for layer in self.cache.ragged if layer.key is not None and layer.value is not None
         ]
+        if not pairs or not can_share(*pairs[0], self.cache.ragged[0].scale):
+            return False
         if self._lent and self._lent[-1][0][0] is pairs[0][0]:
             return True
         kept_entries = sum(head_budget for step in steps for head_budget in step.budget)

@@ -213,7 +213,7 @@ class Batching:
         """
         prefills: dict[int, int] = {}
         tokens = indices = 0.0
-        for layer in (cache.first_layer for cache in caches):
+        for layer in (layer for cache in caches for layer in cache.ragged[:1]):
             tokens += 1.5 * sum(layer.reserved_room()) / layer.heads
             for entries in filter(None, layer.shared):
                 prefills[entries.key.data_ptr()] = entries.key.shape[2]

@@ -106,8 +106,8 @@ def test_what_changes_or_selects_entries_has_rows_of_its_own(model: Any, policy:
     assert full.ragged[0].is_shared and not cache.ragged[0].is_shared
 
 
-QUESTION = [[7], [5, 3, 8], [*range(20, 30)], [*range(40, 60)]]
-"""Questions of one to twenty tokens; native code does not take the longest."""
+QUESTION = [[7], [5, 3, 8], [*range(20, 30)], [*range(40, 80)]]
+"""Questions of one to forty tokens; native code does not take the longest."""
 
 
 @pytest.mark.parametrize("question", QUESTION, ids=len)

@@ -87,7 +87,7 @@ def test_rows_that_read_a_prefill_are_planned_by_their_own_tokens(
         for key in keys * cells:
             shared = [SimpleNamespace(key=key, count=20)]
             layer = SimpleNamespace(heads=2, shared=shared, reserved_room=lambda: [own, own])
-            made.append(SimpleNamespace(first_layer=layer))
+            made.append(SimpleNamespace(ragged=[layer]))
         return made
 
     assert plan.has_room(1, reading(8, 1)) and not plan.has_room(1, reading(10, 1))
