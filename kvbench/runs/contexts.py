@@ -136,6 +136,7 @@ class _Contexts:
             branch_widths,
             queues=3 if worker.fidelity else 1,
             media_bytes=remembered_bytes(sum(visual_tokens.values())),
+            own_tokens=self.reserve,
         )
         self.pool = worker.pool(self.width)
         self.continuations = Continuations(worker)

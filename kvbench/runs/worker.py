@@ -286,8 +286,13 @@ class ModelRunner:
     ) -> list[RaggedCache]:
         """Compress a prefix in several ways, at one moment."""
         runs_policy = not all(compression.policy.is_full for compression in compressions)
-        with self.meter.phase("compress"), self.policy_call(prefix) if runs_policy else nullcontext():
-            return prefix.compress(compressions, None if compressions[0].moment in LATER else reserved_tokens)
+        try:
+            with self.meter.phase("compress"), self.policy_call(prefix) if runs_policy else nullcontext():
+                return prefix.compress(compressions, None if compressions[0].moment in LATER else reserved_tokens)
+        except PluginError:
+            if prefix.is_lent:
+                prefix.restore()  # before a waiting cell reads it
+            raise
 
     def fail(self, cell: Cell, prompt: Prompt, reason: str) -> None:
         """Mark a cell as failed, at a prompt."""
