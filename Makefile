@@ -13,7 +13,7 @@ EXAMPLES := README.md docs/options.md docs/regression.md docs/tuning.md docs/lea
 # The line to type next: `$(call next,RUN)`.
 next = @printf '\nnext, in this shell:\n  . $(VENV)/bin/activate && kvbench report $(1)\n'
 
-.PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-slow test-all test-oldest faults kernels families lint format docs docs-check smoke clean
+.PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-slow test-all test-oldest faults kernels gpu families lint format docs docs-check smoke clean
 
 # The main command; then more policies on two of its tasks, before and after the question, where the difference shows.
 run: $(VENV)/.installed
@@ -92,6 +92,15 @@ test-all: $(VENV)/.installed
 faults: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -m faults tests/kvbench/runs
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m benchmarks.faults --kills 200
+
+# On a machine with CUDA: every kernel against its oracle and torch, grids on random weights, responses beside the CPU's.
+# Ten minutes; writes docs/gpu/DEVICE.md.
+gpu: $(VENV)/.gpu
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m benchmarks.gpu
+
+$(VENV)/.gpu: $(VENV)/.installed
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[gpu]'
+	touch $@
 
 # Every case of the Triton kernels in Triton's interpreter: minutes. The other targets run a few of each kind.
 kernels: $(VENV)/.installed

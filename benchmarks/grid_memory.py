@@ -1,19 +1,24 @@
-"""Does a grid stay within `--cache-memory`? `python -m benchmarks.grid_memory --help`.
+"""What memory do the cells of a grid take, and do they stay within `--cache-memory`?
 
-A grid of six policies at five budgets runs under several limits. The peak is all that torch's
-allocator gave out at once while responses were generated: caches, and what the prefill, the scores
-and the decoding need for themselves, which the limit is not about. Weights are left out.
+`python -m benchmarks.grid_memory --help`
+
+A grid of six policies at five budgets runs under several limits, twice each: with copies of the entries that every cell
+keeps (`KVBENCH_NATIVE=0`), and with cells that read them in the prefill of their context. The peak is all that torch's
+allocator gave out at once while responses were generated: caches, and what the prefill, the scores and the decoding
+need for themselves, which the limit is not about. Weights are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.grid import BUDGETS, POLICIES, TASKS, Ours
 from benchmarks.memory import MIB
+from kvbench import native
 
 LIMITS = "4MB,16MB,32MB,64MB,128MB"
 
@@ -26,12 +31,20 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=1, help="contexts of every task")
     parser.add_argument("--limits", default=LIMITS, help="values of --cache-memory")
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--budgets", default=",".join(BUDGETS))
     args = parser.parse_args()
     ours = Ours(args, args.samples)
-    table = Table("limit", "rows of a batch", "peak: MiB")
+    table = Table("limit", "rows: copies", "rows: shared", "peak: copies, MiB", "peak: shared, MiB", "ratio")
     for limit in args.limits.split(","):
-        ours.run(list(POLICIES), list(BUDGETS), True, limit)
-        table.add_row(limit, str(ours.rows), f"{ours.peak / MIB:.1f}")
+        rows, peaks = [], []
+        for switch in ("0", "1"):
+            os.environ[native.SWITCH] = switch
+            native.library.cache_clear()
+            ours.run(args.policies.split(","), args.budgets.split(","), True, limit)
+            rows.append(str(ours.rows))
+            peaks.append(ours.peak / MIB)
+        table.add_row(limit, *rows, *(f"{peak:.1f}" for peak in peaks), f"{peaks[0] / peaks[1]:.2f}")
     Console().print(table)
 
 

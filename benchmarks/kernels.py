@@ -1,14 +1,14 @@
-"""Time every kernel on a GPU, next to its oracle and to the best that the GPU could do.
+"""Compare every kernel with its oracle on a GPU, then time it beside what torch offers and the best possible time.
 
     python benchmarks/kernels.py [--op capacity_loss] [--length 4096 16384] [--json FILE]
 
-A case is timed only after it has agreed with its oracle in float64 at length 257 on that GPU,
-gradients included: no speed is reported for wrong results. Times are medians of CUDA events,
-with the second-level cache flushed before each. `roofline` is the largest of flops, bytes and
-exponentials over the rates of an H100 SXM (800 TFLOP/s bfloat16 and 3.35 TB/s; 3.7e12 exp/s): on
-another GPU give your own with `--flops`, `--bytes` and `--exps`.
+A case is timed only after every way to compute it has agreed with its oracle in float64 at length 257 on that GPU,
+gradients included: no speed is reported for wrong results. Times are medians of CUDA events, with the second-level
+cache flushed before each. `roofline` is the largest of flops, bytes and exponentials over the rates of an H100 SXM
+(800 TFLOP/s bfloat16 and 3.35 TB/s; 3.7e12 exp/s): on another GPU give your own with `--flops`, `--bytes` and `--exps`.
 
-Exit status 2 without a GPU, 1 where a kernel disagrees.
+Exit status 2 without a GPU, 1 where a kernel disagrees. `benchmarks/gpu.py` runs the same on a CPU, in Triton's
+interpreter, where times mean nothing.
 
 An op takes part with a function `(length) -> Iterator[Case]` in `OPS`.
 """
@@ -19,22 +19,64 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # started as a script, or as a module
+
+from benchmarks.memory import allocated
+from kvbench.engine.attend import attend
+from kvbench.engine.kernels import launch
+from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.segments import starts
+from kvbench.errors import out_of_memory
 from kvbench.parts import entry_key
 
-if TYPE_CHECKING:
-    from kvbench.engine.layer import RaggedLayer
-
 AGREE_AT = 257
+"""Length at which ways are compared with oracles. Up to it, cases have few heads."""
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RATES = (800e12, 3.35e12, 3.7e12)
+"""bfloat16 flops, bytes and exponentials a second of an H100 SXM."""
+LONGEST = 2000.0
+"""Milliseconds after which a measurement is not repeated more often."""
+MOST_BIAS = 4 << 30
+"""Largest bias of `scaled_dot_product_attention` that is tried, in bytes."""
 Run = Callable[..., Tensor]
+
+
+@contextmanager
+def without_triton() -> Iterator[None]:
+    """Let all ops run their torch code within the block."""
+    with mock.patch.object(launch, "_has_triton", return_value=False):
+        yield
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute a case.
+
+    Attributes:
+        name: `kernel`, or what of torch computes it.
+        run: Computes it.
+        by_kernel: Whether Triton may run it.
+    """
+
+    name: str
+    run: Run
+    by_kernel: bool = False
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return the context in which forward and backward are called."""
+        return nullcontext() if self.by_kernel else without_triton()
 
 
 @dataclass(frozen=True)
@@ -49,6 +91,9 @@ class Case:
         forward: Flops, bytes moved and exponentials of the forward.
         backward: The same of the backward, or None for an op that has none.
         tolerance: Largest error allowed, relative to the largest element.
+        on_torch: What the op computes it with where Triton is missing.
+        has_kernel: Whether the op runs a kernel of Triton at this size.
+        others: Further ways of torch, by their names.
     """
 
     name: str
@@ -58,6 +103,14 @@ class Case:
     forward: tuple[float, float, float]
     backward: tuple[float, float, float] | None = None
     tolerance: float = 1e-4
+    on_torch: str = "blocks in torch"
+    has_kernel: bool = True
+    others: Mapping[str, Run] = field(default_factory=dict)
+
+    def ways(self) -> list[Way]:
+        """Return the ways to compute it, the kernel first."""
+        kernel = [Way("kernel", self.run, by_kernel=True)] if self.has_kernel else []
+        return [*kernel, Way(self.on_torch, self.run), *(Way(name, run) for name, run in self.others.items())]
 
 
 def capacity_loss(length: int) -> Iterator[Case]:
@@ -67,31 +120,33 @@ def capacity_loss(length: int) -> Iterator[Case]:
     layers, heads = (36, 8) if length > AGREE_AT else (2, 2)
     rows, budget = layers * heads, max(1, length // 16)
     log_beta = -torch.empty(1, layers, heads, length).uniform_(-12, 0).exp()
+    is_factored = length >= op.EXACT
     pairs, bits = rows * length**2 / 2, length.bit_length()
     forward = (3 * pairs, 8.0 * rows * length, pairs)
-    if length >= op.EXACT:  # exponentials within blocks; decays brought to the steps
+    if is_factored:  # exponentials within blocks; decays brought to the steps
         decays = factored.panels(length, torch.device("cpu"))[1].numel()
-        made = (factored.BLOCK / 2 + factored.NODES) * rows * length
-        forward = (2.0 * decays * rows * length, 8.0 * rows * length, made)
+        exponentials = (factored.BLOCK / 2 + factored.NODES) * rows * length
+        forward = (2.0 * decays * rows * length, 8.0 * rows * length, exponentials)
     for scope in ("head", "global"):
         yield Case(
             f"capacity_loss {scope} T={length}",
-            (log_beta.cuda(),),
+            (log_beta.to(DEVICE),),
             lambda x, scope=scope: op.capacity_loss(x, budget, scope=scope),
             lambda x, scope=scope: ref.capacity_loss(x, budget, scope=scope),
             forward,
             # one run of active steps: an exponential and six flops a doubling
             (6.0 * bits * rows * length, 12.0 * rows * length, (bits + 1.0) * rows * length),
         )
-    if length == AGREE_AT:  # what long sequences take
-        start = torch.zeros(1, dtype=torch.int32, device="cuda")
+    if length <= AGREE_AT:  # what long sequences take
+        start = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         yield Case(
             "capacity_loss factored sums",
-            (log_beta.flatten(1, 2).cuda(),),
+            (log_beta.flatten(1, 2).to(DEVICE),),
             lambda x: factored.sums(x, start, False),
             ref.sums,
             forward,
             tolerance=1e-5,
+            has_kernel=False,
         )
 
 
@@ -105,16 +160,30 @@ def retention_attention(length: int) -> Iterator[Case]:
     log_beta = -torch.empty(1, heads, length).uniform_(-12, 0).exp()
     pairs = heads * group * length**2 / 2
     moved = 2.0 * length * dim * (2 * heads * group + 2 * heads)
+    bias_bytes = heads * group * length**2 * q.element_size()
     for gating, exps in (("additive", 1), ("multiplicative", 2)):
+        others: dict[str, Run] = {}
+        if gating == "additive" and bias_bytes <= MOST_BIAS:
+            others["SDPA with a bias"] = _attend_with_bias
         yield Case(
             f"retention_attention {gating} T={length}",
-            (q.cuda(), k.cuda(), v.cuda(), log_beta.cuda()),
+            (q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), log_beta.to(DEVICE)),
             lambda *x, gating=gating: op.retention_attention(*x, scale=dim**-0.5, gating=gating),
             lambda *x, gating=gating: ref.retention_attention(*x, scale=dim**-0.5, gating=gating),
             (4 * pairs * dim, moved, exps * pairs),
             (10 * pairs * dim, 2 * moved, 2 * exps * pairs),
             tolerance=2e-2,
+            others=others,
         )
+
+
+def _attend_with_bias(q: Tensor, k: Tensor, v: Tensor, log_beta: Tensor) -> Tensor:
+    """Compute additive retention attention by SDPA, with the decays in a `[B, H_q, T, T]` bias."""
+    steps = torch.arange(q.shape[2], device=q.device)
+    ages = (steps[:, None] - steps).clamp(min=0)
+    bias = (ages * log_beta[:, :, None]).masked_fill(steps > steps[:, None], -torch.inf).to(q.dtype)
+    bias = bias.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=q.shape[-1] ** -0.5, enable_gqa=True)
 
 
 def value_norm(length: int) -> Iterator[Case]:
@@ -123,8 +192,8 @@ def value_norm(length: int) -> Iterator[Case]:
 
     heads, group, dim, hidden = (8, 4, 128, 4096) if length > AGREE_AT else (2, 4, 128, 300)
     every = heads * group
-    value = torch.randn(1, length, heads, dim).bfloat16().cuda().transpose(1, 2)
-    linear = torch.randn(hidden, every * dim).bfloat16().cuda()
+    value = torch.randn(1, length, heads, dim).bfloat16().to(DEVICE).transpose(1, 2)
+    linear = torch.randn(hidden, every * dim).bfloat16().to(DEVICE)
     weight = linear.view(hidden, every, dim).permute(1, 2, 0)
     moved = 2.0 * (value.numel() + weight.numel()) + 4.0 * heads * length
     for norm in ("l1", "l2"):
@@ -148,139 +217,130 @@ def global_select(length: int) -> Iterator[Case]:
     valid = torch.ones_like(score, dtype=torch.bool)
     entries = heads * length
     count = torch.tensor([entries // 5])
-    key = entry_key(score, torch.zeros_like(valid), position, valid).cuda()
+    key = entry_key(score, torch.zeros_like(valid), position, valid).to(DEVICE)
 
     def oracle(*_: Tensor) -> Tensor:
-        return ref.global_select(score, position, valid, count).cuda()
+        return ref.global_select(score, position, valid, count).to(DEVICE)
+
+    def by_topk(key: Tensor, _: Tensor) -> Tensor:
+        flat_key = key.flatten(1)
+        kept = flat_key.topk(entries // 5, sorted=False).indices  # the number is known on the CPU
+        return torch.zeros_like(flat_key, dtype=torch.bool).scatter_(1, kept, True).view(key.shape)
 
     yield Case(
         f"global_select T={length}",
-        (key, count.cuda()),
+        (key, count.to(DEVICE)),
         op.select_largest,
         oracle,
         # 64-bit keys read once would do; the radix select reads them eight times
         (0, 9.0 * entries, 0),
+        on_torch="torch.sort",
+        others={"torch.topk": by_topk},
     )
 
 
-@dataclass(frozen=True)
-class Segments:
-    """A layer of 8 KV heads of 128, packed, with half to one and a half times the mean length."""
-
-    layer: RaggedLayer
-    query: Tensor
-    first: int
-
-    @classmethod
-    def of(cls, length: int, n: int) -> Segments:
-        """16 sequences with `n` new tokens each, in bfloat16."""
-        from kvbench.engine.layer import RaggedLayer
-        from kvbench.engine.segments import starts
-
-        batch, heads = (16, 8) if length > AGREE_AT else (2, 2)
-        layer = RaggedLayer()
-        layer.batch, layer.heads, layer.dim, layer.packed = batch, heads, 128, True
-        order = torch.randperm(batch * heads)
-        spread = torch.linspace(0.5, 1.5, batch * heads)[order]
-        layer.length = (length * spread).int().add(n).tolist()
-        layer.room = [x + 64 for x in layer.length]
-        layer.start = starts(layer.room)
-        rows = sum(layer.room)
-        layer.key, layer.value = (torch.randn(rows, 128).bfloat16().cuda() for _ in range(2))
-        first = 2 * length
-        col = torch.zeros(rows, dtype=torch.int32)
-        for start, x in zip(layer.start, layer.length, strict=True):
-            col[start + x - n : start + x] = torch.arange(first, first + n)
-        layer.col = col.cuda()
-        query = torch.randn(batch, n, heads * 4, 128).bfloat16().cuda().transpose(1, 2)
-        return cls(layer, query, first)
-
-    def case(self, name: str, run: Run, powers: tuple[int, ...] = ()) -> Case:
-        """A case whose result is the output, or the mass if there are powers."""
-        from kvbench.engine.kernels.ragged_attention import ref
-
-        layer, entries = self.layer, sum(self.layer.length)
-        assert layer.key is not None and layer.value is not None
-        pairs = 4 * entries * self.query.shape[2]
-        bounds = [x.cpu() for x in layer.bounds()]
-
-        def oracle(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            on_cpu = (query.cpu(), key.cpu(), value.cpu(), layer.col.cpu(), *bounds)
-            found = ref.ragged_attention(*on_cpu, self.first, 128**-0.5, powers)
-            return found[1 if powers else 0].cuda()
-
-        return Case(
-            name,
-            (self.query, layer.key, layer.value),
-            run,
-            oracle,
-            (4.0 * pairs * 128, 4.0 * entries * (128 + 4 * len(powers)), pairs),
-            tolerance=2e-2,
-        )
-
-    def bounds(self) -> tuple[Tensor, Tensor]:
-        """First row and length of every segment, int32, as `varlen_attn` wants them."""
-        start, length = (x.flatten().int() for x in self.layer.bounds())
-        return torch.cat([start, start.new_tensor([sum(self.layer.room)])]), length
-
-
 def ragged_attention(length: int) -> Iterator[Case]:
-    """A decode step, with and without the mass of entries, and a question of 32 tokens."""
-    from kvbench.engine.kernels.ragged_attention import triton as kernels
+    """A layer of 16 sequences, 8 KV heads of 128 and 32 query heads in bfloat16, packed.
 
-    for what, n, powers in (("decode", 1, ()), ("decode and mass", 1, (1,)), ("question", 32, ())):
-        held = Segments.of(length, n)
+    Segments have half to one and a half times the mean length. A decode step, with and without accumulated attention,
+    and a question of 32 tokens.
+    """
+    from kvbench.engine.kernels.ragged_attention import ref
+
+    for what, query_count, powers in (("decode", 1, ()), ("decode and mass", 1, (1,)), ("question", 32, ())):
+        layer, query = _segments(length, query_count)
+        first, entries = 2 * length, sum(layer.length)
+        assert layer.key is not None and layer.value is not None
+        bounds, columns = [x.cpu() for x in layer.bounds()], layer.col.cpu()
 
         def run(
             query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            held: Segments = held,
+            *_: Tensor,
+            layer: RaggedLayer = layer,
+            first: int = first,
             powers: tuple[int, ...] = powers,
         ) -> Tensor:
-            own = (held.layer.col, *held.layer.bounds(), held.layer.length, held.first)
-            found = kernels.ragged_attention(query, key, value, *own, 128**-0.5, powers)
-            return found[1 if powers else 0]
+            output, attention_sums = attend(query, layer, first, 128**-0.5, powers)
+            return attention_sums[powers[0]] if powers else output
 
-        yield held.case(f"ragged_attention {what} T={length}", run, powers)
+        def oracle(
+            *exact: Tensor,
+            columns: Tensor = columns,
+            bounds: list[Tensor] = bounds,
+            first: int = first,
+            powers: tuple[int, ...] = powers,
+        ) -> Tensor:
+            on_cpu = (*(x.cpu() for x in exact), columns, *bounds)
+            output, sums = ref.ragged_attention(*on_cpu, first, 128**-0.5, powers)
+            return (sums[0] if powers else output).to(DEVICE)
+
+        has_varlen = DEVICE.type == "cuda" and find_spec("torch.nn.attention.varlen") is not None
+        others = {"varlen_attn": by_varlen(layer, query_count)} if has_varlen and not powers else {}
+        yield Case(
+            f"ragged_attention {what} T={length}",
+            (query, layer.key, layer.value),
+            run,
+            oracle,
+            (
+                4.0 * 4 * entries * query_count * 128,
+                4.0 * entries * (128 + 4 * len(powers)),
+                4.0 * entries * query_count,
+            ),
+            tolerance=2e-2,
+            on_torch="SDPA on padded copies",
+            others=others,
+        )
 
 
-def ragged_baselines(length: int) -> Iterator[Case]:
-    """A decode step without the kernel: in a padded rectangle, and by torch's `varlen_attn`."""
-    from kvbench.engine.attend import _attend_padded
+def _segments(length: int, query_count: int) -> tuple[RaggedLayer, Tensor]:
+    """Return a packed layer whose segments end with the new tokens, and their queries."""
+    batch, heads = (16, 8) if length > AGREE_AT else (2, 2)
+    layer = RaggedLayer()
+    layer.batch, layer.heads, layer.dim, layer.packed = batch, heads, 128, True
+    order = torch.randperm(batch * heads)
+    spread = torch.linspace(0.5, 1.5, batch * heads)[order]
+    layer.length = (length * spread).int().add(query_count).tolist()
+    layer.room = [entry_count + 64 for entry_count in layer.length]
+    layer.start = starts(layer.room)
+    rows, first = sum(layer.room), 2 * length
+    layer.key, layer.value = (torch.randn(rows, 128).bfloat16().to(DEVICE) for _ in range(2))
+    columns = torch.zeros(rows, dtype=torch.int32)
+    for start, entry_count in zip(layer.start, layer.length, strict=True):
+        end = start + entry_count
+        columns[end - query_count : end] = torch.arange(first, first + query_count)
+    layer.col = columns.to(DEVICE)
+    query = torch.randn(batch, query_count, heads * 4, 128).bfloat16().to(DEVICE).transpose(1, 2)
+    return layer, query
 
-    held = Segments.of(length, 1)
 
-    def rectangle(query: Tensor, *_: Tensor) -> Tensor:
-        return _attend_padded(query, held.layer, held.first, 128**-0.5, (), None)[0]
-
-    yield held.case(f"padded rectangle T={length}", rectangle)
-    if find_spec("torch.nn.attention.varlen") is None:
-        return
+def by_varlen(layer: RaggedLayer, query_count: int) -> Run:
+    """Return the same attention by torch's `varlen_attn`, a segment a sequence."""
     from torch.nn.attention.varlen import varlen_attn
 
-    (rows, lengths), batch = held.bounds(), held.layer.batch
-    each = torch.arange(len(held.layer.length) + 1, dtype=torch.int32).cuda()
-    longest = max(held.layer.length)
+    start, length = (x.flatten().int() for x in layer.bounds())
+    rows = torch.cat([start, start.new_tensor([sum(layer.room)])])
+    new_rows = torch.arange(len(layer.length) + 1, dtype=torch.int32, device=DEVICE) * query_count
+    longest, shape = max(layer.length), (layer.batch, layer.heads, query_count, 4, 128)
 
-    def varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        apart = query.reshape(-1, 4, 128)  # a segment is a sequence of one query and one KV head
-        found = varlen_attn(
-            apart,
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        by_segment = query.unflatten(1, (layer.heads, 4)).transpose(2, 3).reshape(-1, 4, 128)
+        output = varlen_attn(
+            by_segment,
             key[:, None],
             value[:, None],
-            each,
+            new_rows,
             rows,
-            1,
+            query_count,
             longest,
             scale=128**-0.5,
+            window_size=(-1, 0) if query_count > 1 else (-1, -1),  # the new tokens end a segment
             enable_gqa=True,
-            seqused_k=lengths,
+            seqused_k=length,
         )
-        assert isinstance(found, Tensor)
-        return found.view(batch, -1, 1, 128)
+        assert isinstance(output, Tensor)
+        return output.view(shape).transpose(2, 3).flatten(1, 2)
 
-    yield held.case(f"varlen_attn T={length}", varlen)
+    return run
 
 
 OPS: dict[str, Callable[[int], Iterator[Case]]] = {
@@ -289,38 +349,50 @@ OPS: dict[str, Callable[[int], Iterator[Case]]] = {
     "value_norm": value_norm,
     "global_select": global_select,
     "ragged_attention": ragged_attention,
-    "ragged_baselines": ragged_baselines,
 }
 
 
-def disagreement(case: Case) -> str:
-    """What is wrong with a case, or nothing: outputs and gradients against float64."""
-    grads = case.backward is not None
-    mine = [x.detach().clone().requires_grad_(grads and x.is_floating_point()) for x in case.inputs]
-    exact = [x.double().requires_grad_(grads) if x.is_floating_point() else x for x in case.inputs]
-    got, true = case.run(*mine), case.oracle(*exact)
-    pairs = [("output", got.detach(), true.detach())]
-    if grads:
-        slope = torch.randn_like(true)
-        places = [i for i, x in enumerate(mine) if x.requires_grad]
-        gots = torch.autograd.grad(got, [mine[i] for i in places], slope.to(got.dtype))
-        trues = torch.autograd.grad(true, [exact[i] for i in places], slope.to(got.dtype).double())
-        pairs += [(f"gradient {i}", g, t) for i, g, t in zip(places, gots, trues, strict=True)]
-    for what, g, t in pairs:
-        g, t = g.double(), t.double()
-        error = float((g - t).abs().max() / t.abs().max().clamp_min(1e-30))
+def disagreement(case: Case, way: Way) -> str:
+    """Return what is wrong with a way to compute a case, or "": outputs and gradients against float64."""
+    has_gradients = case.backward is not None
+    inputs = [x.detach().clone().requires_grad_(has_gradients and x.is_floating_point()) for x in case.inputs]
+    exact = [x.double().requires_grad_(has_gradients) if x.is_floating_point() else x for x in case.inputs]
+    with way.running():
+        output = way.run(*inputs)
+    true_output = case.oracle(*exact)
+    compared = [("output", output.detach(), true_output.detach())]
+    if has_gradients:
+        slope = torch.randn_like(true_output)
+        places = [place for place, x in enumerate(inputs) if x.requires_grad]
+        with way.running():
+            gradients = torch.autograd.grad(output, [inputs[place] for place in places], slope.to(output.dtype))
+        rounded_slope = slope.to(output.dtype).double()
+        true_gradients = torch.autograd.grad(true_output, [exact[place] for place in places], rounded_slope)
+        compared += [
+            (f"gradient {place}", gradient, true_gradient)
+            for place, gradient, true_gradient in zip(places, gradients, true_gradients, strict=True)
+        ]
+    for what, computed, true in compared:
+        largest = true.double().abs().max().clamp_min(1e-30)
+        error = float((computed.double() - true.double()).abs().max() / largest)
         if not error <= case.tolerance:  # NaN is not
             return f"{what} is off by {error:.1e}"
     return ""
 
 
 def median_ms(run: Callable[[], object], repeats: int) -> float:
-    """Median time of a call in milliseconds, cold in the second-level cache."""
-    flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
+    """Return the median time of a call in milliseconds, cold in the second-level cache of a GPU."""
+    times: list[float] = []
+    if DEVICE.type == "cpu":
+        for _ in range(repeats):
+            started = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - started))
+        return statistics.median(times)
+    flush = torch.empty(256 * 2**20, dtype=torch.int8, device=DEVICE)
     for _ in range(3):
         run()
-    times = []
-    for _ in range(repeats):
+    while len(times) < 3 or (len(times) < repeats and sum(times) < LONGEST):
         flush.zero_()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -331,26 +403,63 @@ def median_ms(run: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def timed(case: Case, rates: tuple[float, float, float], repeats: int) -> Iterator[dict[str, object]]:
-    """Rows for forward and backward: time, the best possible, and their ratio."""
+def timed(
+    case: Case, rates: tuple[float, float, float], repeats: int, wrong: Collection[str] = ()
+) -> Iterator[dict[str, object]]:
+    """Yield rows for forward and backward of every way: time, peak memory, the best possible time and its share.
+
+    A row of a way that runs out of memory has the reason in `error`. Ways in `wrong` are left out.
+    """
+    for way in case.ways():
+        if way.name in wrong:
+            continue
+        works = {"forward": case.forward} | ({} if case.backward is None else {"backward": case.backward})
+        try:
+            with way.running():
+                measured = _measure(case, way, repeats)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            torch.cuda.empty_cache()
+            yield from ({"case": case.name, "part": part, "way": way.name, "error": "out of memory"} for part in works)
+            continue
+        for part, (ms, peak_bytes) in measured.items():
+            best = max(work / rate for work, rate in zip(works[part], rates, strict=True)) * 1e3
+            yield {
+                "case": case.name,
+                "part": part,
+                "way": way.name,
+                "ms": round(ms, 4),
+                "peak_bytes": peak_bytes,
+                "roofline_ms": float(f"{best:.4g}"),
+                "share": round(best / ms, 3),
+                "error": "",
+            }
+
+
+def _measure(case: Case, way: Way, repeats: int) -> dict[str, tuple[float, int | None]]:
+    """Return time and peak memory (of a GPU only) of forward and backward."""
     inputs = [x.detach().requires_grad_(case.backward is not None and x.is_floating_point()) for x in case.inputs]
+
+    def forward() -> None:
+        way.run(*inputs)
+
     with torch.no_grad():
-        parts = [("forward", median_ms(lambda: case.run(*inputs), repeats), case.forward)]
+        measured = {"forward": (median_ms(forward, repeats), _peak(forward))}
     if case.backward is not None:
-        out = case.run(*inputs)
-        slope = torch.randn_like(out)
+        output = way.run(*inputs)
+        slope = torch.randn_like(output)
         wanted = [x for x in inputs if x.requires_grad]
-        ms = median_ms(lambda: torch.autograd.grad(out, wanted, slope, retain_graph=True), repeats)
-        parts.append(("backward", ms, case.backward))
-    for part, ms, work in parts:
-        best = max(w / rate for w, rate in zip(work, rates, strict=True)) * 1e3
-        yield {
-            "case": case.name,
-            "part": part,
-            "ms": round(ms, 4),
-            "roofline_ms": round(best, 4),
-            "share": round(best / ms, 3),
-        }
+
+        def backward() -> None:
+            torch.autograd.grad(output, wanted, slope, retain_graph=True)
+
+        measured["backward"] = median_ms(backward, repeats), _peak(backward)
+    return measured
+
+
+def _peak(run: Callable[[], None]) -> int | None:
+    return allocated(run, DEVICE) if DEVICE.type == "cuda" else None
 
 
 def main() -> int:
@@ -359,35 +468,44 @@ def main() -> int:
     parser.add_argument("--op", nargs="+", choices=sorted(OPS), default=sorted(OPS))
     parser.add_argument("--length", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--flops", type=float, default=800e12, help="bfloat16 flops a second")
-    parser.add_argument("--bytes", type=float, default=3.35e12, help="bytes a second")
-    parser.add_argument("--exps", type=float, default=3.7e12, help="exponentials a second")
+    parser.add_argument("--flops", type=float, default=RATES[0], help="bfloat16 flops a second")
+    parser.add_argument("--bytes", type=float, default=RATES[1], help="bytes a second")
+    parser.add_argument("--exps", type=float, default=RATES[2], help="exponentials a second")
     parser.add_argument("--json", type=Path, help="write the rows here as well")
-    asked = parser.parse_args()
-    if not torch.cuda.is_available():
+    options = parser.parse_args()
+    if DEVICE.type != "cuda":
         print("benchmarks/kernels.py measures speed and needs a GPU: none is seen here")
         return 2
     torch.manual_seed(0)
-    rates, rows, wrong = (asked.flops, asked.bytes, asked.exps), [], False
+    rates, rows, has_failed = (options.flops, options.bytes, options.exps), list[dict[str, object]](), False
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for op in asked.op:
-        complaints = {c.name: disagreement(c) for c in OPS[op](AGREE_AT)}
-        for name, complaint in complaints.items():
-            print(f"{name:44s} {complaint or 'agrees with its oracle'}")
-        if any(complaints.values()):
-            wrong = True
+    for op in options.op:
+        wrong: set[str] = set()
+        for case in OPS[op](AGREE_AT):
+            for way in case.ways():
+                complaint = disagreement(case, way)
+                print(f"{case.name:44s} {way.name:22s} {complaint or 'agrees with its oracle'}")
+                wrong |= {way.name} if complaint else set()
+        if "kernel" in wrong:
+            has_failed = True
             continue
-        for length in asked.length:
+        for length in options.length:
             for case in OPS[op](length):
-                for row in timed(case, rates, asked.repeats):
-                    print(
-                        "{case:44s} {part:9s} {ms:10.3f} ms  at best {roofline_ms:10.3f} ms  {share:6.1%}".format(**row)
-                    )
+                for row in timed(case, rates, options.repeats, wrong):
+                    print(printed(row))
                     rows.append(row)
-    if asked.json:
+    if options.json:
         device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        asked.json.write_text(json.dumps([{**device, **r} for r in rows], indent=1))
-    return 1 if wrong else 0
+        options.json.write_text(json.dumps([{**device, **row} for row in rows], indent=1))
+    return 1 if has_failed else 0
+
+
+def printed(row: Mapping[str, object]) -> str:
+    """Return a row of `timed` as a line."""
+    line = "{case:44s} {part:9s} {way:22s} ".format(**row)
+    if row["error"]:
+        return f"{line} {row['error']}"
+    return line + "{ms:10.3f} ms  at best {roofline_ms:10.3f} ms  {share:6.1%}".format(**row)
 
 
 if __name__ == "__main__":

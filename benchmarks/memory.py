@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 MIB = 1024**2
 
 
-def allocated(run: Callable[[], None], device: torch.device) -> int:
+def allocated(run: Callable[[], object], device: torch.device) -> int:
     """Bytes that torch's allocator gave out at the peak of a call, less those from before it."""
     if device.type == "cuda":
         torch.cuda.synchronize()

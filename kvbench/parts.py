@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from kvbench import native
 from kvbench.errors import UserError
 from kvbench.moments import LATER
 from kvbench.plugin import Allocator, Score, Scored, Scores, Selector, View
@@ -65,13 +66,20 @@ def entry_key(value: Tensor, protect: Tensor, position: Tensor, valid: Tensor) -
     """Return `order_key` from values, protection classes, positions and validity, all of one shape."""
     row_count = len(value)
     value, protect, position, valid = (_distinct(tensor) for tensor in (value, protect, position, valid))
+    entry_keys = native.entry_keys(value, protect, position, valid)
+    if entry_keys is None:
+        entry_keys = _entry_keys(value, protect, position, valid)
+    return entry_keys.expand(row_count, *entry_keys.shape[1:]) if len(entry_keys) < row_count else entry_keys
+
+
+def _entry_keys(value: Tensor, protect: Tensor, position: Tensor, valid: Tensor) -> Tensor:
+    """Compute `entry_key` with torch."""
     float_bits = (value.float() + 0.0).view(torch.int32).long()  # + 0.0: no negative zero
     ordered_bits = torch.where(float_bits < 0, -1 - (float_bits & 0x7FFFFFFF), float_bits) + (1 << 31)
     entry_classes = protect.long()
     value_keys = (entry_classes << 32) + ordered_bits.masked_fill(entry_classes > Scores.CHOSEN, 0)
     position_keys = torch.where(entry_classes == Scores.SINK, (1 << 28) - 1 - position, position)
-    entry_keys = ((value_keys << 28) + position_keys).masked_fill(~valid, -1)
-    return entry_keys.expand(row_count, *entry_keys.shape[1:]) if len(entry_keys) < row_count else entry_keys
+    return ((value_keys << 28) + position_keys).masked_fill(~valid, -1)
 
 
 def _distinct(tensor: Tensor) -> Tensor:
@@ -90,6 +98,12 @@ def best(key: Tensor, count: Tensor, unique: bool = False) -> Tensor:
     Returns:
         bool `[..., m]`.
     """
+    marked = native.mark_largest(key, count)
+    return _best(key, count, unique) if marked is None else marked
+
+
+def _best(key: Tensor, count: Tensor, unique: bool) -> Tensor:
+    """Compute `best` with torch."""
     distinct_keys = _distinct(key)
     if key.device.type == "cpu":  # a partial sort; on a GPU, reading the count would synchronise
         top_count = min(max(int(count.max()), 1), key.shape[-1])

@@ -22,7 +22,7 @@ PACKAGES = {
 }
 
 GROUND = "moved errors terminal files budget moments decoding metrics stats progress"
-PAGES = "registry plugin_facts named view plugin parts spelling artifacts benchmark"
+PAGES = "registry plugin_facts named native view plugin parts spelling artifacts benchmark"
 ROOMS = "data harness judge engine runs"
 ABOVE = (
     "lm_eval lmms_eval tables report regression viewer leaderboard papers analysis reference reference_vl named_models "

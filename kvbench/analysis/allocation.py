@@ -14,13 +14,13 @@ from torch import Tensor
 
 from kvbench.analysis.common import analysis_runner, contexts, kept_masks, make_grid, stages
 from kvbench.analysis.maps import Colours, figure_suffixes, head_maps, layer_head_map, panels_across
-from kvbench.analysis.output import AnalysisOutput, Findings, make_output_folder, require_results, write_all
+from kvbench.analysis.output import AnalysisOutput, Findings, prepare_output, require_results, write_all
 from kvbench.analysis.scopes import distinct_values, ordered_budgets, scope_heading, scopes
 from kvbench.analysis.summary import notes
 from kvbench.engine.models import full_layer_ids
 from kvbench.progress import Reporter
 from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
-from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions, figure_options
+from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
 from kvbench.runs.answers import Prompt
 from kvbench.runs.cell import Cell
 from kvbench.runs.grid import Grid
@@ -217,8 +217,7 @@ def write_allocation(
         UserError: A value in the grid is unknown or out of range, or the output is not writable.
     """
     grid = make_grid(grid_options)
-    figure_settings = figure_options(figures, [str(policy) for policy in grid.built_policies])
-    folder = make_output_folder(grid, "allocation")
+    folder, figure_settings = prepare_output(grid, "allocation", figures)
     allocation = analyze(grid, reporter)
     require_results(allocation.table, allocation.failed)
     findings = Findings(

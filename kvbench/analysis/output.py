@@ -17,6 +17,8 @@ import pyarrow.parquet as pq
 from kvbench.analysis.summary import summary_text
 from kvbench.errors import UserError
 from kvbench.files import cannot, replacing
+from kvbench.report.figure_flags import FigureFlags
+from kvbench.report.figure_options import FigureOptions, figure_options
 from kvbench.runs.grid import Grid
 from kvbench.tables.table import Table
 
@@ -42,21 +44,24 @@ class AnalysisOutput:
     failed: Mapping[str, str]
 
 
-def make_output_folder(grid: Grid, analysis: str, *settings: object) -> Path:
-    """Return the output folder, created if needed, before any work is done.
+def prepare_output(grid: Grid, analysis: str, figures: FigureFlags, *settings: object) -> tuple[Path, FigureOptions]:
+    """Return the output folder, created if needed, and the options of the figures, before any work is done.
 
     By default, the folder depends on everything that affects the results except `--samples`.
 
     Args:
         grid: Its output folder is used if set.
         analysis: Name of the analysis.
+        figures: Options of the figures as a user gave them.
         settings: Everything else that affects the results.
 
     Raises:
-        UserError: The folder is not writable.
+        UserError: The folder is not writable, or an option of the figures is wrong.
     """
+    figure_settings = figure_options(figures, [str(policy) for policy in grid.built_policies])
     digest = hashlib.sha256(json.dumps([grid.digest, *settings]).encode()).hexdigest()[:16]
-    return prepare_folder(Path(grid.out) if grid.out else Path("results") / f"{analysis}-{digest}")
+    folder = prepare_folder(Path(grid.out) if grid.out else Path("results") / f"{analysis}-{digest}")
+    return folder, figure_settings
 
 
 def prepare_folder(folder: Path) -> Path:

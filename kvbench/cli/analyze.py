@@ -34,6 +34,7 @@ app = typer.Typer(
 _GRID = (
     *("policies", "budgets", "models", "tasks", "moments", "lengths", "samples", "seed"),
     *("device", "dtype", "attn", "revision", "device_map", "quantization", "chat_template"),
+    *("lmms_model", "min_pixels", "max_pixels", "max_frames"),
 )
 _PROMPTS = tuple(name for name in _GRID if name not in ("policies", "budgets", "moments"))
 """Options of an analysis of the full cache, which runs no policy."""
@@ -194,7 +195,8 @@ def carry_out(
     figure_paths = [path for path in outputs.files if path.parent == outputs.path / "figures"]
     formats = dict.fromkeys(path.suffix[1:].upper() for path in figure_paths)
     figure_count = len({path.with_suffix("") for path in figure_paths})
-    say(f"figures: {figure_count} as {' and '.join(formats)} in {outputs.path / 'figures'}")
+    if figure_count:
+        say(f"figures: {figure_count} as {' and '.join(formats)} in {outputs.path / 'figures'}")
     if outputs.failed:
         complain(f"{len(outputs.failed)} cells failed: {next(iter(outputs.failed.values()))}")
         raise typer.Exit(FAILED)

@@ -77,7 +77,8 @@ def report(
         option(
             "Figures",
             "AXIS",
-            "x axis: budget (percent of the full cache) or bytes. Default: percent, with bytes along the top.",
+            "x axis: budget (percent of the full cache), bytes, or tokens (per KV head). Default: percent, with bytes "
+            "along the top.",
             "--x",
         ),
     ] = None,

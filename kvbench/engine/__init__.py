@@ -12,6 +12,6 @@ decode          stop conditions, greedy decoding and batches of compressed cache
 pool            continuous batching: ended rows make room for new responses (`refill`)
 
 Beside this path: `reading` (sparse attention of readers), `codes` and `channels` (quantised and pruned entries),
-`pruning` and `vision` (images and videos), `replay` (KVzip), `shared` and `integrity` (detection of changes in place),
-`models`, `loading`, `gguf` and `quantization` (the model itself), `kernels` (Triton).
+`vision`, `encoding` and `pruning` (images and videos), `replay` (KVzip), `shared` and `integrity` (detection of changes
+in place), `models`, `loading`, `gguf` and `quantization` (the model itself), `kernels` (Triton).
 """

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench import native
 from kvbench.engine.dense import flash_attention, has_flash, with_sinks
 from kvbench.engine.kernels.launch import by_triton
 from kvbench.engine.layer import RaggedLayer
@@ -15,6 +16,8 @@ from kvbench.view.softmax import attention_weights, capped, is_plain, sinks_of
 
 _WIDEST = 256
 """Largest head dimension supported by the kernel's tiles."""
+_MOST_QUERIES = 32
+"""Queries per sequence up to which native code is at least as fast as a copy of shared entries and torch."""
 _BLOCK = 1 << 23
 """Maximum number of float32 attention weights held at once per sequence, if weights are materialised."""
 
@@ -30,7 +33,8 @@ def attend(
     """Compute attention of new queries over a packed layer that already holds their entries.
 
     Logical columns decide causality among new tokens. On an NVIDIA GPU a Triton kernel reads the segments in place,
-    unless a gradient is required or triton is not installed.
+    unless a gradient is required or triton is not installed. On a CPU native code does, for few queries of float32 or
+    bfloat16; what it cannot compute gets a copy of shared entries.
 
     Args:
         query: `[B, H_q, n, d]`.
@@ -48,7 +52,13 @@ def attend(
     assert layer.key is not None and layer.value is not None
     kernel_fits = query.shape[-1] == layer.value.shape[-1] <= _WIDEST
     if by_triton(query) and kernel_fits and not needs_gradient:
-        return _attend_kernel(query, layer, first_column, scale, powers, valid_queries)
+        return _attend_kernel(query, layer.with_own_rows(), first_column, scale, powers, valid_queries)
+    is_few = query.shape[2] <= _MOST_QUERIES
+    if is_few and not powers and is_plain(scale) and native.can_attend(query, layer.key, layer.value):
+        rows = (layer.key, layer.value, layer.col, *layer.bounds())
+        return native.ragged_attention(query, *rows, layer.shared_addresses(), first_column, scale), {}
+    layer = layer.with_own_rows()
+    assert layer.key is not None and layer.value is not None
     if query.device.type != "cpu":
         return _attend_padded(query, layer, first_column, scale, powers, valid_queries)
     by_sdpa = is_plain(scale) or (has_flash(query, layer.key, layer.value, scale) and not needs_gradient)

@@ -2,14 +2,15 @@
 
 A full-attention layer is dense during prefill (`[B, H, S, d]`) and packed once compressed: one K and one V of rows
 `[rows, d]`. Segment `s = b * H + h` owns the rows `start[s] : start[s] + length[s]`, and `col[row]` is the logical
-column of a row. Evicted entries are freed. Sliding-window layers and recurrent states stay those of transformers.
-Lengths are mirrored on the CPU, so that no layer waits for the device.
+column of a row. Evicted entries are freed. The cells of a grid can read entries in the dense layers of their prefill
+instead (`kvbench.engine.shared`), and own rows only for new tokens. Sliding-window layers and recurrent states stay
+those of transformers. Lengths are mirrored on the CPU, so that no layer waits for the device.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -198,9 +199,10 @@ class RaggedCache(Cache):
 
     def footprint(self, sequence_index: int) -> dict[str, Any]:
         """Return the current memory cost of a sequence, by result column."""
+        live_bytes = self.live_bytes(sequence_index)
         return {
-            "kv_bytes_live": self.live_bytes(sequence_index),
-            "kv_bytes_read": self.read_bytes(sequence_index),
+            "kv_bytes_live": live_bytes,
+            "kv_bytes_read": self.read_bytes(sequence_index) if self.readings else live_bytes,
             "kv_bytes_allocated": self.allocated_bytes(sequence_index),
             "kv_bytes_full": self.full_bytes(sequence_index),
             "visual_tokens": self.visual_tokens()[sequence_index],
@@ -210,6 +212,8 @@ class RaggedCache(Cache):
 
     def _summary_bytes(self, sequence_index: int | None) -> int:
         """Return the bytes of the reader's summaries for one sequence or for all."""
+        if not self.readings:
+            return 0
         return sum(
             reading.summary_bytes(layer_index, layer.length[r * layer.heads :][: layer.heads], layer.number_bytes)
             for layer_index, layer in enumerate(self.ragged)
@@ -220,7 +224,7 @@ class RaggedCache(Cache):
     def full_bytes(self, sequence_index: int) -> int:
         """Return the bytes of K and V that the full cache would hold for one sequence."""
         assert self.valid is not None
-        token_count = int(self.valid[sequence_index].sum())
+        token_count = int(self.valid[sequence_index].sum()) if self.padded else self.valid.shape[1]
         return sum(
             token_count * layer.heads * layer.entry_numbers * layer.key.element_size()
             for layer in self.ragged
@@ -235,22 +239,25 @@ class RaggedCache(Cache):
             if not isinstance(layer, RaggedLayer):
                 column_masks.append(None)
                 continue
-            device = layer.col.device if layer.packed else self.valid.device
-            column_mask = torch.zeros(layer.batch * layer.heads, layer.seen, dtype=torch.bool, device=device)
+            column_mask = self.valid[:, None].repeat(1, layer.heads, 1)
             if layer.packed:
-                segment_indices = torch.arange(len(layer.length), device=column_mask.device)
-                segment_lengths = torch.tensor(layer.length, device=column_mask.device)
-                segment_indices = segment_indices.repeat_interleave(segment_lengths)
-                column_mask[segment_indices, layer.col[layer.rows()].long()] = True
-                column_masks.append(column_mask.view(layer.batch, layer.heads, -1).to(self.valid.device))
-            else:
-                column_masks.append(self.valid[:, None].expand(-1, layer.heads, -1).clone())
+                column_mask = torch.zeros_like(column_mask, device=layer.col.device)
+                for sequence_index in range(layer.batch):
+                    column_mask[(sequence_index, *layer.columns_of(sequence_index))] = True
+            column_masks.append(column_mask.to(self.valid.device))
         return column_masks
 
-    def fork(self) -> Self:
-        """Return an independent copy; dense tensors are shared."""
+    def fork(self, ragged_layers: Iterable[RaggedLayer] | None = None) -> Self:
+        """Return an independent copy; dense tensors are shared.
+
+        Args:
+            ragged_layers: Full-attention layers of the copy, in order; None: copies of this cache's.
+        """
         forked = copy.copy(self)
-        forked.layers = [layer.fork() if isinstance(layer, RaggedLayer) else copied(layer) for layer in self.layers]
+        if ragged_layers is None:
+            ragged_layers = (layer.fork() for layer in self.ragged)
+        new_layers = iter(ragged_layers)
+        forked.layers = [next(new_layers) if isinstance(layer, RaggedLayer) else copied(layer) for layer in self.layers]
         forked.observers = {need: observer.fork() for need, observer in self.observers.items()}
         forked.token_observers = {need: observer.fork() for need, observer in self.token_observers.items()}
         forked.ids = None if self.ids is None else [*self.ids]
@@ -439,6 +446,13 @@ def _stack_ragged(layer_parts: list[RaggedLayer], shifts: list[int], column_coun
     }
     orders = [layer_part.order for layer_part in layer_parts if layer_part.order is not None]
     stacked.order = torch.cat(orders) if orders else None
+    stacked.shared = [entries for layer_part in layer_parts for entries in layer_part.shared]
+    stacked.shared_start = [
+        first_column + shift
+        for layer_part, shift in zip(layer_parts, shifts, strict=True)
+        for first_column in layer_part.shared_start
+    ]
+    stacked.reserved = max(layer_part.reserved for layer_part in layer_parts)
     stacked.coded = [segment_size for layer_part in layer_parts for segment_size in layer_part.coded]
     stacked.room = [segment_size for layer_part in layer_parts for segment_size in layer_part.room]
     stacked.length = [segment_size for layer_part in layer_parts for segment_size in layer_part.length]

@@ -158,17 +158,12 @@ class EvictionStep(ViewBuilder):
         scores = self._score(view)
         if self.spread:
             budgets = self.mean.to(view.col.device)
-            budget_scores = [scores]
             if view.read_budget:
-                budget_scores += [self._score(view.for_budgets(head_budget[None])) for head_budget in budgets[1:]]
-            values, protection = (
-                torch.cat(tensors) if len(budget_scores) > 1 else tensors[0].expand(len(budgets), -1, -1)
-                for tensors in zip(
-                    *((scored_budget.value, scored_budget.protect) for scored_budget in budget_scores),
-                    strict=True,
-                )
-            )
-            scores, view = Scores(values, protection), view.for_budgets(budgets)
+                others = self._score(view.for_budgets(budgets[1:]))
+                scores = Scores(torch.cat([scores.value, others.value]), torch.cat([scores.protect, others.protect]))
+            else:
+                scores = Scores(*(x.expand(len(budgets), -1, -1) for x in (scores.value, scores.protect)))
+            view = view.for_budgets(budgets)
         return Scored(view, self.policy.select.prepare(view, scores))
 
     def _score(self, view: View) -> Scores:
@@ -189,7 +184,7 @@ class EvictionStep(ViewBuilder):
         all_finite = (scores.value.isfinite() | ~view.valid).all()
         flag = (f"a score of layer {view.layer} is not finite", ~all_finite)
         self._flags.append(flag)
-        if self.shared is not None and not view.read_budget:
+        if self.shared is not None and not view.read_budget and len(view.length) == self.cache.batch:
             seconds = now(view.col.device) - started
             self.shared_seconds += seconds
             # A selector may write to its scores, so give it copies.

@@ -257,7 +257,7 @@ class Batch:
         Args:
             row_tokens: At most `width` tokens per row; a row without tokens waits.
             width: Columns of the forward; shorter rows are padded on the left.
-            pixels: The media among the tokens, in a batch of one row.
+            pixels: The media among the tokens, in the order of the rows.
             token_count: As for `forward`; None: the tokens of all rows.
 
         Returns:
@@ -278,8 +278,8 @@ class Batch:
         token_count: int | None = None,
     ) -> Tensor:
         """Append tokens; return the last logits, `[rows, logit_count, vocabulary]`."""
-        # A repeated row gets no token if rows have eviction state or are read one by one.
-        separate_rows = self.cache.eviction_state is not None or bool(self.cache.readings)
+        # A repeated row gets no token if rows have eviction state or are read one by one, and no image.
+        separate_rows = self.cache.eviction_state is not None or bool(self.cache.readings) or pixels is not None
         filler_tokens = () if separate_rows else row_tokens[-1]
         slot_tokens = [*row_tokens, *[filler_tokens] * (self.slots - self.rows)]
         token_ids, token_mask = left_padded(slot_tokens, width)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kvbench.engine.attachment import Forward, Step, attached
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.contract import family_of
+from kvbench.engine.encoding import encoding_once
 from kvbench.engine.evict import after_forward
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, head_of, rotary_model
@@ -197,14 +198,15 @@ def forward(
     if token_mask is not None and cache.valid is not None:
         token_mask = torch.cat([cache.valid, token_mask.bool()], 1)
     # The attachment supplies positions and the mask of cached columns.
-    logits: Tensor = model(
-        input_ids=token_ids,
-        attention_mask=None if token_mask is None else token_mask.long(),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=logit_count or 1,
-        **model_inputs,
-    ).logits
+    with encoding_once(model) if pixels else nullcontext():
+        logits: Tensor = model(
+            input_ids=token_ids,
+            attention_mask=None if token_mask is None else token_mask.long(),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=logit_count or 1,
+            **model_inputs,
+        ).logits
     if position_shift is not None:
         cache.shift = position_shift
     if listener := model.__dict__.get(_LISTENER):

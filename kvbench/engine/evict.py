@@ -14,17 +14,21 @@ from kvbench.engine.decide import Decision, EvictionStep
 from kvbench.engine.eviction_state import EvictionState, goes_on, spare_entries
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.reading import readings
+from kvbench.engine.shared import can_share
 from kvbench.engine.threads import now
 from kvbench.errors import UserError
 from kvbench.plugin import ModelInfo, Policy
 
 
-def compress_cache(eviction_step: EvictionStep, target_cache: RaggedCache, reserve: int | None = None) -> None:
+def compress_cache(
+    eviction_step: EvictionStep, target_cache: RaggedCache, reserve: int | None = None, *, shares: bool = False
+) -> None:
     """Compress all layers of `eviction_step.cache` into `target_cache`, possibly the same cache.
 
     Args:
         target_cache: Receives the packed layers and the counts.
         reserve: Free rows behind every segment.
+        shares: Whether entries are read in the dense layers where possible, not copied; they must not change then.
 
     Raises:
         BudgetError: The policy did not keep exactly its budget.
@@ -32,12 +36,12 @@ def compress_cache(eviction_step: EvictionStep, target_cache: RaggedCache, reser
     layers = list(zip(eviction_step.cache.ragged, target_cache.ragged, strict=True))
     decisions = _decisions(eviction_step)
     for layer_index, ((source_layer, target_layer), decision) in enumerate(zip(layers, decisions, strict=True)):
-        pack_layer(eviction_step, layer_index, source_layer, target_layer, decision, reserve)
+        pack_layer(eviction_step, layer_index, source_layer, target_layer, decision, reserve, shares=shares)
     record_counts([eviction_step], target_cache)
 
 
 def compress_together(
-    steps: Sequence[EvictionStep], target_cache: RaggedCache, reserve: int | None = None
+    steps: Sequence[EvictionStep], target_cache: RaggedCache, reserve: int | None = None, *, shares: bool = False
 ) -> list[float]:
     """Compress one cache in several ways, with one packing per layer for all of them.
 
@@ -46,6 +50,7 @@ def compress_together(
             become the sequences of `target_cache`, in this order.
         target_cache: Receives the packed layers and the counts.
         reserve: Free rows behind every segment.
+        shares: As in `compress_cache`.
 
     Returns:
         Decision time of each step in seconds.
@@ -62,7 +67,7 @@ def compress_together(
     layers = zip(steps[0].cache.ragged, target_cache.ragged, zip(*entry_masks, strict=True), strict=True)
     for source_layer, target_layer, layer_masks in layers:
         target_layer.state = [{} for step in steps for _ in step.budget]
-        _pack(source_layer, target_layer, Decision(torch.cat(layer_masks), {}), reserve)
+        _pack(source_layer, target_layer, Decision(torch.cat(layer_masks), {}), reserve, shares=shares)
     record_counts(steps, target_cache)
     return seconds
 
@@ -80,7 +85,9 @@ def _decisions(eviction_step: EvictionStep) -> Iterator[Decision]:
         yield from eviction_step.model([eviction_step.view(layer, layer_index) for layer_index, layer in layers])
 
 
-def _pack(source_layer: RaggedLayer, target_layer: RaggedLayer, decision: Decision, reserve: int | None) -> None:
+def _pack(
+    source_layer: RaggedLayer, target_layer: RaggedLayer, decision: Decision, reserve: int | None, *, shares: bool
+) -> None:
     """Pack the kept entries of a dense layer; without K and V in the decision, use the layer's."""
     assert source_layer.key is not None and source_layer.value is not None
     key = source_layer.key if decision.key is None else decision.key
@@ -90,6 +97,9 @@ def _pack(source_layer: RaggedLayer, target_layer: RaggedLayer, decision: Decisi
     target_layer.is_latent = source_layer.is_latent
     target_layer.dtype, target_layer.device = source_layer.dtype, source_layer.device
     target_layer.is_initialized = True
+    if shares and reserve is not None and can_share(key, value, source_layer.scale):
+        target_layer.share(key, value, decision.keep, reserve)
+        return
     columns = torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
     target_layer.pack(key, value, decision.keep, columns, decision.extras, reserve)
 
@@ -101,6 +111,8 @@ def pack_layer(
     target_layer: RaggedLayer,
     decision: Decision,
     reserve: int | None = None,
+    *,
+    shares: bool = False,
 ) -> None:
     """Pack the kept entries of one dense layer.
 
@@ -111,6 +123,7 @@ def pack_layer(
         target_layer: Receives the entries; can be the same layer.
         decision: Entries to keep.
         reserve: Free rows behind every segment.
+        shares: As in `compress_cache`.
     """
     target_layer.state = eviction_step.state_of(layer_index)
     target_layer.coding = Coding.of(eviction_step.policy)
@@ -127,7 +140,7 @@ def pack_layer(
             eviction_step.channel_queries(layer_index), key, decision.keep, channel_count
         )
         decision = decision._replace(key=reordered(key, target_layer.order))
-    _pack(source_layer, target_layer, decision, reserve)
+    _pack(source_layer, target_layer, decision, reserve, shares=shares)
 
 
 def record_counts(eviction_steps: Sequence[EvictionStep], target_cache: RaggedCache) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kvbench.engine.encoding import forget_encoded
 from kvbench.errors import UserError
 
 _WIDTH = 509
@@ -148,6 +149,7 @@ class Weights:
         """
         if self._reload is None:
             raise UserError(f"a policy changed the model's parameter {parameter_name}; run without it")
+        forget_encoded(self._model)
         for module in self._model.modules():  # free the memory for the copy
             for tensors in (module._parameters, module._buffers):
                 tensors.update(dict.fromkeys(tensors))

@@ -13,7 +13,11 @@ from transformers.cache_utils import CacheLayerMixin
 from kvbench.engine.channels import reordered, restored
 from kvbench.engine.codes import Coded, Coding
 from kvbench.engine.segments import gathered, runs, starts
+from kvbench.engine.shared import SharedEntries, shared_entries
 from kvbench.view import Need
+
+_OWN_ROWS = 32
+"""Rows by which the segments of a layer that shares entries grow: most answers are much shorter than their limit."""
 
 _UNSUPPORTED = "a kvbench cache does not support beam search or assisted decoding"
 
@@ -24,6 +28,10 @@ class RaggedLayer(CacheLayerMixin):
     Attributes:
         seen: Logical length: all columns so far, including padding and evicted ones.
         start, length, room: First row, live rows and allocated rows of every segment (on the CPU).
+        shared: What every sequence reads in the K and V of a prefill (packed): its oldest entries, which have no row
+            here. None if all of its entries have rows.
+        shared_start: Logical column of the first token of that prefill, for every sequence.
+        reserved: Rows that a segment without rows gets with its first entry.
         coded: Oldest rows of every segment that are quantised or pruned; empty without `coding`.
         key, value: `[B, H, S, d]` while dense, `[rows, d]` once packed.
         col: Logical column of every row, int32 `[rows]` (packed).
@@ -61,6 +69,10 @@ class RaggedLayer(CacheLayerMixin):
         self.length: list[int] = []
         self.coded: list[int] = []
         self.room: list[int] = []
+        self.shared: list[SharedEntries | None] = []
+        self.shared_start: list[int] = []
+        self.reserved = 0
+        self._addresses: Tensor | None = None
         self._bounds: tuple[Tensor, Tensor] | None = None
         self._appended: tuple[Tensor, Tensor | None] = (self.col, None)
         self.pending: tuple[Tensor, Tensor] | None = None
@@ -155,9 +167,84 @@ class RaggedLayer(CacheLayerMixin):
         self.key, self.value = gathered(key, shared_indices), gathered(value, shared_indices)
         self.col = gathered(columns[..., None].to(torch.int32), shared_indices).squeeze(-1)
         self.extras = {extra_name: gathered(extra, source_indices) for extra_name, extra in extras.items()}
-        self.packed = True
+        self._keep_rows()
         if self.coding is not None:
             self.coding.pack(self)
+
+    def _keep_rows(self) -> None:
+        """Note that all entries have rows of their own."""
+        self.packed, self.reserved = True, 0
+        self.shared, self.shared_start = [None] * self.batch, [0] * self.batch
+        self.forget_bounds()
+
+    def share(self, key: Tensor, value: Tensor, entry_mask: Tensor, reserve: int) -> None:
+        """Keep only the chosen entries, and read them where the prefill has them.
+
+        Args:
+            key, value: `[1, H, S, d]` and `[1, H, S, d_v]` of the prefill; see `kvbench.engine.shared.can_share`.
+            entry_mask: Entries to keep, bool `[B, H, S]`.
+            reserve: New entries that may follow; rows for some of them are allocated with the first.
+        """
+        self.batch, self.heads, _ = entry_mask.shape
+        self.shared, self.shared_start = [*shared_entries(key, value, entry_mask)], [0] * self.batch
+        self.start, self.length, self.room = ([0] * (self.batch * self.heads) for _ in range(3))
+        with torch.inference_mode(False):  # later forwards write to them in any mode
+            self.key, self.value = key.new_empty(0, key.shape[-1]), value.new_empty(0, value.shape[-1])
+            self.col = torch.empty(0, dtype=torch.int32)
+        self.extras, self.packed, self.reserved = {}, True, min(reserve, _OWN_ROWS)
+        self.forget_bounds()
+
+    def materialise(self) -> None:
+        """Give shared entries rows of their own: whatever reads or changes rows needs them all."""
+        if not self.is_shared:
+            return
+        assert self.key is not None and self.value is not None
+        own_rows, own_counts = self._own_rows(), self.length
+        free_counts = [room - length for room, length in zip(self.reserved_room(), own_counts, strict=True)]
+        shared_counts = [
+            0 if entries is None else entries.lengths[head] for entries in self.shared for head in range(self.heads)
+        ]
+        self.length = [own + shared for own, shared in zip(own_counts, shared_counts, strict=True)]
+        self._layout(free_counts)
+        tail_starts = [start + count for start, count in zip(self.start, shared_counts, strict=True)]
+        shared_rows = runs(self.start, shared_counts, self.col.device)
+        tail_rows = runs(tail_starts, own_counts, self.col.device)
+        sharing = [(entries, first) for entries, first in zip(self.shared, self.shared_start, strict=True) if entries]
+
+        def with_shared(own: Tensor, shared: list[Tensor]) -> Tensor:
+            with torch.inference_mode(False):
+                joined = own.new_zeros(sum(self.room), *own.shape[1:])
+            joined[tail_rows], joined[shared_rows] = own[own_rows], torch.cat(shared)
+            return joined
+
+        self.key = with_shared(self.key, [entries.key.flatten(0, 2)[entries.rows()] for entries, _ in sharing])
+        self.value = with_shared(self.value, [entries.value.flatten(0, 2)[entries.rows()] for entries, _ in sharing])
+        self.col = with_shared(self.col, [entries.columns + first for entries, first in sharing])
+        self._keep_rows()
+
+    def with_own_rows(self) -> RaggedLayer:
+        """Return a layer whose entries all have rows: this one, or a copy if it shares entries."""
+        if not self.is_shared:
+            return self
+        materialised = copy.copy(self)
+        materialised.materialise()
+        return materialised
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether any sequence reads entries of a prefill."""
+        return any(entries is not None for entries in self.shared)
+
+    def shared_addresses(self) -> Tensor | None:
+        """Return where native code finds shared entries, int64 `[B * H, 4]`; None if there are none."""
+        if self._addresses is None and self.is_shared:
+            nothing = torch.zeros(self.heads, 4, dtype=torch.int64)
+            self._addresses = torch.cat([nothing if entries is None else entries.addresses for entries in self.shared])
+        return self._addresses
+
+    def reserved_room(self) -> list[int]:
+        """Return the rows of every segment; a layer without rows will get those it has reserved."""
+        return self.room if self.col.shape[0] else [max(self.reserved, room) for room in self.room]
 
     def append(
         self,
@@ -210,8 +297,8 @@ class RaggedLayer(CacheLayerMixin):
             entry_mask: Entries to keep, bool `[B, H, n]`, in the layout of `padded_rows`.
             sequence_indices: Sequences to evict from; None: all.
         """
-        assert self.key is not None and self.value is not None
         row_indices, live_mask = self.padded_rows()
+        assert self.key is not None and self.value is not None
         entry_mask = entry_mask & live_mask
         if sequence_indices is not None:
             is_evicted = torch.zeros(self.batch, 1, 1, dtype=torch.bool, device=entry_mask.device)
@@ -282,11 +369,15 @@ class RaggedLayer(CacheLayerMixin):
         self.extras[need][target_rows] = flat_values if is_token is None else flat_values[is_token]
 
     def forget_bounds(self) -> None:
-        """Discard the device copy of start and length after a change on the CPU."""
-        self._bounds = None
+        """Discard the device copy of start and length, and the addresses, after a change on the CPU."""
+        self._bounds = self._addresses = None
 
     def rows(self) -> Tensor:
         """Return the rows of all live entries, segment by segment, int64 `[entries]`."""
+        self.materialise()
+        return self._own_rows()
+
+    def _own_rows(self) -> Tensor:
         return runs(self.start, self.length, self.col.device)
 
     def padded_rows(self, sequence_indices: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
@@ -299,6 +390,7 @@ class RaggedLayer(CacheLayerMixin):
             Row indices int64 `[B, H, n]` (padded with valid rows) and the mask of live entries, bool `[B, H, n]`; `n`
             is the longest segment of these sequences.
         """
+        self.materialise()
         segment_starts, segment_lengths = self.bounds()
         longest = max(self.length)
         if sequence_indices is not None:
@@ -334,8 +426,8 @@ class RaggedLayer(CacheLayerMixin):
             self._grow(max(new_counts))
 
     def _grow(self, new_count: int) -> None:
-        source_rows = self.rows()
-        target_rows = self._layout([max(new_count, 16, length // 8) for length in self.length])
+        source_rows = self._own_rows()
+        target_rows = self._layout([max(new_count, 16, self.reserved, length // 8) for length in self.length])
         row_total = sum(self.room)
 
         def move_rows(tensor: Tensor) -> Tensor:
@@ -354,6 +446,7 @@ class RaggedLayer(CacheLayerMixin):
         forked = copy.copy(self)
         forked.start, forked.length, forked.room = [*self.start], [*self.length], [*self.room]
         forked.state = [dict(merger_state) for merger_state in self.state]
+        forked.shared, forked.shared_start = [*self.shared], [*self.shared_start]
         forked.extras = dict(self.extras)
         if self.packed:
             assert self.key is not None and self.value is not None
@@ -375,6 +468,8 @@ class RaggedLayer(CacheLayerMixin):
         sequence_layer.key = self.key[row_slice]
         sequence_layer.value = self.value[row_slice]
         sequence_layer.col = self.col[row_slice]
+        sequence_layer.shared = self.shared[sequence_index : sequence_index + 1]
+        sequence_layer.shared_start = self.shared_start[sequence_index : sequence_index + 1]
         sequence_layer.extras, sequence_layer.state = {}, []
         sequence_layer.forget_bounds()
         return sequence_layer
@@ -390,6 +485,8 @@ class RaggedLayer(CacheLayerMixin):
         selection.start, selection.length, selection.room = (
             [counts[segment] for segment in segments] for counts in (self.start, self.length, self.room)
         )
+        selection.shared = [self.shared[sequence_index] for sequence_index in sequence_indices]
+        selection.shared_start = [self.shared_start[sequence_index] for sequence_index in sequence_indices]
         selection.batch, selection.extras, selection.state = len(sequence_indices), {}, []
         selection.forget_bounds()
         return selection
@@ -399,19 +496,35 @@ class RaggedLayer(CacheLayerMixin):
         if not self.packed:
             dense_entries = 0 if self.key is None else self.heads * self.key.shape[-2]
             return dense_entries * (self.batch if sequence_index is None else 1)
+        sequences, segments = self._parts(sequence_index)
+        shared_entries = (entries.count for entries in self.shared[sequences] if entries is not None)
+        return sum(self.length[segments]) + sum(shared_entries)
+
+    def _parts(self, sequence_index: int | None) -> tuple[slice, slice]:
+        """Return the slices of one sequence, or of all, in lists by sequence and by segment."""
         if sequence_index is None:
-            return sum(self.length)
-        return sum(self.length[sequence_index * self.heads : (sequence_index + 1) * self.heads])
+            return slice(None), slice(None)
+        last_index = sequence_index + 1
+        return slice(sequence_index, last_index), slice(sequence_index * self.heads, last_index * self.heads)
 
     def entries_among(self, marked_columns: Tensor, sequence_index: int) -> Tensor:
         """Count one sequence's live entries whose column is marked in `marked_columns`, bool `[S]`."""
         if not self.packed:
             return self.heads * marked_columns.sum()
-        segments = range(sequence_index * self.heads, (sequence_index + 1) * self.heads)
-        segment_columns = [
-            self.col[self.start[segment] : self.start[segment] + self.length[segment]] for segment in segments
-        ]
-        return marked_columns.to(self.col.device)[torch.cat(segment_columns).long()].sum()
+        return marked_columns.to(self.col.device)[self.columns_of(sequence_index)[1]].sum()
+
+    def columns_of(self, sequence_index: int) -> tuple[Tensor, Tensor]:
+        """Return the KV head and the logical column of every live entry of a sequence, int64 `[entries]` each."""
+        sequences, segments = self._parts(sequence_index)
+        lengths = [self.length[segments]]
+        columns = [self.col[runs(self.start[segments], lengths[0], self.col.device)]]
+        for entries, first_column in zip(self.shared[sequences], self.shared_start[sequences], strict=True):
+            if entries is not None:
+                lengths.append(entries.lengths)
+                columns.append(entries.columns + first_column)
+        heads = torch.arange(self.heads, device=self.col.device).repeat(len(lengths))
+        head_lengths = torch.tensor([length for part in lengths for length in part], device=self.col.device)
+        return heads.repeat_interleave(head_lengths), torch.cat(columns).long()
 
     @property
     def number_bytes(self) -> int:
@@ -434,25 +547,26 @@ class RaggedLayer(CacheLayerMixin):
             return self.entries(sequence_index) * self.entry_bytes()
         number_bytes = self.number_bytes
         extra_bytes = self.entries(sequence_index) * (self.entry_bytes() - self.entry_numbers * number_bytes)
-        segments = (
-            slice(None)
-            if sequence_index is None
-            else slice(sequence_index * self.heads, (sequence_index + 1) * self.heads)
-        )
+        _, segments = self._parts(sequence_index)
         entry_counts = self.length[segments], self.coded[segments]
         return extra_bytes + self.coding.live_bytes(*entry_counts, self.dim, number_bytes)
 
     def allocated_bytes(self, sequence_index: int | None = None) -> int:
-        """Return the bytes allocated for one sequence or for all, including free rows and columns."""
+        """Return the bytes allocated for one sequence or for all, including free rows, columns and shared prefills."""
+        sequences, segments = self._parts(sequence_index)
+        sharing = [entries for entries in self.shared[sequences] if entries is not None]
+        prefills = {entries.key.data_ptr(): entries.key.shape[2] for entries in sharing}
+        shared_bytes = sum(prefills.values()) * self.heads * self.entry_numbers * self.number_bytes
+        shared_bytes += sum(entries.count * self.col.element_size() for entries in sharing)
         if sequence_index is not None and self.packed:
-            owned_rows = sum(self.room[sequence_index * self.heads : (sequence_index + 1) * self.heads])
+            owned_rows = sum(self.reserved_room()[segments])
             if self.coding is not None:
                 return self.allocated_bytes() * owned_rows // max(1, len(self.col))
-            return owned_rows * (self.entry_bytes() + self.col.element_size())
+            return owned_rows * (self.entry_bytes() + self.col.element_size()) + shared_bytes
         tensors = [tensor for tensor in (self.key, self.value, self.order) if tensor is not None]
         if self.packed:
             tensors += [self.col, *self.extras.values()]
-        return sum(
+        return shared_bytes + sum(
             tensor.owned_bytes if isinstance(tensor, Coded) else tensor.numel() * tensor.element_size()
             for tensor in tensors
         )

@@ -17,12 +17,12 @@ from kvbench.engine.driver import forward, start_observers
 from kvbench.engine.evict import compress_cache, compress_together, start_eviction_state
 from kvbench.engine.eviction_state import first_budget, goes_on
 from kvbench.engine.integrity import Ledger
-from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.linear import combine_states
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.observers import observer_for
 from kvbench.engine.pruning import Pruning, watching
 from kvbench.engine.replay import observe_replays
+from kvbench.engine.shared import can_share
 from kvbench.engine.showing import PrefixCache
 from kvbench.engine.threads import now
 from kvbench.errors import BudgetError, out_of_memory
@@ -93,6 +93,7 @@ class Prefix:
         self._shared: dict[tuple[int, Moment, bool, int], PrefixCache] = {}
         self._seeds: dict[int, Tensor] = {}
         self._replays = 0.0
+        self._lent: list[list[tuple[Tensor, Tensor]]] = []  # dense K and V that cells read, by layer
 
     @property
     def modified_in_place(self) -> bool:
@@ -100,9 +101,38 @@ class Prefix:
         return self.cache.modified_in_place
 
     def restore(self) -> None:
-        """Prefill again if a policy has modified the prefix in place."""
+        """Prefill again if a policy has modified the prefix in place; cells that read its K and V get the same ones."""
         if self.modified_in_place and self.remake is not None:
-            self.__dict__.update(vars(self.remake()) | {"remake": self.remake})
+            lent = self._lent
+            self.__dict__.update(vars(self.remake()) | {"remake": self.remake, "_lent": lent})
+            for pairs in lent:
+                for (key, value), layer in zip(pairs, self.cache.ragged, strict=True):
+                    assert layer.key is not None and layer.value is not None
+                    key.copy_(layer.key)
+                    value.copy_(layer.value)
+
+    @property
+    def is_lent(self) -> bool:
+        """Return whether cells read their entries in this prefix."""
+        return bool(self._lent)
+
+    def _lend(self, steps: Sequence[EvictionStep]) -> bool:
+        """Return whether cells may read their entries in this prefix, and remember that they do.
+
+        They may if the prefix can be restored, and if copies would take at least as much memory.
+        """
+        pairs = [
+            (layer.key, layer.value) for layer in self.cache.ragged if layer.key is not None and layer.value is not None
+        ]
+        if not pairs or not can_share(*pairs[0], self.cache.ragged[0].scale):
+            return False
+        if self._lent and self._lent[-1][0][0] is pairs[0][0]:
+            return True
+        kept_entries = sum(head_budget for step in steps for head_budget in step.budget)
+        if self.remake is None or kept_entries < self.cache.get_seq_length():
+            return False
+        self._lent.append(pairs)
+        return True
 
     def extend(
         self,
@@ -175,7 +205,8 @@ class Prefix:
         """Return one packed cache per compression; `cache.seconds` is the compression time.
 
         A score is computed once for all compressions unless it depends on the budget. Budgets of one policy are decided
-        together, and all their entries are packed at once.
+        together, and all their entries are packed at once. Caches that only select entries can read them in the K and V
+        of this prefix, which then lives until the last of them is freed.
 
         Args:
             reserve: Free rows behind every segment, for tokens to be appended.
@@ -267,14 +298,16 @@ class Prefix:
         # Read once for all cells, because reading a length makes a GPU wait.
         token_sizes = [*zip(self.cache.lengths().tolist(), self.cache.visual_tokens(), strict=True)]
         eviction_steps = [self._cut(group, token_sizes) for group in groups]
+        is_plain = all(self._plain(compression) for group in groups for compression in group)
+        shares = is_plain and reserve is not None and self._lend(eviction_steps)
         packed_cache = self.cache.fork()
         for layer in packed_cache.ragged:
             layer.reset()
         decide_seconds = [0.0] * len(eviction_steps)
         if len(eviction_steps) == 1:
-            compress_cache(eviction_steps[0], packed_cache, reserve)
+            compress_cache(eviction_steps[0], packed_cache, reserve, shares=shares)
         else:
-            decide_seconds = compress_together(eviction_steps, packed_cache, reserve)
+            decide_seconds = compress_together(eviction_steps, packed_cache, reserve, shares=shares)
         caches = self._split(packed_cache) if sum(map(len, groups)) > 1 else [packed_cache]
         cache_iterator = iter(caches)
         for eviction_step, group in zip(eviction_steps, groups, strict=True):
@@ -343,17 +376,14 @@ class Prefix:
 
     def _split(self, packed_cache: RaggedCache) -> list[RaggedCache]:
         """Split a cache with one row per budget; the parts share its memory."""
-        caches = []
+        caches, emptied = [], copy.copy(self.cache)
+        emptied.observers, emptied.token_observers = {}, {}  # nothing evicts from these caches again
         entry_counts = zip(packed_cache.budget_entries or (), packed_cache.held_entries or (), strict=True)
         for budget_index, (entry_budget, entry_count) in enumerate(entry_counts):
-            budget_cache = self.cache.fork()
-            packed_layers = iter([layer.sequence(budget_index) for layer in packed_cache.ragged])
-            budget_cache.layers = [
-                combine_states(next(packed_layers), [cache_layer], lambda states: states[0])
-                if isinstance(cache_layer, RaggedLayer)
-                else cache_layer
-                for cache_layer in budget_cache.layers
-            ]
+            budget_cache = emptied.fork(
+                combine_states(packed_layer.sequence(budget_index), [dense_layer], lambda states: states[0].clone())
+                for packed_layer, dense_layer in zip(packed_cache.ragged, self.cache.ragged, strict=True)
+            )
             budget_cache.budget_entries, budget_cache.held_entries = [entry_budget], [entry_count]
             caches.append(budget_cache)
         return caches

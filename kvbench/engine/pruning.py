@@ -7,7 +7,7 @@ positions of the whole prompt. The prefill itself does not become cheaper.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,8 @@ from kvbench.view.softmax import attention_weights, capped
 TOWER = "kvbench_tower"
 
 Call = tuple[Tensor, Tensor, float]
+TowerRows = Mapping[str, Sequence[Tensor]]
+"""Facts about visual tokens by their names in `VisualTokens`, one tensor per image."""
 
 
 @dataclass(frozen=True)
@@ -202,12 +204,14 @@ class TowerFacts:
         classed: Whether the first token of an image is a class token.
         merged: Patches per token of the language model.
         calls: Queries, keys and scale of every call of each layer, `[images, heads, patches, d]`.
+        rows: What is known of the images so far.
     """
 
     modules: tuple[nn.Module, nn.Module]
     classed: bool
     merged: int
     calls: tuple[list[Call], list[Call]] = field(default_factory=lambda: ([], []))
+    rows: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def note(self, module: nn.Module, call: Call) -> None:
         """Record a call of a watched layer."""
@@ -215,39 +219,51 @@ class TowerFacts:
             if watched is module:
                 calls.append(call)
 
-    def tokens(self, count: int) -> dict[str, Tensor]:
-        """Return facts about all visual tokens, by their names in `VisualTokens`.
-
-        The calls are discarded, because they belong to one prefill.
-
-        Raises:
-            UserError: The number of the tower's tokens differs from `count`.
-        """
+    def read_calls(self) -> TowerRows:
+        """Return facts about the images of the recorded calls, which are discarded."""
         (useful, last), self.calls = self.calls, ([], [])
         rows: dict[str, list[Tensor]] = {}
         for query, key, scale in _images(useful):
             flat_key = key.transpose(0, 1).flatten(1)
             weights = (self._asking(query) @ key.transpose(-1, -2) * scale).softmax(-1).mean((0, 1))
-            self._add(rows, salience=weights, patch_key=flat_key, head_key=key.mean(0))
-            image = rows.setdefault("image", [])
-            image.append(torch.full_like(rows["salience"][-1], len(image), dtype=torch.int64))
+            self._append(rows, salience=weights, patch_key=flat_key, head_key=key.mean(0))
         for query, key, _ in _images(last):
             flat_key, asking = key.transpose(0, 1).flatten(1), query.transpose(0, 1).flatten(1)
             logits = self._asking(asking) @ flat_key.T * flat_key.shape[-1] ** -0.5
-            self._add(rows, last_salience=logits.softmax(-1).mean(0), last_key=flat_key)
-        total = sum(map(len, rows.get("salience", [])))
+            self._append(rows, last_salience=logits.softmax(-1).mean(0), last_key=flat_key)
+        return rows
+
+    def add(self, rows: TowerRows) -> None:
+        """Add facts about further images, from `read_calls`."""
+        for name, parts in rows.items():
+            self.rows.setdefault(name, []).extend(parts)
+
+    def tokens(self, count: int) -> dict[str, Tensor]:
+        """Return facts about all visual tokens, by their names in `VisualTokens`.
+
+        They are discarded, because they belong to one prefill.
+
+        Raises:
+            UserError: The number of the tower's tokens differs from `count`.
+        """
+        self.add(self.read_calls())
+        rows, self.rows = self.rows, {}
+        images = rows.get("salience", [])
+        total = sum(map(len, images))
         if total != count:
             raise UserError(
                 f"the vision tower produces {total} tokens but the prompt has {count}: a policy that reads its "
                 "attention does not support this model; use divprune, fastv or dart"
             )
-        return {name: torch.cat(parts) for name, parts in rows.items()}
+        facts = {name: torch.cat(parts) for name, parts in rows.items()}
+        indices = [torch.full_like(image, index, dtype=torch.int64) for index, image in enumerate(images)]
+        return facts | ({"image": torch.cat(indices)} if indices else {})
 
     def _asking(self, query: Tensor) -> Tensor:
         """Return the queries `[..., patches, d]` whose attention counts."""
         return query[..., :1, :] if self.classed else query
 
-    def _add(self, rows: dict[str, list[Tensor]], **facts: Tensor) -> None:
+    def _append(self, rows: dict[str, list[Tensor]], **facts: Tensor) -> None:
         """Add facts about the patches of an image, as facts about its tokens."""
         for name, fact in facts.items():
             patches = fact[1:] if self.classed else fact
@@ -266,6 +282,11 @@ _UNREADABLE_TOWERS = {"qwen2_5_vl": "Qwen2.5-VL's windows", "pixtral": "Pixtral'
 """What cannot be read, by the `model_type` of the model or of its tower."""
 
 _WATCHED: list[TowerFacts] = []
+
+
+def watched_tower() -> TowerFacts | None:
+    """Return the observations of the vision tower that is being watched; None if there is none."""
+    return _WATCHED[-1] if _WATCHED else None
 
 
 def _tower_attention(

@@ -79,6 +79,7 @@ def absorb(cache: RaggedCache, row_indices: Sequence[int], fed_cache: RaggedCach
         first_entries = [*layer.start[:: layer.heads], len(layer.col)]
         for row_index in other_rows:
             layer.col[first_entries[row_index] : first_entries[row_index + 1]] += added_columns
+            layer.shared_start[row_index] += added_columns
         for fed_index, row_index in enumerate(row_indices):
             fed_segments = slice(fed_index * layer.heads, (fed_index + 1) * layer.heads)
             layer.length[row_index * layer.heads : (row_index + 1) * layer.heads] = fed_layer.length[fed_segments]
@@ -91,6 +92,7 @@ def vacate(cache: RaggedCache, row_index: int) -> None:
     cache.valid[row_index] = False
     for layer in cache.ragged:
         layer.length[row_index * layer.heads : (row_index + 1) * layer.heads] = [0] * layer.heads
+        layer.shared[row_index] = None
         layer.forget_bounds()
 
 
@@ -105,7 +107,7 @@ def vacancies(cache: RaggedCache, free_rows: Sequence[int], caches: Sequence[Rag
     capacities = _owned(cache.ragged[0])
     remaining = set(free_rows)
     selected_rows = [-1] * len(caches)
-    required = [sum(source_cache.ragged[0].room) for source_cache in caches]
+    required = [sum(source_cache.ragged[0].reserved_room()) for source_cache in caches]
     for cache_index in sorted(
         range(len(caches)), key=lambda cache_index: -required[cache_index]
     ):  # largest cache first
@@ -142,6 +144,7 @@ def fill_rows(cache: RaggedCache, row_indices: Sequence[int], caches: Sequence[R
     for layer, source_layers in zip(cache.ragged, layer_groups, strict=True):
         layer.seen = column_count
         layer.col += column_shift
+        layer.shared_start = [first_column + column_shift for first_column in layer.shared_start]
         _fill_rows(layer, row_indices, source_layers, column_shifts)
 
 
@@ -173,6 +176,7 @@ def _vacant(layer: RaggedLayer, row_count: int) -> RaggedLayer:
     vacant_layer.batch, vacant_layer.seen = row_count, 0
     vacant_layer.key, vacant_layer.value, vacant_layer.col = layer.key[:0], layer.value[:0], layer.col[:0]
     vacant_layer.start, vacant_layer.length, vacant_layer.room = ([0] * (row_count * layer.heads) for _ in range(3))
+    vacant_layer.shared, vacant_layer.shared_start, vacant_layer.reserved = [None] * row_count, [0] * row_count, 0
     vacant_layer.forget_bounds()
     return vacant_layer
 
@@ -183,6 +187,8 @@ def _extended(layer: RaggedLayer, added_rows: int) -> RaggedLayer:
     extended_layer.batch = layer.batch + added_rows
     extended_layer.start = [*layer.start, *[len(layer.col)] * len(empty_segments)]
     extended_layer.length, extended_layer.room = [*layer.length, *empty_segments], [*layer.room, *empty_segments]
+    extended_layer.shared = [*layer.shared, *[None] * added_rows]
+    extended_layer.shared_start = [*layer.shared_start, *[0] * added_rows]
     extended_layer.forget_bounds()
     return extended_layer
 
@@ -223,20 +229,21 @@ def _fill_rows(
     shifts: Sequence[int],
 ) -> None:
     """Copy layers of one sequence each into vacant rows; add `shifts` to their columns."""
-    _widen(
-        layer,
-        {row_index: sum(source_layer.room) for row_index, source_layer in zip(row_indices, source_layers, strict=True)},
-    )
+    rooms = [source_layer.reserved_room() for source_layer in source_layers]
+    _widen(layer, {row_index: sum(room) for row_index, room in zip(row_indices, rooms, strict=True)})
     assert layer.key is not None and layer.value is not None
-    for row_index, source_layer, column_shift in zip(row_indices, source_layers, shifts, strict=True):
+    for row_index, source_layer, room, column_shift in zip(row_indices, source_layers, rooms, shifts, strict=True):
         assert source_layer.key is not None and source_layer.value is not None
         segments = slice(row_index * layer.heads, (row_index + 1) * layer.heads)
         first_entry = layer.start[segments.start]
-        target_rows = slice(first_entry, first_entry + len(source_layer.col))
-        layer.key[target_rows], layer.value[target_rows] = source_layer.key, source_layer.value
-        layer.col[target_rows] = source_layer.col + column_shift
-        layer.start[segments] = [first_entry + segment_start for segment_start in source_layer.start]
-        layer.length[segments], layer.room[segments] = source_layer.length, source_layer.room
+        if row_count := source_layer.col.shape[0]:
+            target_rows = slice(first_entry, first_entry + row_count)
+            layer.key[target_rows], layer.value[target_rows] = source_layer.key, source_layer.value
+            layer.col[target_rows] = source_layer.col + column_shift
+        layer.start[segments] = [first_entry + segment_start for segment_start in starts(room)]
+        layer.length[segments], layer.room[segments] = source_layer.length, room
+        layer.shared[row_index] = source_layer.shared[0]
+        layer.shared_start[row_index] = source_layer.shared_start[0] + column_shift
     layer.forget_bounds()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,10 @@ _FRAME_TOKENS = 768
 """Largest number of tokens of a video frame in qwen-vl-utils (`VIDEO_MAX_TOKEN_NUM`)."""
 _TILED = ("LlavaOnevision", "LlavaNext")
 """Processors whose tiling of an image can depend on the number of images."""
+REMEMBERED = 1 << 27
+"""Bytes of pixel values that are kept for further prefills."""
+_TOKEN_BYTES = 1 << 15
+"""Bytes kept per visual token: of Qwen2-VL, 18 KiB of pixel values, and what the encoder makes of them."""
 
 
 # --- processors -----------------------------------------------------------------------------------
@@ -117,6 +122,7 @@ class Vision:
                 )
             self._limits.image_size(processor.image_processor, model_name)
         self._tokens: dict[tuple[str, ...], list[str]] = {}
+        self._pixels: OrderedDict[tuple[object, ...], Pixels] = OrderedDict()
         self._joint = type(processor).__name__.startswith(_TILED)
 
     def expand(self, text: str, media: Sequence[Medium]) -> str:
@@ -141,9 +147,23 @@ class Vision:
         ]
 
     def pixels(self, media: Sequence[Medium], device: torch.device) -> Pixels:
-        """Return the forward's keywords for media, in their order; empty if there are none."""
+        """Return the forward's keywords for media, in their order; empty if there are none.
+
+        The same media give the same tensors, up to `REMEMBERED` bytes of the most recent ones.
+        """
         if not media:
             return {}
+        key = (device, *((medium.kind, medium.digest, medium.rate) for medium in media))
+        if key in self._pixels:
+            self._pixels.move_to_end(key)
+        else:
+            self._pixels[key] = self._processed(media, device)
+            while len(self._pixels) > 1 and sum(map(_bytes_of, self._pixels.values())) > REMEMBERED:
+                self._pixels.popitem(last=False)
+        return self._pixels[key]
+
+    def _processed(self, media: Sequence[Medium], device: torch.device) -> Pixels:
+        """Return what the processor makes of media."""
         # The limits of a video depend on its number of frames, so media are processed one by one.
         batches = [media] if self._limits is None else [[medium] for medium in media]
         fields: dict[str, list[Tensor]] = {}
@@ -227,11 +247,20 @@ class Vision:
         return self.processor(**options)
 
 
+def _bytes_of(pixels: Pixels) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in pixels.values())
+
+
 def _loaded(medium: Medium) -> Any:
     try:
         return medium.load()
     except (OSError, ValueError, SyntaxError) as error:  # what pillow raises about damaged files
         raise UserError(f"an {medium.kind} cannot be read: {error}") from error
+
+
+def remembered_bytes(visual_tokens: int) -> int:
+    """Return about how many bytes pixel values and encoders' outputs of media with this number of tokens take."""
+    return min(visual_tokens * _TOKEN_BYTES, 2 * REMEMBERED)
 
 
 # --- positions ------------------------------------------------------------------------------------
@@ -275,10 +304,12 @@ def media_positions(
     rope_model, medium_kinds = rotary_model(model), token_kinds(model, token_ids)
     rope_parameters = inspect.signature(rope_model.get_rope_index).parameters
     grids = {field_name: tensor for field_name, tensor in pixels.items() if field_name in rope_parameters}
-    raw_positions, _ = rope_model.get_rope_index(
-        token_ids,
-        mm_token_type_ids=medium_kinds,
-        attention_mask=None if token_mask is None else token_mask.long(),
+    raw_positions = torch.zeros(3, *token_ids.shape, dtype=torch.int64, device=token_ids.device)
+    has_tokens = slice(None) if token_mask is None else token_mask.any(1)  # get_rope_index fails on a row without any
+    raw_positions[:, has_tokens], _ = rope_model.get_rope_index(
+        token_ids[has_tokens],
+        mm_token_type_ids=medium_kinds[has_tokens],
+        attention_mask=None if token_mask is None else token_mask[has_tokens].long(),
         **grids,
     )
     positions, position_shifts = raw_positions.clone(), []
@@ -287,6 +318,9 @@ def media_positions(
         if token_mask is not None:
             columns = columns[token_mask[sequence_index].bool()]
         following = 0
+        if not len(columns):
+            position_shifts.append(0)
+            continue
         _, run_lengths = row_kinds[columns].unique_consecutive(return_counts=True)
         for run_columns in columns.split(run_lengths.tolist()):
             run_positions = raw_positions[:, sequence_index, run_columns]

@@ -40,8 +40,10 @@ MARKS = {
     "informed": "The policy sees question and answer: a reference, not a method.",
 }
 """Marks of entries, and what each means."""
-_COLUMNS = ("cell", "sample_id", "question_id", "repeat", "context_id", "score")
+_COLUMNS = ("cell", "sample_id", "question_id", "repeat", "context_id", "context_tokens", "held_entries", "score")
 """Columns of the samples that a leaderboard needs; a publication has no responses."""
+_COSTS = {"held": HELD.bytes, "read": READ.bytes, "tokens": "held_tokens", "read_tokens": "read_tokens"}
+"""Columns over which the page draws fronts, by the name of the choice."""
 _OF_MODEL = ("model_revision", "dtype")
 """What tells models of the same name apart."""
 _MADE_WITH = (*_OF_MODEL, "device", "attention", "task_version")
@@ -233,17 +235,17 @@ def _name_questions(rows: list[dict[str, Any]]) -> None:
 
 
 def _mark_fronts(rows: list[dict[str, Any]]) -> None:
-    """Set `held_front` and `read_front` of rows on the Pareto front of their panel."""
+    """Set, for each of `_COSTS`, such as `held_front`, whether rows are on the Pareto front of their panel."""
     for panel_rows in _grouped(rows, _PANEL):
         # Full is what a front is compared with; at chance, a front would be a row of accidents.
         # So is a policy that sees the answer.
         competing = [row for row in panel_rows if row["policy"] != "full" and not row["informed"]]
         ranked = [row for row in competing if not row["error"] and row["telling"]]
         values = [row["score"] if row["higher"] else -row["score"] for row in ranked]
-        for memory in (HELD, READ):
-            optimal = front([row[memory.bytes] for row in ranked], values)
+        for name, column in _COSTS.items():
+            optimal = front([row[column] for row in ranked], values)
             for row, is_optimal in zip(ranked, optimal, strict=True):
-                row[f"{memory.verb}_front"] = bool(is_optimal)
+                row[f"{name}_front"] = bool(is_optimal)
 
 
 def _grouped(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[list[dict[str, Any]]]:

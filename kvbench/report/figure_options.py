@@ -10,7 +10,7 @@ from kvbench.report.figure_flags import FigureFlags
 from kvbench.report.frames import Results
 from kvbench.tables.figure_files import DEFAULT_FORMATS, FORMATS
 
-X_AXES = ("budget", "bytes")
+X_AXES = ("budget", "bytes", "tokens")
 WIDTH_LIMITS = (3.0, 14.0)
 """Least and largest width of a figure in inches: narrower panels have no room for text of 8 points."""
 
@@ -25,7 +25,8 @@ class FigureOptions:
         policies: Policies to draw, in this order; all if empty. The full cache is always drawn.
         width: Width of every figure in inches; if None, one or two columns of a paper by the number of panels.
         has_title: Whether figures have a title.
-        x_axis: `budget` for percent of the full cache, `bytes` for bytes; if None, percent with bytes along the top.
+        x_axis: `budget` for percent of the full cache, `bytes` for bytes, `tokens` for tokens per KV head; if None,
+            percent with bytes along the top.
 
     Raises:
         UserError: A format or an axis is unknown, or the width is out of range.
@@ -45,7 +46,7 @@ class FigureOptions:
         if not self.formats:
             raise UserError(f"no format given; use {', '.join(FORMATS)}")
         if self.x_axis is not None and self.x_axis not in X_AXES:
-            raise UserError(f"unknown x axis {self.x_axis!r}; use {' or '.join(X_AXES)}")
+            raise UserError(f"unknown x axis {self.x_axis!r}; use {', '.join(X_AXES)}")
         lower_limit, upper_limit = WIDTH_LIMITS
         if self.width is not None and not lower_limit <= self.width <= upper_limit:
             raise UserError(f"width {self.width:g} is out of range; use {lower_limit:g} to {upper_limit:g} inches")
@@ -54,15 +55,35 @@ class FigureOptions:
         """Return the name to show for a policy."""
         return self.labels.get(policy, policy)
 
+    def panels_across(self, most: int, *, margins: float, gap: float, least_width: float) -> int:
+        """Return how many panels fit side by side into the requested width, at most `most`; without one, `most`.
+
+        Args:
+            most: Number of panels.
+            margins: Inches to the left and right of all panels.
+            gap: Inches between two panels.
+            least_width: Inches that a panel needs.
+        """
+        if self.width is None:
+            return most
+        return max(1, min(most, int((self.width - margins + gap) / (least_width + gap))))
+
     def check(self, results: Results) -> None:
-        """Check that the results have every policy that is chosen or labelled.
+        """Check that the results have every policy that is chosen or labelled, and what the x axis shows.
 
         Raises:
-            UserError: They do not have one.
+            UserError: They do not have it.
         """
         for policy in (*self.policies, *self.labels):
             if policy not in ("full", *results.policies):
                 raise _unknown_policy(policy, results.policies)
+        cells = results.cells
+        is_drawn = (cells["policy"] != "full") & (cells["status"] == "ok")
+        if self.x_axis == "tokens" and cells.loc[is_drawn, "held_tokens"].isna().any():
+            raise UserError(
+                "--x tokens divides entries by the number of KV heads, which the full cache of the same model tells; "
+                "run without --no-full, or use --x bytes"
+            )
 
     def select(self, results: Results) -> Results:
         """Return the results of the chosen policies and the full cache, in the chosen order.

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from kvbench.report.overall import CONFIG, group_means
@@ -57,9 +58,10 @@ class Results:
 
     Attributes:
         cells: The cells, full first. `model_id` is the model as the run names it; `model` adds whatever distinguishes
-            cells that would otherwise be the same. `share` is live bytes divided by those of the full cache.
+            cells that would otherwise be the same. `share` is live bytes divided by those of the full cache,
+            `held_tokens` the entries held per KV head (NaN without a full cache of the model, or without samples).
         samples: Samples of the cells.
-        overall: `group_means` of the cells, with `share`.
+        overall: `group_means` of the cells, with the same columns.
         policies: Policies except full in order of appearance, which determines colours and markers.
     """
 
@@ -140,21 +142,41 @@ def prepare(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None = None) 
     cells = cells.drop_duplicates("cell", keep="last").sort_index()
     cells = cells.sort_values("policy", key=lambda policy: policy != "full", kind="stable")
     cells = cells.reset_index(drop=True)
-    cells["share"] = cells["kv_bytes_live"] / cells["kv_bytes_full"]
-    cells["read_share"] = cells["kv_bytes_read"] / cells["kv_bytes_full"]
-    cells["allocated_share"] = cells["kv_bytes_allocated"] / cells["kv_bytes_full"]
     cells["answers"] = cells["versions"].map(answers)
     cells["model_id"] = cells["model"].astype(str)
     cells["model"] = _model_names(cells)
     if isinstance(samples, pd.DataFrame):
         samples = Samples(samples)
     overall = group_means(cells, samples)
-    if len(overall):
-        overall["share"] = overall["kv_bytes_live"] / overall["kv_bytes_full"]
-        overall["read_share"] = overall["kv_bytes_read"] / overall["kv_bytes_full"]
-        overall["allocated_share"] = overall["kv_bytes_allocated"] / overall["kv_bytes_full"]
+    head_counts = _head_counts(cells, samples)
+    for frame in (cells, overall) if len(overall) else (cells,):
+        _add_costs(frame, head_counts)
     policies = [str(policy) for policy in dict.fromkeys(cells["policy"]) if policy != "full"]
     return Results(cells, samples, overall, policies)
+
+
+def _add_costs(frame: pd.DataFrame, head_counts: Mapping[str, float]) -> None:
+    """Add the columns of memory and reading costs relative to the full cache, and in tokens per KV head."""
+    for share, column in (("share", "live"), ("read_share", "read"), ("allocated_share", "allocated")):
+        frame[share] = frame[f"kv_bytes_{column}"] / frame["kv_bytes_full"]
+    heads = frame["model"].map(head_counts).astype(np.float64)
+    reads_few = frame["kv_bytes_read"] < frame["kv_bytes_live"]
+    frame["held_tokens"] = frame["held_entries"] / heads
+    frame["read_tokens"] = frame["held_entries"].where(~reads_few, frame["budget_entries"]) / heads
+
+
+def _head_counts(cells: pd.DataFrame, samples: Samples | None) -> dict[str, float]:
+    """Return how many KV heads hold entries, over all layers, by model, as measured with the full cache.
+
+    A full cache has one entry per token in each of them; layers that share keys and values count once, and
+    sliding-window and recurrent layers not at all. Models without a full cache are left out.
+    """
+    full_cells = cells[(cells["policy"] == "full") & (cells["status"] == "ok")].drop_duplicates("model")
+    if samples is None or not len(full_cells):
+        return {}
+    sums = samples.of(full_cells["cell"]).groupby("cell", observed=True)[["held_entries", "context_tokens"]].sum()
+    entries_per_token = full_cells["cell"].map(sums["held_entries"] / sums["context_tokens"])
+    return dict(zip(full_cells["model"], entries_per_token, strict=True))
 
 
 def informed_policies(cells: pd.DataFrame) -> set[str]:

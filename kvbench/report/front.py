@@ -13,25 +13,33 @@ class MemoryMetric(NamedTuple):
     """A memory metric for Pareto fronts.
 
     Attributes:
-        share: Column with the share of the full cache's bytes.
-        bytes: Column with the bytes.
+        share: Column on the x axis, by default the share of the full cache's bytes.
+        bytes: Column that the front compares.
         verb: `held` or `read`.
-        label: Axis label of the share.
+        label: Axis label.
+        unit: Unit of the x axis: `%`, `bytes` or `tokens`.
     """
 
     share: str
     bytes: str
     verb: str
     label: str
+    unit: str = "%"
 
 
 HELD = MemoryMetric("share", "kv_bytes_live", "held", "KV cache held, % of full")
 READ = MemoryMetric("read_share", "kv_bytes_read", "read", "KV cache read per step, % of full")
 
 
-def in_bytes(memory: MemoryMetric) -> MemoryMetric:
-    """Return a memory metric whose x axis shows the bytes themselves."""
-    return memory._replace(share=memory.bytes, label=memory.label.removesuffix(", % of full"))
+def with_axis(memory: MemoryMetric, x_axis: str | None) -> MemoryMetric:
+    """Return a memory metric with another x axis, one of `figure_options.X_AXES`; None: percent."""
+    label = memory.label.removesuffix(", % of full")
+    if x_axis == "bytes":
+        return memory._replace(share=memory.bytes, label=label, unit="bytes")
+    if x_axis == "tokens":
+        tokens = f"{memory.verb}_tokens"
+        return memory._replace(share=tokens, bytes=tokens, label=f"{label}, tokens per KV head", unit="tokens")
+    return memory
 
 
 def front(cost: npt.ArrayLike, value: npt.ArrayLike) -> npt.NDArray[np.bool_]:

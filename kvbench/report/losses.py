@@ -14,6 +14,7 @@ from kvbench.tables.text import mean_of, short, slug
 
 _SCOPE = ["model", "group", "length", "moment", "seed"]
 _MOST_ACROSS = 3
+_LEAST_PANEL = 1.1  # inches
 
 
 def losses(results: Results) -> pd.DataFrame:
@@ -66,7 +67,9 @@ def draw_losses(results: Results, folder: Path, options: FigureOptions = DEFAULT
             scope = rows.iloc[0]
             parts = [scope["group"], *(scope[name] for name in _SCOPE if name != "group" and frame[name].nunique() > 1)]
             budgets = sorted(dict.fromkeys(map(str, rows["budget"])), key=budget_order)
-            across = min(len(budgets), _MOST_ACROSS)
+            across = options.panels_across(
+                min(len(budgets), _MOST_ACROSS), margins=1.4, gap=0.15, least_width=_LEAST_PANEL
+            )
             title = f"loss against the full cache, {short(str(scope['group']))}, {mean_of(int(rows['tasks'].max()))}"
             layout = lay_out_figure(
                 -(-len(budgets) // across),

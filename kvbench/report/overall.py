@@ -52,8 +52,8 @@ def group_means(
         A row per (model, group, length, seed, policy, budget, moment) with `status` ("error" if a task of the group
         failed; its numbers are then NaN), `tasks` and `samples` (counts), `discriminative`, `informed`, `metric` ("" if
         tasks differ), `higher_is_better`, `score`, `score_lo`, `score_hi`, `full_score`, `diff`, `diff_lo`, `diff_hi`,
-        and the mean over tasks of `held_entries`, `kv_bytes_live`, `kv_bytes_read`, `kv_bytes_allocated`,
-        `kv_bytes_full` and `kl`.
+        and the mean over tasks of `budget_entries`, `held_entries`, `kv_bytes_live`, `kv_bytes_read`,
+        `kv_bytes_allocated`, `kv_bytes_full` and `kl`.
     """
     mean_rows: list[dict[str, Any]] = []
     if isinstance(samples, pd.DataFrame):

@@ -41,7 +41,7 @@ MarkerStyles = Mapping[str, tuple[str, str]]
 
 @dataclass(frozen=True)
 class ByteAxis:
-    """The x axis of a panel, in shares of the full cache's bytes or in bytes.
+    """The x axis of a panel: shares of the full cache's bytes, bytes, or tokens per KV head.
 
     Attributes:
         log: Whether the axis is logarithmic.
@@ -71,19 +71,14 @@ class ByteAxis:
     @property
     def label(self) -> str:
         """Axis label."""
-        unit_suffix = f", {self.unit[0]}" if self.shows_bytes else ""
+        unit_suffix = f", {self.unit[0]}" if self.memory.unit == "bytes" else ""
         return self.memory.label + unit_suffix + ", log scale" * self.log
-
-    @property
-    def shows_bytes(self) -> bool:
-        """Whether the axis shows bytes, not shares."""
-        return self.memory.share == self.memory.bytes
 
     @property
     def unit(self) -> tuple[str, float]:
         """Name and size of the unit of the tick labels."""
-        if not self.shows_bytes:
-            return "%", 0.01
+        if self.memory.unit != "bytes":
+            return self.memory.unit, 0.01 if self.memory.unit == "%" else 1.0
         return next((name, float(size)) for name, size in _UNITS.items() if self.high >= size or size == 1)
 
 

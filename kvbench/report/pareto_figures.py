@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from kvbench.progress import Late, Reporter
 from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
 from kvbench.report.frames import INFORMED, Results, informed_policies, pick, readers, unit_scale
-from kvbench.report.front import HELD, READ, MemoryMetric, front_of, in_bytes
+from kvbench.report.front import HELD, READ, MemoryMetric, front_of, with_axis
 from kvbench.report.pareto import ByteAxis, draw_panel
 from kvbench.tables.figure_files import SavedFigure
 from kvbench.tables.plot_style import (
@@ -94,19 +94,14 @@ def draw_fronts(
 def _memories(cell_rows: pd.DataFrame, options: FigureOptions) -> list[MemoryMetric]:
     """Return the memory metrics to draw: bytes read only if they differ from bytes held."""
     memory_metrics = [HELD, READ] if readers(cell_rows) else [HELD]
-    return [in_bytes(memory) for memory in memory_metrics] if options.x_axis == "bytes" else memory_metrics
-
-
-def _columns_that_fit(column_count: int, options: FigureOptions, margins: float, gap: float, least_width: float) -> int:
-    """Return the number of panels across, at most `column_count`, that a requested width has room for."""
-    if options.width is None:
-        return column_count
-    return max(1, min(column_count, int((options.width - margins + gap) / (least_width + gap))))
+    return [with_axis(memory, options.x_axis) for memory in memory_metrics]
 
 
 def _over(memory: MemoryMetric) -> tuple[str, str]:
-    """Return suffixes of a figure's title and file stem; empty for bytes held."""
-    return ("", "") if memory.verb == HELD.verb else (f", over bytes {memory.verb}", f"-{memory.verb}")
+    """Return suffixes of a figure's title and file stem; empty for what is held."""
+    if memory.verb == HELD.verb:
+        return "", ""
+    return f", over {'tokens' if memory.unit == 'tokens' else 'bytes'} {memory.verb}", f"-{memory.verb}"
 
 
 def _rows(frame: pd.DataFrame, model_name: str, group_name: str) -> pd.DataFrame:
@@ -165,7 +160,9 @@ def _one_figure(
     length_count = len({panel_variant.length for panel_variant, _ in variant_panels})
     column_count = length_count if 1 < length_count <= 3 else min(len(variant_panels), 3)
     left_margin = 0.48 if unit_scaled else 0.62
-    column_count = _columns_that_fit(column_count, options, left_margin + 0.1, 0.35, _LEAST_LABELLED_PANEL)
+    column_count = options.panels_across(
+        column_count, margins=left_margin + 0.1, gap=0.35, least_width=_LEAST_LABELLED_PANEL
+    )
     bytes_on_top = options.x_axis is None
     has_several = len(variant_panels) > 1
     byte_axis = ByteAxis.of(pd.concat([_compressed(variant_rows) for _, variant_rows in variant_panels]), memory)
@@ -264,7 +261,9 @@ def _overview(
     unit_scaled = unit_scale(group_cells)
     column_count = min(5 if len(task_panels) > 8 else 4, len(task_panels))
     left_margin, panel_gap = (0.48, 0.12) if unit_scaled else (0.62, 0.4)
-    column_count = _columns_that_fit(column_count, options, left_margin + 0.1, panel_gap, _LEAST_PANEL)
+    column_count = options.panels_across(
+        column_count, margins=left_margin + 0.1, gap=panel_gap, least_width=_LEAST_PANEL
+    )
     byte_axis = ByteAxis.of(pd.concat([_compressed(panel_rows) for _, panel_rows in task_panels]), memory)
     figure_title, figure_stem = (
         figure_title + _over(memory)[0],

@@ -41,7 +41,8 @@ certainty. Scores outside [0, 1] get Student's t interval if there are 10 contex
 - **KV held** is the live bytes of keys, values and the per-entry state of a policy, as a \
 share of the full cache of the same samples. **KV read** is the bytes read per decode step, shown if \
 a policy reads less than it holds. **KV allocated** is the reserved memory, including space for the \
-answer, shown if a policy is quantised or prunes channels: it then needs relatively more.
+answer, shown if a policy is quantised or prunes channels: it then needs relatively more. On a CPU, cells that only \
+evict read their entries in the prefill of their context, which they share: each of them counts it whole.
 - **The cheapest policy** is selected after seeing the scores, so it is slightly optimistically biased. \
 Confirm a choice on new samples, with another `--seed`. A cheaper setting cannot be ruled out if its mean \
 loss exceeds the limit but its interval includes smaller losses."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from kvbench import native
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.models import devices_of, model_info
 from kvbench.engine.pool import smallest_count
@@ -21,6 +22,9 @@ MOST = 64
 
 _FIXED = 32
 """Rows on a CPU where a batch must have a constant size."""
+
+_INDEX_BYTES = 4
+"""Bytes that a row needs for an entry which it reads where it was prefilled."""
 
 _SPARE = 3
 """Whole caches held beside the batch: the prefilled context, and copies of its parts."""
@@ -38,7 +42,7 @@ nothing and could add padding.
 _TOGETHER = 32
 """Maximum number of contexts that a GPU prefills together by default."""
 
-_CPU_SHARE, _GPU_SHARE = 0.5, 0.8
+CPU_SHARE, GPU_SHARE = 0.5, 0.8
 """Fractions of a CPU's memory, and of a GPU's free memory, that caches may take by default.
 
 A process that uses only some of the cores takes a proportional part, because others may use the rest.
@@ -63,6 +67,9 @@ class Batching:
         cache_memory: Bytes that the caches of a batch may take; None: a fraction of the memory.
         prefill_batch: Maximum number of contexts prefilled together, or `auto`: one on a CPU, which is no slower and
             keeps the bits of a response independent of other contexts.
+
+    Attributes:
+        token_bytes: Bytes of a token in the full cache, over all layers and KV heads.
     """
 
     def __init__(
@@ -80,7 +87,10 @@ class Batching:
         self._gpus = [device for device in devices_of(model) if device.type == "cuda"]
         self._memory = self._available() if cache_memory is None else cache_memory
         entry_bytes = 2 * model_facts.head_dim * weight.element_size() + 4  # 4 for its column
-        self._token_bytes = model_facts.layers * model_facts.kv_heads * entry_bytes
+        self._segments = model_facts.layers * model_facts.kv_heads
+        self.token_bytes = self._segments * entry_bytes
+        self._shares = self.cpu and weight.dtype in native.DTYPES and native.library() is not None
+        self._limit: float | None = None
         self._most = MOST if self.cpu or batch_size == "auto" else int(batch_size)
         self._steady = Steady(model) if self.cpu else None
         self.counts: tuple[int, ...] = (self._most,)
@@ -90,12 +100,12 @@ class Batching:
     def _available(self) -> int:
         """Return the bytes that caches may take by default."""
         if not self.cpu:
-            return int(_GPU_SHARE * sum(torch.cuda.mem_get_info(gpu)[0] for gpu in self._gpus))
+            return int(GPU_SHARE * sum(torch.cuda.mem_get_info(gpu)[0] for gpu in self._gpus))
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         for limit_file in _CGROUP_LIMITS:
             limit_text = limit_file.read_text().strip() if limit_file.exists() else ""
             memory_bytes = min(memory_bytes, int(limit_text)) if limit_text.isdecimal() else memory_bytes
-        return int(_CPU_SHARE * memory_bytes * min(1, torch.get_num_threads() / available_cores()))
+        return int(CPU_SHARE * memory_bytes * min(1, torch.get_num_threads() / available_cores()))
 
     def fit(
         self,
@@ -104,6 +114,8 @@ class Batching:
         trunk_widths: Collection[int] = (),
         branch_widths: Collection[int] = (),
         queues: int = 1,
+        media_bytes: int = 0,
+        own_tokens: int | None = None,
     ) -> None:
         """Plan the batches of a task, with queues of caches half as long as the batch.
 
@@ -112,12 +124,18 @@ class Batching:
             widths: Numbers of tokens fed to a row at once, other than 1.
             trunk_widths, branch_widths: The same for batches of `rows_for`; the tokens of branches all get logits.
             queues: Number of queues, and of batches of `rows_for` that copy one.
+            media_bytes: Bytes kept of media; see `kvbench.engine.vision.remembered_bytes`.
+            own_tokens: Tokens of a row that reads the others where they were prefilled; None: rows hold all of them.
         """
-        cache_bytes = max(1, tokens) * self._token_bytes
-        cache_count = self._memory / cache_bytes - _SPARE
+        cache_bytes = max(1, tokens) * self.token_bytes
+        cache_count = (self._memory - media_bytes) / cache_bytes - _SPARE
         self.prefills = max(1, min(self._prefills(tokens), int(cache_count / 2)))
         if self.prefills > 1:  # the batch itself, beside the sequence extracted from it
             cache_count -= self.prefills
+        self._limit = None
+        if own_tokens is not None and self._shares:  # `has_room` counts the prefills that are held
+            self._limit = cache_count * cache_bytes
+            cache_count = self._limit / (own_tokens * self.token_bytes + tokens * self._segments * _INDEX_BYTES)
         row_count = max(1, min(int(cache_count / (1 + queues / 2)), self._most))
         self.counts = _ladder(row_count)
         self.asking = _ladder(max(1, row_count // 2))
@@ -186,12 +204,26 @@ class Batching:
         if isinstance(self.batch_size, int):
             max_rows = min(max_rows, self.batch_size)
         if self.cpu or row_count >= max_rows:
-            return row_count < max_rows
+            return row_count < max_rows and (self._limit is None or self._held(waiting_caches) <= self._limit)
         # Rows are copied into one batch, so waiting caches can take a third of the free memory.
         used_bytes = sum(cache.allocated_bytes() for cache in waiting_caches)
         # The layers, and with them their caches, can be on several GPUs.
         free_bytes = len(self._gpus) * min(torch.cuda.mem_get_info(gpu)[0] for gpu in self._gpus)
         return 2 * used_bytes <= min(free_bytes, self._memory) - used_bytes
+
+    def _held(self, caches: Iterable[RaggedCache]) -> int:
+        """Return the bytes that caches need, with every prefill that they share, as measured in their first layers.
+
+        Own rows count half as much again, because they are copied when they enter a batch.
+        """
+        prefills: dict[int, int] = {}
+        tokens = indices = 0.0
+        for layer in (layer for cache in caches for layer in cache.ragged[:1]):
+            tokens += 1.5 * sum(layer.reserved_room()) / layer.heads
+            for entries in filter(None, layer.shared):
+                prefills[entries.key.data_ptr()] = entries.key.shape[2]
+                indices += entries.count / layer.heads
+        return int((tokens + sum(prefills.values())) * self.token_bytes + indices * self._segments * _INDEX_BYTES)
 
 
 def _ladder(row_count: int) -> tuple[int, ...]:

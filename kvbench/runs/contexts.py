@@ -22,6 +22,7 @@ from kvbench.engine.pool import Pooled
 from kvbench.engine.prefix import Prefix
 from kvbench.engine.pruning import prunes, pruning_of
 from kvbench.engine.threads import now
+from kvbench.engine.vision import remembered_bytes
 from kvbench.errors import PluginError
 from kvbench.moments import LATER
 from kvbench.runs.answers import (
@@ -113,9 +114,12 @@ class _Contexts:
         trunk_widths: set[int] = set()
         branch_widths: set[int] = set()
         has_given = False
+        visual_tokens: dict[tuple[Medium, ...], int] = {}
         for prompt in prompts:  # once: they are read from the disk
             self.reserve = max(self.reserve, len(prompt.question_ids) + prompt.limit)
             longest_context = max(longest_context, len(prompt.context_ids))
+            if prompt.media:
+                visual_tokens[prompt.media] = worker.visual_count(prompt.context_ids)
             if prompt.branches:
                 add_widths(prompt, trunk_widths, branch_widths)
             else:
@@ -131,6 +135,8 @@ class _Contexts:
             trunk_widths,
             branch_widths,
             queues=3 if worker.fidelity else 1,
+            media_bytes=remembered_bytes(sum(visual_tokens.values())),
+            own_tokens=self.reserve,
         )
         self.pool = worker.pool(self.width)
         self.continuations = Continuations(worker)

@@ -21,6 +21,7 @@ from kvbench.engine.fidelity import FidelityRow, FullAnswer, answer_greedily
 from kvbench.engine.models import model_info
 from kvbench.engine.prefix import Prefix
 from kvbench.engine.threads import now
+from kvbench.engine.vision import remembered_bytes
 from kvbench.errors import PluginError
 from kvbench.harness.protocol import Request
 from kvbench.runs.answers import Prompt, begun, by_cell, empty, ended, forks, key_of
@@ -62,7 +63,12 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
     done_keys = worker.store.keys()
     queues: dict[str, list[Dialogue]] = {}
     turn_width = max(_longest(worker, list(same_dialogue)) for _, same_dialogue in groupby(prompts, _name))
-    worker.batching.fit(max(len(prompt.ids) + prompt.limit for prompt in prompts), [turn_width])
+    visual_tokens = {prompt.media: worker.visual_count(prompt.ids) for prompt in prompts if prompt.media}
+    worker.batching.fit(
+        max(len(prompt.ids) + prompt.limit for prompt in prompts),
+        [turn_width],
+        media_bytes=remembered_bytes(sum(visual_tokens.values())),
+    )
     for _, dialogue_group in groupby(prompts, dialogue_key):
         repeats = [list(same_dialogue) for _, same_dialogue in groupby(dialogue_group, _name)]
         pending = [
@@ -90,14 +96,16 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
                     continue
                 policy = str(cell.policy)
                 for turns, forked in zip(missing_turns, forks(len(missing_turns), cache), strict=True):
-                    queue = queues.setdefault(policy, [])
                     compared_answers = full_answers if turns[0].repeat == 0 else []
-                    queue.append(Dialogue(cell, turns, forked, logits, prefix.seconds, compared_answers))
-                    waiting_caches = (dialogue.cache for queue in queues.values() for dialogue in queue)
-                    # Padding would push tokens out of sliding windows, and a forward takes the images
-                    # of one dialogue: there a dialogue goes alone.
-                    runs_alone = cache.forbids_gaps or _shows(turns)
-                    if runs_alone or not worker.batching.has_room(len(queue), waiting_caches):
+                    dialogue = Dialogue(cell, turns, forked, logits, prefix.seconds, compared_answers)
+                    # Padding would push tokens out of sliding windows.
+                    if cache.forbids_gaps or _shows_alone(worker, turns):
+                        _hold(worker, [dialogue], turn_width, done_keys)
+                        continue
+                    queue = queues.setdefault(policy, [])
+                    queue.append(dialogue)
+                    waiting_caches = (waiting.cache for queue in queues.values() for waiting in queue)
+                    if not worker.batching.has_room(len(queue), waiting_caches):
                         _hold(worker, queues.pop(policy), turn_width, done_keys)
     for queue in queues.values():
         _hold(worker, queue, turn_width, done_keys)
@@ -126,9 +134,10 @@ def _full_dialogue(worker: Worker, prefix: Prefix, logits: Tensor, turns: Sequen
     return answers
 
 
-def _shows(turns: Sequence[Prompt]) -> bool:
-    """Whether a dialogue shows images or videos."""
-    return any(prompt.media for prompt in turns)
+def _shows_alone(worker: Worker, turns: Sequence[Prompt]) -> bool:
+    """Return whether a dialogue shows media after its first turn that others cannot be shown with."""
+    later_media = [medium for prompt in turns[1:] for medium in prompt.request.delta_media]
+    return bool(later_media) and not worker.joins_images(later_media)
 
 
 def _name(prompt: Prompt) -> tuple[str, int]:
@@ -174,8 +183,8 @@ def _turns(
     Args:
         fed: Whether the full cache's answers are fed and compared instead of answers being generated.
     """
-    has_media = _shows(dialogues[0].turns)
-    batch_slots = 1 if has_media else worker.batching.slots(len(dialogues))
+    runs_alone = _shows_alone(worker, dialogues[0].turns)
+    batch_slots = 1 if runs_alone else worker.batching.slots(len(dialogues))
     batch = Batch(worker.model, [dialogue.cache for dialogue in dialogues], batch_slots)
     cache, eviction_state, model_facts = batch.cache, batch.cache.eviction_state, model_info(worker.model)
     last_rows: list[DecodeRow] = []
@@ -203,10 +212,14 @@ def _turns(
                 for dialogue, is_alive, row in zip(dialogues, alive, last_rows, strict=True)
             ]
             longest_turn = max(len(new_tokens) for new_tokens in turn_tokens)
-            pixels = worker.pixels(dialogues[0].turns[turn].request.delta_media) if has_media else None
+            pixels = worker.pixels_of_rows(
+                dialogue.turns[turn].request.delta_media
+                for dialogue, is_alive in zip(dialogues, alive, strict=True)
+                if is_alive
+            )
             logits = batch.feed(
                 turn_tokens,
-                longest_turn if cache.forbids_gaps or has_media else max(turn_width, longest_turn),
+                longest_turn if cache.forbids_gaps or runs_alone else max(turn_width, longest_turn),
                 pixels,
             )
         rows: list[DecodeRow] = []

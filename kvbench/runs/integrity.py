@@ -1,8 +1,9 @@
 """Integrity of a run's tables: digests, and sums that must agree.
 
 The metadata of `cells.parquet` holds a record: a digest of its cells, the SHA-256 of `samples.parquet` and
-`metrics.parquet`, the samples and repeats of the grid, and the hardware. Tables of earlier versions have no record;
-their counts and means are compared instead. `metrics.parquet` can be missing: earlier versions did not write it.
+`metrics.parquet`, the samples and repeats of the grid, the hardware, and whether native code or torch computed on a
+CPU. Tables of earlier versions have no record; their counts and means are compared instead. `metrics.parquet` can be
+missing: earlier versions did not write it.
 """
 
 from __future__ import annotations
@@ -68,8 +69,13 @@ def rows_of_cells(folder: Path) -> tuple[dict[str, int], dict[str, Any]]:
 
 def recorded_hardware(folder: Path) -> list[str]:
     """Return the hardware that generated a run's responses, as recorded; empty if unknown or if a table is damaged."""
+    return recorded_names(folder, "hardware")
+
+
+def recorded_names(folder: Path, fact: str) -> list[str]:
+    """Return the names that a run records under a fact; empty if there are none or if a table is damaged."""
     try:
-        return list(map(str, _recorded(checked_cells(folder)).get("hardware", [])))
+        return list(map(str, _recorded(checked_cells(folder)).get(fact, [])))
     except UserError:
         return []
 

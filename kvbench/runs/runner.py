@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 import pyarrow.parquet as pq
 
+from kvbench import native
 from kvbench.engine.hardware import describe_hardware
 from kvbench.errors import UserError
 from kvbench.files import cannot
@@ -22,7 +23,7 @@ from kvbench.runs.executors.base import Executor, Unfinished, run_here
 from kvbench.runs.executors.ray import run_on_ray
 from kvbench.runs.grid import Grid
 from kvbench.runs.groups import group_rows
-from kvbench.runs.integrity import recorded_hardware, rows_of_cells
+from kvbench.runs.integrity import recorded_hardware, recorded_names, rows_of_cells
 from kvbench.runs.planning import Job, RunPlan, Say, plan
 from kvbench.runs.results import check_requests, scored
 from kvbench.runs.store import GRID, RESPONSES, RunStore
@@ -115,10 +116,16 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
             for judge in dict.fromkeys(job.judge for job in jobs if job.judge is not None):
                 judge.check()
             _EXECUTORS[grid.executor](open_stages, grid, store, reporter)
-        hardware = recorded_hardware(folder)
+        hardware, cpu_code = recorded_hardware(folder), recorded_names(folder, "cpu_code")
         if open_stages and grid.executor == "local":  # the machines of Ray's workers are unknown here
             hardware += _hardware(jobs)
-        facts = {"samples": grid.samples, "repeats": grid.repeats, "hardware": list(dict.fromkeys(hardware))}
+            cpu_code += [native.implementation() for job in jobs for cell in job.cells if cell.device == "cpu"]
+        facts = {
+            "samples": grid.samples,
+            "repeats": grid.repeats,
+            "hardware": list(dict.fromkeys(hardware)),
+            "cpu_code": list(dict.fromkeys(cpu_code)),
+        }
         tasks = [job.task for job in jobs]
         reporter.busy("scoring")
         scored_cells = scored(jobs, store.responses_of, reporter)

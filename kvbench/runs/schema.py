@@ -137,6 +137,7 @@ class Response:
             "in the first turn at `turns`, there may be nothing to evict; `held_entries` is then "
             "the peak after the first eviction, which at `decode` includes the buffer: until then, "
             "the whole prompt is held",
+            summarised=True,
             always=True,
         ),
     )
@@ -172,7 +173,9 @@ class Response:
         default=0,
         metadata=_cost(
             _LONG,
-            "bytes allocated for them, including room for the answer and bookkeeping. Blocks of a "
+            "bytes allocated for them, including room for the answer and bookkeeping. A cell that reads its "
+            "entries in the prefill of its context, instead of copying them, counts the whole prefill and the "
+            "columns of its entries; all such cells of a context share one prefill. Blocks of a "
             "quantised cache are allocated ahead, so its share of the full cache is larger than "
             "that of `kv_bytes_live`: 47.8% instead of 35.6% for `full:bits=4` on SmolLM2 "
             "([smollm2.md](smollm2.md#fewer-bytes-instead-of-fewer-entries)). The report shows "

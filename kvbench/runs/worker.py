@@ -17,9 +17,11 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import DecodeRow, Stop, end_tokens
 from kvbench.engine.draw import Draw
 from kvbench.engine.driver import engine, left_padded
+from kvbench.engine.encoding import join_pixels, joins_images
 from kvbench.engine.integrity import Weights
 from kvbench.engine.loading import load_model
 from kvbench.engine.measure import MeasuredText, measure_alone
+from kvbench.engine.models import visual_ids
 from kvbench.engine.observers import is_built_in
 from kvbench.engine.pool import Pool
 from kvbench.engine.prefix import Compression, Prefix
@@ -213,6 +215,19 @@ class ModelRunner:
         assert self.vision is not None
         return self.vision.pixels(media, self.device)
 
+    def joins_images(self, media: Sequence[Medium]) -> bool:
+        """Return whether several sequences can show media like these in one forward."""
+        return joins_images(self.model, media)
+
+    def pixels_of_rows(self, rows: Iterable[Sequence[Medium]]) -> Pixels | None:
+        """Return what the model takes for the media of several sequences; None if there are none."""
+        sequences = [pixels for media in rows if (pixels := self.pixels(media)) is not None]
+        return join_pixels(self.model, sequences) if sequences else None
+
+    def visual_count(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens are visual."""
+        return sum(map(token_ids.count, visual_ids(self.model)))
+
     def expanded(self, context_text: str, media: Sequence[Medium]) -> str:
         """A text with the tokens of its media in place of their placeholders."""
         if not media:
@@ -271,8 +286,13 @@ class ModelRunner:
     ) -> list[RaggedCache]:
         """Compress a prefix in several ways, at one moment."""
         runs_policy = not all(compression.policy.is_full for compression in compressions)
-        with self.meter.phase("compress"), self.policy_call(prefix) if runs_policy else nullcontext():
-            return prefix.compress(compressions, None if compressions[0].moment in LATER else reserved_tokens)
+        try:
+            with self.meter.phase("compress"), self.policy_call(prefix) if runs_policy else nullcontext():
+                return prefix.compress(compressions, None if compressions[0].moment in LATER else reserved_tokens)
+        except PluginError:
+            if prefix.is_lent:
+                prefix.restore()  # before a waiting cell reads it
+            raise
 
     def fail(self, cell: Cell, prompt: Prompt, reason: str) -> None:
         """Mark a cell as failed, at a prompt."""

@@ -560,14 +560,15 @@ _PAGE = """\
 <title>{title}</title>
 <style>
 :root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 84rem; padding: 0 1rem; }}
 figure {{ margin: 0; overflow-x: auto; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
 caption {{ caption-side: top; font-weight: 600; padding-bottom: .6rem; text-align: left; }}
 thead, tbody {{ border-bottom: 1px solid; }}
 thead {{ border-top: 2px solid; }}
 tbody:last-of-type {{ border-bottom-width: 2px; }}
-th, td {{ padding: .15rem .6rem; text-align: right; white-space: nowrap; }}
+th, td {{ padding: .15rem .5rem; text-align: right; white-space: nowrap; }}
+th {{ vertical-align: bottom; white-space: normal; }}
 th[colspan] {{ text-align: center; }}
 .text {{ text-align: left; }}
 sup {{ display: inline-block; line-height: 0; width: 0; }}

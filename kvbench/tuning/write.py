@@ -11,14 +11,14 @@ import pandas as pd
 import yaml
 from matplotlib.ticker import MaxNLocator
 
-from kvbench.analysis.output import AnalysisOutput, Findings, make_output_folder, write_all
+from kvbench.analysis.output import AnalysisOutput, Findings, prepare_output, write_all
 from kvbench.errors import UserError
 from kvbench.files import replacing
 from kvbench.named import resolve_model
 from kvbench.progress import Reporter, duration
 from kvbench.regression import show_policies
 from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
-from kvbench.report.figure_options import FigureOptions, figure_options
+from kvbench.report.figure_options import FigureOptions
 from kvbench.runs.grid import Grid
 from kvbench.runs.schema import LOG_KL
 from kvbench.tables.numbers import NumberFormat
@@ -66,12 +66,10 @@ def write_tuning(
     if len(grid.models) > 1:
         raise UserError("--model: a search is for one model; start one search for each")
     space = search_space(resolve_model(grid.models[0]), options.restricted, with_files=options.with_files)
-    figure_settings = figure_options(figures, [])
     settings = options.to_dict()
     # Another time or number of settings continues a search.
-    folder = make_output_folder(
-        grid, "tune", {name: settings[name] for name in settings if name not in ("time", "trials")}
-    )
+    lasting_settings = {name: value for name, value in settings.items() if name not in ("time", "trials")}
+    folder, figure_settings = prepare_output(grid, "tune", figures, lasting_settings)
     seconds = options.time if options.time is not None or options.trials is not None else DEFAULT_SECONDS
     run_values = {name: value for name, value in values.items() if name not in ("samples", "out", "policy", "policies")}
     found = search(

@@ -119,12 +119,12 @@ class View:
 
         No tensor is copied. `extras` is zero, as it is before a score sets it.
         """
-        budget_view = copy.copy(self)
+        budget_view, budget_count = copy.copy(self), budget.shape[0]
         for field_name in _BY_SEQUENCE:
-            setattr(budget_view, field_name, _repeated(getattr(self, field_name), len(budget)))
-        budget_view.obs = {need: _repeated(tensor, len(budget)) for need, tensor in self.obs.items()}
+            setattr(budget_view, field_name, _repeated(getattr(self, field_name), budget_count))
+        budget_view.obs = {need: _repeated(tensor, budget_count) for need, tensor in self.obs.items()}
         budget_view.extras = {
-            field_name: torch.zeros(len(budget), *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+            field_name: torch.zeros(budget_count, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
             for field_name, tensor in self.extras.items()
         }
         budget_view._budget, budget_view.read_budget, budget_view._alone = budget, False, self

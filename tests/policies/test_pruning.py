@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvbench
+from benchmarks.memory import allocated
 from kvbench.errors import UserError
 from kvbench.plugin import Pruned, VisualTokens
 from kvbench_policies.pruning.cdpruner import greedy_map
@@ -159,6 +163,31 @@ def test_greedy_map_finds_the_best_pair_of_an_easy_kernel() -> None:
     )
     assert set(greedy_map(kernel, 2).nonzero().flatten().tolist()) == set(best)
     assert int(greedy_map(kernel, 4).sum()) == 4  # beyond the rank of the kernel
+
+
+class Waits(TorchDispatchMode):
+    """Counts reads of a tensor's number, for which a GPU would have to finish its work."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["divprune", "cdpruner"])
+def test_no_step_waits_for_a_gpu(name: str) -> None:
+    with Waits() as waits:
+        assert int(prune(name, tokens(40, 17)).keep.sum()) == 17
+        assert waits.count == 1  # that of the line above
+
+
+def test_greedy_map_needs_no_kernel_in_float64() -> None:
+    feature = torch.randn(500, 64, generator=torch.Generator().manual_seed(0))
+    kernel = feature @ feature.T
+    bytes_used = allocated(partial(greedy_map, kernel, 20), kernel.device)
+    assert bytes_used < 8 * kernel.numel() / 4
+    assert torch.equal(greedy_map(kernel, 20), greedy_map(kernel.double(), 20))
 
 
 def dominant_and_targets(t: VisualTokens) -> tuple[list[int], list[int], list[int]]:

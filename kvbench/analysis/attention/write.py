@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvbench.analysis.attention.observer import AttentionMap
 from kvbench.analysis.attention.options import MOST_LAYERS, AttentionOptions
 from kvbench.analysis.choosing import select_numbers
 from kvbench.analysis.common import analysis_runner, contexts, prompt_name, prompts_grid, stages
-from kvbench.analysis.output import AnalysisOutput, Findings, make_output_folder, require_results, write_all
+from kvbench.analysis.output import AnalysisOutput, Findings, prepare_output, require_results, write_all
 from kvbench.analysis.summary import notes
 from kvbench.engine.models import full_layer_ids
 from kvbench.plugin import AttentionMass
 from kvbench.progress import Reporter
 from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
-from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions, figure_options
+from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
 from kvbench.runs.grid import Grid
 from kvbench.stats import Floats
 from kvbench.tables.numbers import NumberFormat
@@ -80,8 +80,7 @@ def write_attention(
         UserError: A value in the grid is unknown or out of range, or the output is not writable.
     """
     grid = prompts_grid({"samples": SAMPLES, **grid_options})
-    figure_settings = figure_options(figures, [])
-    folder = make_output_folder(grid, "attention", options.to_dict())
+    folder, figure_settings = prepare_output(grid, "attention", figures, options.to_dict())
     layers, maps = measure_attention(grid, options, reporter)
     require_results(layers, {})
     cells = [
@@ -243,6 +242,9 @@ def _draw_variance(layers: pd.DataFrame, stem: Path, several: Mapping[str, bool]
         means = scope_rows.groupby("layer")["variance"].mean()
         axes.plot(means.index, means, **marker_options(styles[name]))
     axes.set_yscale("log")
+    lowest, highest = axes.get_ylim()
+    digits = [1.0] if highest > 100 * lowest else [1.0, 2.0, 5.0]  # a narrow range needs more labels
+    axes.yaxis.set_major_locator(LogLocator(10, digits, numticks=9))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.locator_params(axis="x", integer=True)

@@ -16,12 +16,11 @@ from kvbench.analysis.causes.study import CausesResult, examine_run
 from kvbench.analysis.causes.tables import READING, cause_tables, sentences
 from kvbench.analysis.choosing import split_commas
 from kvbench.analysis.common import make_grid
-from kvbench.analysis.output import AnalysisOutput, Findings, make_output_folder, require_results, write_all
+from kvbench.analysis.output import AnalysisOutput, Findings, prepare_output, require_results, write_all
 from kvbench.analysis.summary import notes
 from kvbench.errors import UserError
 from kvbench.progress import Reporter
 from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
-from kvbench.report.figure_options import figure_options
 from kvbench.runs.grid import Grid
 from kvbench.runs.options import field_of
 from kvbench.runs.runner import execute
@@ -61,8 +60,7 @@ def write_causes(
     options = CausesOptions() if options is None else options
     grid = _run_grid(grid_options, options, run)
     settings = {"run": run, "against": options.against, "evidence": options.evidence, "units": options.units}
-    folder = make_output_folder(grid, "causes", *settings.values())
-    figure_settings = figure_options(figures, [str(policy) for policy in grid.built_policies])
+    folder, figure_settings = prepare_output(grid, "causes", figures, *settings.values())
     if run is None:
         source = folder / _RUN
         execute(Grid.from_dict({**_given(grid_options, options), "full": True, "out": str(source)}), reporter)

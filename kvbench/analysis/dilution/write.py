@@ -19,7 +19,7 @@ from kvbench.analysis.common import make_grid
 from kvbench.analysis.dilution.options import DilutionOptions
 from kvbench.analysis.dilution.useful import answer_tokens
 from kvbench.analysis.maps import figure_suffixes
-from kvbench.analysis.output import AnalysisOutput, Findings, make_output_folder, require_results, write_all
+from kvbench.analysis.output import AnalysisOutput, Findings, prepare_output, require_results, write_all
 from kvbench.analysis.perturbation import probe
 from kvbench.analysis.perturbation.comparison import curve
 from kvbench.analysis.scopes import distinct_values, ordered_budgets, scope_heading, scopes
@@ -27,7 +27,7 @@ from kvbench.analysis.summary import notes
 from kvbench.errors import UserError
 from kvbench.progress import Reporter
 from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
-from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions, figure_options
+from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
 from kvbench.tables.numbers import NumberFormat
 from kvbench.tables.plot_style import (
     COLUMN,
@@ -45,6 +45,7 @@ from kvbench.tables.text import counted
 _LABELS = ["model", "task", "length", "moment", "policy", "budget", "sample_id", "question_id", "context_id"]
 _MEASURES = ["dilution", "kept_dilution", "dilution_bound", "rho_useful", "rho_distractor"]
 _MOST_ACROSS = 3
+_LEAST_PANEL = 1.1  # inches
 _READING = (
     "Useful tokens spell a reference answer in the context; all others are distractors. Dilution: attention that a "
     "query head gives to distractors, mean over heads, layers and questions. Useful and distractors kept: the "
@@ -75,8 +76,7 @@ def write_dilution(
             writable.
     """
     grid = make_grid(grid_options)
-    figure_settings = figure_options(figures, [str(policy) for policy in grid.built_policies])
-    folder = make_output_folder(grid, "dilution", options.to_dict())
+    folder, figure_settings = prepare_output(grid, "dilution", figures, options.to_dict())
     measured = probe.analyze(grid, reporter, query=options.query, useful_of=answer_tokens, gap=options.gap)
     if not len(measured.heads) and not measured.failed:
         raise UserError(
@@ -144,7 +144,9 @@ def draw_dilution(layers: pd.DataFrame, folder: Path, options: FigureOptions = D
         for scope, scope_rows in scopes(layers):
             suffix, subtitle = figure_suffixes(layers, scope)
             budgets = ordered_budgets(scope_rows)
-            across = min(len(budgets), _MOST_ACROSS)
+            across = options.panels_across(
+                min(len(budgets), _MOST_ACROSS), margins=0.65, gap=0.15, least_width=_LEAST_PANEL
+            )
             shown = ["full", *(policy for policy in policies if (scope_rows["policy"] == policy).any())]
             layout = lay_out_figure(
                 -(-len(budgets) // across),
@@ -173,11 +175,9 @@ def draw_dilution(layers: pd.DataFrame, folder: Path, options: FigureOptions = D
                         continue
                     line_options = marker_options(styles[policy]) | ({"ls": "--"} if policy == "full" else {})
                     axes.plot(line["layer"], 100 * line["mean"], **line_options)
-                    bounds = 100 * line[["lo", "hi"]].to_numpy(np.float64)
+                    bounds = 100 * line[["lo", "hi"]].to_numpy(np.float64).clip(max=1)
                     if np.isfinite(bounds).all():
                         axes.fill_between(line["layer"], *bounds.T, color=styles[policy][0], alpha=0.12, lw=0)
                 axes.locator_params(axis="x", integer=True)
-            lowest, highest = layout.axes[0, 0].get_ylim()
-            layout.axes[0, 0].set_ylim(lowest, min(highest, 101))
             paths += save(layout.figure, folder / f"dilution-{suffix}", options.formats)
     return paths

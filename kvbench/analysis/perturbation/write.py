@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.analysis.common import make_grid
-from kvbench.analysis.output import AnalysisOutput, Findings, make_output_folder, require_results, write_all
+from kvbench.analysis.output import AnalysisOutput, Findings, prepare_output, require_results, write_all
 from kvbench.analysis.perturbation import comparison, probe
 from kvbench.analysis.perturbation.figures import draw_perturbation, shown_pairs
 from kvbench.analysis.perturbation.options import PerturbationOptions
@@ -14,7 +14,6 @@ from kvbench.analysis.perturbation.tables import READING, perturbation_tables
 from kvbench.analysis.summary import notes
 from kvbench.progress import Reporter
 from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
-from kvbench.report.figure_options import figure_options
 
 
 def write_perturbation(
@@ -40,9 +39,8 @@ def write_perturbation(
         UserError: A value in the grid is unknown or out of range, or the output is not writable.
     """
     grid = make_grid(grid_options)
-    figure_settings = figure_options(figures, [str(policy) for policy in grid.built_policies])
     PerturbationOptions(query, first_stage)
-    folder = make_output_folder(grid, "perturbation", query, first_stage)
+    folder, figure_settings = prepare_output(grid, "perturbation", figures, query, first_stage)
     perturbation = probe.analyze(grid, reporter, query=query, first_stage=first_stage)
     require_results(perturbation.heads, perturbation.failed)
     pairs, cells = comparison.pairs(perturbation.heads), comparison.cells(perturbation.heads)

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from kvbench.analysis.common import analysis_runner, prompt_name, prompts_grid, stages
-from kvbench.analysis.output import AnalysisOutput, Findings, make_output_folder, write_all
+from kvbench.analysis.output import AnalysisOutput, Findings, prepare_output, write_all
 from kvbench.analysis.queries.autoregression import Autoregression, fit_autoregression, principal_directions
 from kvbench.analysis.queries.options import QueryOptions
 from kvbench.analysis.queries.rollouts import sample_queries
@@ -25,7 +25,7 @@ from kvbench.engine.models import full_layer_ids, model_info
 from kvbench.errors import UserError
 from kvbench.progress import Reporter
 from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
-from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions, figure_options
+from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
 from kvbench.runs.grid import Grid
 from kvbench.stats import Floats
 from kvbench.tables.numbers import NumberFormat
@@ -35,6 +35,7 @@ from kvbench.tables.text import short, slug
 
 SAMPLES = 10
 _BLUE, _RED, _GREEN = "#0072B2", "#D55E00", "#009E73"
+_LEAST_PANEL = 1.6  # inches
 _MOST_PATHS = 40
 """Running means drawn; more would cover each other."""
 _READING = (
@@ -91,8 +92,7 @@ def write_queries(
         UserError: A value is unknown or out of range, the answers are too short to fit, or the output is not writable.
     """
     grid = prompts_grid({"samples": SAMPLES, **grid_options})
-    figure_settings = figure_options(figures, [])
-    folder = make_output_folder(grid, "queries", options.to_dict())
+    folder, figure_settings = prepare_output(grid, "queries", figures, options.to_dict())
     fitted = fit_queries(grid, options, reporter)
     prompts = pd.DataFrame([_row(prompt) for prompt in fitted])
     eigenvalues = pd.DataFrame(
@@ -254,9 +254,10 @@ def draw_queries(fitted: list[FittedPrompt], folder: Path, options: FigureOption
                 "fitted mean and ±σ, Gaussian tail": Line2D([], [], color=_RED, ls="--"),
                 "exponential tail": Line2D([], [], color=_GREEN, ls=":"),
             }
+            across = options.panels_across(3, margins=0.6, gap=0.5, least_width=_LEAST_PANEL)
             layout = lay_out_figure(
-                1,
-                3,
+                -(-3 // across),
+                across,
                 title=f"queries of layer {layer}, head {head} · {short(str(task))} · {short(str(model))}"
                 * options.has_title,
                 width=options.width or PAGE,
@@ -267,11 +268,12 @@ def draw_queries(fitted: list[FittedPrompt], folder: Path, options: FigureOption
                 handles=list(handles.values()),
                 left_margin=0.5,
                 top_margin=0.2,
-                panel_gap=(0.5, 0.3),
+                panel_gap=(0.5, 0.65),
             )
-            _eigenvalues(layout.axes[0, 0], prompts)
-            _running_means(layout.axes[0, 1], prompts[0])
-            _tails(layout.axes[0, 2], np.concatenate([prompt.innovations.ravel() for prompt in prompts]))
+            first, second, third = layout.used(3)
+            _eigenvalues(first, prompts)
+            _running_means(second, prompts[0])
+            _tails(third, np.concatenate([prompt.innovations.ravel() for prompt in prompts]))
             several = len({key[2] for key in groups}) > 1, len({key[0] for key in groups}) > 1
             parts = [task, *([length] if several[0] else []), *([model] if several[1] else [])]
             paths += save(layout.figure, folder / f"queries-{'-'.join(slug(part) for part in parts)}", options.formats)
@@ -284,7 +286,9 @@ def _eigenvalues(axes: Axes, prompts: list[FittedPrompt]) -> None:
     values = np.concatenate([prompt.fit.eigenvalues for prompt in prompts])
     axes.scatter(values.real, values.imag, s=8, color=_BLUE, lw=0)
     limit = max(1.1, 1.05 * float(np.abs(values).max()))
-    axes.set(xlim=(-limit, limit), ylim=(-limit, limit), xlabel="real part", aspect="equal")
+    axes.set(xlim=(-limit, limit), ylim=(-limit, limit), aspect="equal")
+    axes.set_xlabel("real part")
+    axes.set_ylabel("imaginary part", labelpad=1)
     median = float(np.median([prompt.fit.radius for prompt in prompts]))
     axes.set_title(f"eigenvalues, median radius {median:.2f}", loc="left", y=1.0, pad=3)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvbench.analysis.common import make_grid
-from kvbench.analysis.output import AnalysisOutput, Findings, make_output_folder, write_all
+from kvbench.analysis.output import AnalysisOutput, Findings, prepare_output, write_all
 from kvbench.analysis.retention.options import RetentionOptions
 from kvbench.analysis.retention.page import page
 from kvbench.analysis.retention.plots import draw
@@ -18,7 +18,6 @@ from kvbench.errors import UserError
 from kvbench.files import replacing
 from kvbench.progress import Reporter
 from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
-from kvbench.report.figure_options import figure_options
 from kvbench.tables.text import listed
 
 SAMPLES = 4
@@ -51,8 +50,7 @@ def write_retention(
         raise UserError("give either --task or --text")
     text_task = {} if options.text is None else {"tasks": "text"}
     grid = make_grid({"samples": SAMPLES, **grid_options, **text_task, "moments": "context"})
-    figure_settings = figure_options(figures, [str(policy) for policy in grid.built_policies])
-    folder = make_output_folder(grid, "retention", options.to_dict())
+    folder, figure_settings = prepare_output(grid, "retention", figures, options.to_dict())
     result = analyze(grid, options, reporter)
     has_traces = any(sample.traces for task in result.tasks for sample in task.samples)
     if result.failed and not has_traces:

@@ -114,7 +114,18 @@ def _measure_model(bench: SpeedSettings, reporter: Reporter) -> pd.DataFrame:
         raise UserError(f"--batch {LARGEST} needs a memory limit on this device, such as --memory 4GB")
     dtype = pick_dtype(bench.dtype, device)
     model = load_model(bench.model, bench.revision, device, dtype, attn=bench.attn, device_map=bench.device_map)
-    devices = devices_of(model)
+    return measure_model(model, bench, reporter)
+
+
+def measure_model(model: nn.Module, bench: SpeedSettings, reporter: Reporter) -> pd.DataFrame:
+    """Measure all settings on a model that is loaded already; see `run_bench`.
+
+    Args:
+        model: The model on its device, in its dtype.
+        bench: Benchmark settings; `model` is a name for the table.
+        reporter: Progress reporter.
+    """
+    settings, devices = bench.settings(), devices_of(model)
     measured_rows: list[dict[str, Any]] = []
     with torch.no_grad(), thread_budget(model, reporter.message), engine(model):
         for setting in _warm_up_settings(settings):  # the first forward pass of a size is slower
@@ -143,13 +154,14 @@ def _measure_model(bench: SpeedSettings, reporter: Reporter) -> pd.DataFrame:
                 )
                 reporter.advance()
         reporter.stop()
+    is_gpu = devices[0].type == "cuda"
     frame = pd.DataFrame(measured_rows).sort_values(["place", "repeat"], ignore_index=True)
     frame = frame.drop(columns="place")
     return frame.assign(
         model=bench.model,
-        device=", ".join(dict.fromkeys(map(torch.cuda.get_device_name, devices))) if device.type == "cuda" else "cpu",
+        device=", ".join(dict.fromkeys(map(torch.cuda.get_device_name, devices))) if is_gpu else "cpu",
         device_count=len(devices),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
     )
 

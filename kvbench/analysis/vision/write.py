@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.analysis.common import make_grid
-from kvbench.analysis.output import AnalysisOutput, Findings, make_output_folder, require_results, write_all
+from kvbench.analysis.output import AnalysisOutput, Findings, prepare_output, require_results, write_all
 from kvbench.analysis.summary import notes
 from kvbench.analysis.vision.figures import draw
 from kvbench.analysis.vision.image_shares import analyze
@@ -14,7 +14,6 @@ from kvbench.analysis.vision.options import MOMENTS, VisionOptions
 from kvbench.analysis.vision.tables import READING, frames, vision_tables
 from kvbench.progress import Reporter
 from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
-from kvbench.report.figure_options import figure_options
 from kvbench.tables.text import listed
 
 SAMPLES = 1
@@ -44,8 +43,7 @@ def write_vision(
         UserError: A value is unknown or out of range, or the output is not writable.
     """
     grid = make_grid({"samples": SAMPLES, **grid_options}, MOMENTS, pruning=True)
-    figure_settings = figure_options(figures, [str(policy) for policy in grid.built_policies])
-    folder = make_output_folder(grid, "vision", options.to_dict())
+    folder, figure_settings = prepare_output(grid, "vision", figures, options.to_dict())
     result = analyze(grid, options, reporter)
     data_frames = frames(result)
     require_results(data_frames.get("answers", []), result.failed)

@@ -2,7 +2,8 @@
 
 const COLOURS = 8;
 const SYMBOLS = ["circle", "square", "triangle", "diamond", "star", "cross", "wye"];
-const TICKS = [1, 2, 5, 10, 20, 30, 50, 70, 100];
+const PERCENT_TICKS = [1, 2, 5, 10, 20, 30, 50, 70, 100];
+const TOKEN_TICKS = d3.range(7).flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
 const LOG_FROM = 4.08; // budgets that span more get a logarithmic axis
 
 const GREY = "var(--grey)";
@@ -46,9 +47,11 @@ function front(points, memory) {
   return best;
 }
 
+const drawable = (rows) => rows.filter((row) => row.policy !== "full" && row.score !== null && inBudget(row) && row[MEMORY[state.memory].share] !== null);
+
 // The policies that have a colour in a chart: the chosen ones and those on the front, or all if they are few.
 function coloured(rows) {
-  const points = rows.filter((row) => row.policy !== "full" && row.score !== null && inBudget(row));
+  const points = drawable(rows);
   const best = front(points, MEMORY[state.memory]);
   const every = allPolicies() && distinct(points.map((row) => row.policy)).length <= COLOURS;
   const named = new Set(best.map((row) => row.policy));
@@ -64,6 +67,7 @@ function told(row) {
   if (row.diff !== null)
     lines.push(`to full ${score(row.diff, row.unit, true)} ${interval(row.diff_lo, row.diff_hi, row.unit, true)}`);
   lines.push(`KV held ${percent(row.share)}, ${bytes(row.kv_bytes_live)}`);
+  if (row.held_tokens) lines.push(`${+row.held_tokens.toPrecision(4)} tokens per KV head`);
   if (holdsCodes) lines.push(`KV allocated ${percent(row.allocated_share)}`);
   if (readsFew) lines.push(`KV read ${percent(row.read_share)}, ${bytes(row.kv_bytes_read)}`);
   lines.push(`${row.samples} samples`);
@@ -73,11 +77,11 @@ function told(row) {
 
 function paretoChart(rows, width) {
   const full = rows.find((row) => row.policy === "full" && row.score !== null);
-  const points = rows.filter((row) => row.policy !== "full" && row.score !== null && inBudget(row));
+  const points = drawable(rows);
   if (!points.some(shown)) return element("p", { class: "note" }, "Nothing to draw: no setting that is shown has a score.");
   const scale = rows[0].unit ? 100 : 1;
   const memory = MEMORY[state.memory];
-  const share = (row) => 100 * row[memory.share];
+  const share = (row) => row[memory.share] / memory.unit;
   const at = (name) => (row) => scale * row[name];
   const bright = coloured(rows);
   const best = front(points, memory);
@@ -89,7 +93,7 @@ function paretoChart(rows, width) {
   const log = least > 0 && most / least > LOG_FROM;
   const pad = log ? Math.max(1.06, (most / least) ** 0.06) : Math.max(0.06 * (most - least), 0.06 * most);
   const domain = log ? [least / pad, most * pad] : [least - pad, most + pad];
-  const ticks = TICKS.filter((tick) => tick >= domain[0] && tick <= domain[1]);
+  const ticks = (memory.unit === 1 ? TOKEN_TICKS : PERCENT_TICKS).filter((tick) => tick >= domain[0] && tick <= domain[1]);
   const ofPolicy = d3.group(points, (row) => row.policy);
   const policies = [...ofPolicy.keys()].sort((a, b) => bright.has(a) - bright.has(b)); // grey below colours
   const paired = policies.filter((policy) => bright.has(policy) && state.policies.has(policy));
@@ -100,7 +104,7 @@ function paretoChart(rows, width) {
     marks.push(Plot.rect([full], { y1: at("score_lo"), y2: at("score_hi"), fill: "var(--soft)", fillOpacity: 0.13 }));
     marks.push(Plot.ruleY([full], { y: at("score"), stroke: "var(--soft)", strokeDasharray: "5,3" }));
   }
-  if (best.length) marks.push(Plot.line([...best, { ...best[best.length - 1], [memory.share]: domain[1] / 100 }],
+  if (best.length) marks.push(Plot.line([...best, { ...best[best.length - 1], [memory.share]: domain[1] * memory.unit }],
     { x: share, y: at("score"), curve: "step-after", stroke: "currentColor", strokeDasharray: "1.5,3", clip: true }));
   for (const policy of policies) {
     const mine = [...ofPolicy.get(policy)].sort((a, b) => share(a) - share(b));
@@ -121,7 +125,7 @@ function paretoChart(rows, width) {
   return Plot.plot({
     width, height: Math.min(460, Math.max(260, 0.55 * width)), marginLeft: 46, marginRight: 16, marginBottom: 40,
     style: { background: "none", fontSize: "12px" },
-    x: { type: log ? "log" : "linear", domain, ticks: ticks.length > 1 ? ticks : 4, tickFormat: (v) => String(v), label: `${memory.label}, % of full${log ? ", log scale" : ""}`, labelAnchor: "center", labelArrow: "none" },
+    x: { type: log ? "log" : "linear", domain, ticks: ticks.length > 1 ? ticks : 4, tickFormat: (v) => String(v), label: `${memory.label}, ${memory.axis}${log ? ", log scale" : ""}`, labelAnchor: "center", labelArrow: "none" },
     y: { domain: [low - room, high + room], grid: true, ticks: 5, label: rows[0].higher ? "score" : "score, lower is better", labelArrow: "none" },
     marks,
   });

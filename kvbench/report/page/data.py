@@ -25,7 +25,7 @@ WITHIN = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Tolerances in points that a reader can select, besides the requested one."""
 
 _NUMBERS = (
-    *("share", "read_share", "allocated_share"),
+    *("share", "read_share", "allocated_share", "held_tokens", "read_tokens"),
     *(column.name for column in CELL_COLUMNS if column.paged),
 )
 _HEAT = ["model", "task", "length", *CONFIG, "depth"]

@@ -26,12 +26,17 @@ const state = {
 };
 const allPolicies = () => state.policies.size === data.policies.length;
 
-// What scores are drawn against; bytes read only where a policy reads less than it holds.
-const MEMORY = {
-  held: { share: "share", bytes: "kv_bytes_live", label: "KV cache held" },
-  read: { share: "read_share", bytes: "kv_bytes_read", label: "KV cache read per step" },
-};
 const readsFew = data.rows.some((row) => row.policy !== "full" && row.score !== null && row.kv_bytes_read < row.kv_bytes_live);
+const tokensKnown = data.rows.some((row) => row.policy !== "full" && row.held_tokens);
+
+// What scores are drawn against: what is read only where a policy reads less than it holds, tokens only where the
+// number of KV heads is known. `unit` is one hundredth of the full cache, or one token.
+const MEMORY = {
+  held: { share: "share", bytes: "kv_bytes_live", label: "KV cache held", axis: "% of full", unit: 0.01 },
+  ...(readsFew ? { read: { share: "read_share", bytes: "kv_bytes_read", label: "KV cache read per step", axis: "% of full", unit: 0.01 } } : {}),
+  ...(tokensKnown ? { tokens: { share: "held_tokens", bytes: "held_tokens", label: "tokens held", axis: "per KV head", unit: 1 } } : {}),
+  ...(tokensKnown && readsFew ? { read_tokens: { share: "read_tokens", bytes: "read_tokens", label: "tokens read per step", axis: "per KV head", unit: 1 } } : {}),
+};
 const holdsCodes = data.rows.some((row) => /:(bits|key_channels)=/.test(row.policy));
 
 const shown = (row) => row.policy === "full" || (state.policies.has(row.policy) && state.budgets.has(row.budget));
@@ -142,7 +147,8 @@ function controls(redraw, onhover) {
     const values = distinct(data.rows.map((row) => row[name]));
     boxes.push(select(name, name, [[ALL, "all"], ...values.map((v) => [String(v), nameOf(name, v)])], redraw));
   }
-  if (readsFew) boxes.push(select("front over", "memory", Object.entries(MEMORY).map(([name, { label }]) => [name, label]), redraw));
+  if (Object.keys(MEMORY).length > 1) boxes.push(select("front over", "memory", Object.entries(MEMORY).map(([name, { label }]) => [name, label]), redraw));
+  else state.memory = "held";
   fill("selects", ...boxes);
   const refreshers = [
     chips("policies", "all policies", data.policies.map((p) => p.name), state.policies, (name) => [swatch(name)], redraw, onhover),

@@ -69,18 +69,20 @@ def greedy_map(kernel: Tensor, token_count: int) -> Tensor:
     Returns:
         The selected items, bool `[V]`.
     """
-    kernel = kernel.double()
-    gains = kernel.diagonal().clone()
-    factor_rows = kernel.new_zeros(token_count, len(kernel))
+    gains = kernel.diagonal().double()
+    factor_rows = gains.new_zeros(token_count, len(kernel))
     keep_mask = torch.zeros(len(kernel), dtype=torch.bool, device=kernel.device)
     for step_index in range(token_count):
-        best_index = gains.masked_fill(keep_mask, -torch.inf).argmax()
-        keep_mask[best_index] = True
+        # A tensor of one index, because a GPU waits for a scalar one.
+        best_index = gains.masked_fill(keep_mask, -torch.inf).argmax(keepdim=True)
+        keep_mask.index_fill_(0, best_index, True)
         # Rounding can make the gain of a linearly dependent item 0 or negative.
-        pivot_root = gains[best_index].clamp(min=_TINY**2).sqrt()
-        factor_rows[step_index] = (
-            kernel[best_index] - factor_rows[:step_index, best_index] @ factor_rows[:step_index]
-        ) / pivot_root
+        pivot_root = gains.index_select(0, best_index).clamp(min=_TINY**2).sqrt()
+        earlier_rows = factor_rows[:step_index]
+        # Row by row, because the whole kernel in float64 would take twice the memory of the kernel itself.
+        projection = earlier_rows.index_select(1, best_index)[:, 0] @ earlier_rows
+        kernel_row = kernel.index_select(0, best_index)[0].double()
+        factor_rows[step_index] = (kernel_row - projection) / pivot_root
         gains = gains - factor_rows[step_index].square()
     return keep_mask
 

@@ -35,13 +35,14 @@ class DivPrune(PrunesVisual):
         """Select the tokens greedily."""
         distances = 1 - similarity(tokens.feature, tokens.feature)
         keep_mask = torch.zeros(len(distances), dtype=torch.bool, device=distances.device)
-        off_diagonal = distances.clone().fill_diagonal_(torch.inf)
-        nearest = off_diagonal.min(-1).values
+        farness = distances.clone().fill_diagonal_(torch.inf).min(-1).values
+        nearest = torch.full_like(farness, torch.inf)
         for _ in range(tokens.keep):
-            best_index = nearest.masked_fill(keep_mask, -torch.inf).argmax()
+            # A tensor of one index, because a GPU waits for a scalar one.
+            best_index = farness.masked_fill(keep_mask, -torch.inf).argmax(keepdim=True)
+            keep_mask.index_fill_(0, best_index, True)
             # From the first selection on, only distances to selected tokens count.
-            nearest = torch.minimum(nearest, distances[best_index]) if keep_mask.any() else distances[best_index]
-            keep_mask[best_index] = True
+            farness = nearest = torch.minimum(nearest, distances.index_select(0, best_index)[0])
         return Pruned(keep_mask)
 
 

@@ -150,6 +150,20 @@ def test_scores_are_shared_unless_they_read_the_budget(llama: Any) -> None:
     assert calls == {"plain": 3, "reads": 6}, "three layers, two budgets"
 
 
+@pytest.mark.parametrize("policy", ["h2o", "compactor:chunk=7", "roco", "sirllm", "simlayerkv", "defensivekv:window=8"])
+@torch.no_grad()
+def test_budgets_that_a_score_reads_are_decided_together_as_alone(llama: Any, policy: str) -> None:
+    wanted = [Compression(kvbench.policy(policy), Budget.parse(n), "context", 0) for n in (20, 9, 31, 44, 45)]
+    ids, _ = batch(1, 45, [0])
+    with engine(llama):
+        prefix = Prefix(llama, wanted[0].policy.needs)
+        prefix.extend(ids)
+        caches = prefix.compress(wanted)
+    for wish, cache in zip(wanted, caches, strict=True):
+        alone = kvbench.kept(llama, ids, wish.policy, wish.budget)
+        assert all(torch.equal(a, b) for a, b in zip(alone, cache.kept(), strict=True)), wish.budget
+
+
 class Sized(Selector):
     """Chooses by the size of the values, which is the same for every budget."""
 

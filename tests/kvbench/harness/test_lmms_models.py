@@ -12,6 +12,7 @@ import kvbench_tasks.mmmu_pro_vision
 import kvbench_tasks.mmstar
 import kvbench_tasks.textvqa
 import kvbench_tasks.videomme
+from kvbench import cli
 from kvbench.benchmark import Benchmark
 from kvbench.data.sources import Source, keep
 from kvbench.errors import UserError
@@ -90,6 +91,15 @@ def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
     keep(kvbench_tasks.mmstar.SOURCE, mmstar.raw(), tmp_path)
     with pytest.raises(UserError, match=r"no model 'qwen3vl' for --lmms-model; did you mean .*qwen3_vl"):
         vision.load_task("mmstar", kvbench_tasks.mmstar.BENCHMARK, tmp_path, lmms_model="qwen3vl")
+
+
+@lmms.needs_lmms_eval
+def test_an_unknown_model_is_one_line_in_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = ["--task", "docvqa_val", "--model", "reference-vl", "--policy", "snapkv", "--out", str(tmp_path / "run")]
+    assert cli.call(["run", *named, "--lmms-model", "qwen3vl"]) == 2
+    message = capsys.readouterr().err
+    assert "lmms-eval has no model 'qwen3vl' for --lmms-model; did you mean qwen3_vl" in message
+    assert message.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
 def test_it_is_refused_where_no_task_is_of_lmms_eval(tmp_path: Path) -> None:

@@ -137,7 +137,8 @@ def make_run(
                      "prompt_end": f"What is {i}?", "metrics": "", "length": length,
                      "doc_id": i, "question_id": 0, "repeat": 0, "context_tokens": length - 40,
                      "question_tokens": 20, "generated_tokens": 8, "score": s,
-                     "budget_entries": 10, "held_entries": 10, "kv_bytes_live": 1000,
+                     "budget_entries": round(share * 4 * (length - 40)),
+                     "held_entries": round(share * 4 * (length - 40)), "kv_bytes_live": 1000,
                      "kv_bytes_read": 1000,
                      "visual_tokens": 0, "held_visual": 0, "state_bytes": 0}
                     for i, (k, c, s) in enumerate(zip(keys, clusters, scores, strict=True))

@@ -16,7 +16,7 @@ from kvbench import cli
 from kvbench.analysis.speed.figures import draw_bench
 from kvbench.errors import UserError
 from kvbench.report import render
-from kvbench.report.figure_options import FigureOptions, parse_labels
+from kvbench.report.figure_options import X_AXES, FigureOptions, parse_labels
 from kvbench.report.frames import prepare
 from kvbench.tables.plot_style import _COLOURS, SEQUENTIAL
 
@@ -58,12 +58,13 @@ def test_policies_are_chosen_ordered_and_named_in_figures_only(frames: Any, tmp_
 
 
 def test_titles_can_be_left_out_and_the_axis_chosen(frames: Any, tmp_path: Path) -> None:
-    variants = {"plain": {}, "bare": {"has_title": False}, "bytes": {"x_axis": "bytes"}, "budget": {"x_axis": "budget"}}
+    variants = {"plain": {}, "bare": {"has_title": False}} | {axis: {"x_axis": axis} for axis in X_AXES}
     for name, options in variants.items():
         render(*frames, tmp_path / name, figure_options=FigureOptions(formats=("svg",), **options))  # type: ignore[arg-type]
     found = {name: texts(tmp_path / name, "pareto-vt") for name in variants}
     assert "vt, " in found["plain"] and "vt, " not in found["bare"]
     assert "% of full" not in found["bytes"] and "KV cache held, KiB" in found["bytes"]
+    assert "KV cache held, tokens per KV head" in found["tokens"] and "top: bytes" not in found["tokens"]
     assert "% of full" in found["budget"] and "top: bytes" not in found["budget"] and "top: bytes" in found["plain"]
 
 
@@ -82,7 +83,7 @@ def test_eight_policies_have_colours_that_differ_and_none_is_grey_or_yellow() ->
     [
         ({"formats": ("gif",)}, "unknown format 'gif'; use pdf, png, svg"),
         ({"width": 2.0}, "width 2 is out of range; use 3 to 14 inches"),
-        ({"x_axis": "time"}, "unknown x axis 'time'; use budget or bytes"),
+        ({"x_axis": "time"}, "unknown x axis 'time'; use budget, bytes, tokens"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], says: str) -> None:
@@ -93,6 +94,13 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], says: str) 
 def test_policies_that_are_not_there_are_refused_before_anything_is_written(frames: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no policy 'h2o' in the results; they have"):
         render(*frames, tmp_path / "out", figure_options=FigureOptions(policies=("h2o",)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_tokens_need_a_full_cache(run_frames: Any, tmp_path: Path) -> None:
+    options = FigureOptions(x_axis="tokens")
+    with pytest.raises(UserError, match="run without --no-full"):
+        render(*run_frames(POLICIES, tasks=["vt"], with_full=False), tmp_path / "out", figure_options=options)
     assert not (tmp_path / "out").exists()
 
 

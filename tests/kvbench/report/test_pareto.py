@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvbench.errors import UserError
 from kvbench.report import heatmap, pareto_figures
 from kvbench.report.frames import prepare, with_depth
-from kvbench.report.front import HELD, READ, front
+from kvbench.report.front import HELD, READ, front, with_axis
 from kvbench.report.pareto import ByteAxis, draw_panel
 from kvbench.report.pareto_figures import draw_fronts
 from kvbench.tables.plot_style import PALE, lay_out_figure, marker_styles, plot_style, save
@@ -210,6 +210,26 @@ def test_a_front_over_bytes_read_runs_through_them(run_frames):
     assert set(zip(held["policy"], held["budget"], strict=True)) != set(
         zip(best["policy"], best["budget"], strict=True)
     )
+
+
+def test_a_front_over_tokens_takes_no_notice_of_bytes(run_frames):
+    """One policy stores twice the bytes per entry, and another reads half of the entries that it holds."""
+    cells, samples = run_frames(POLICIES, ("0.1", "0.4"), ["vt"])
+    cells = cells.assign(
+        kv_bytes_live=cells["kv_bytes_live"] * np.where(cells["policy"] == "criticalkv", 2, 1),
+        kv_bytes_read=cells["kv_bytes_read"] * np.where(cells["policy"] == "snapkv", 0.6, 1),
+        budget_entries=cells["held_entries"] * np.where(cells["policy"] == "snapkv", 0.5, 1),
+    )
+    rows = prepare(cells, samples).cells
+    points = rows[rows["policy"] != "full"]
+    tokens = points["held_entries"] / 4  # the run has four KV heads
+    for memory, expected in ((HELD, tokens), (READ, tokens * np.where(points["policy"] == "snapkv", 0.5, 1))):
+        ax = panel(rows, with_axis(memory, "tokens"))
+        assert marks(ax) == set(zip(expected, 100 * points["score"], strict=True))
+        step = next(line for line in ax.lines if line.get_drawstyle() == "steps-post")
+        best = oracle(expected, points["score"])
+        assert step.get_xdata()[:-1].tolist() == sorted(expected[best])
+    assert oracle(points["kv_bytes_live"], points["score"]) != oracle(tokens, points["score"])
 
 
 def test_fronts_over_bytes_read_are_drawn_where_they_differ(drawn, run_frames, tmp_path):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kvbench import native
 from kvbench.engine.models import model_info
 from kvbench.engine.steady import Steady
 from kvbench.runs import batching
@@ -24,6 +26,10 @@ def test_rows_are_what_fits_beside_the_caches_that_wait(tiny_llama: Any) -> None
     plan = Batching(tiny_llama, "auto", 12 * whole)
     plan.fit(100, [5])
     assert (plan.counts, plan.asking) == ((6,), (3,)), "6 in the batch, 3 that wait, 3 beside them"
+    plan.fit(100, [5], media_bytes=3 * whole)
+    assert plan.counts == (4,), "media take the place of three caches"
+    plan.fit(100, [5], media_bytes=20 * whole)
+    assert plan.counts == (1,)
     plan.fit(10, [5])
     assert plan.rows == MOST
     plan.fit(10_000, [5])
@@ -66,6 +72,36 @@ def test_contexts_are_prefilled_together_where_it_is_asked_for_and_fits(tiny_lla
     plan.fit(100, [5])
     assert (plan.prefills, plan.rows) == (1, 1)
     assert not plan.halve()
+
+
+def test_rows_that_read_a_prefill_are_planned_by_their_own_tokens(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info, whole = model_info(tiny_llama), 100 * token_bytes(tiny_llama)
+    monkeypatch.setattr(native, "library", lambda: object())
+    plan = Batching(tiny_llama, "auto", 12 * whole)
+    plan.fit(100, [5], own_tokens=10)
+    row = 10 * token_bytes(tiny_llama) + 100 * info.layers * info.kv_heads * 4
+    assert plan.rows == min(MOST if len(plan.counts) > 1 else 32, int(9 * whole / row / 1.5)) > 6
+
+    def reading(prefills: int, cells: int, own: int = 0) -> list[Any]:
+        """Caches whose entries are in prefills of 100 tokens."""
+        keys = [torch.zeros(1, 2, 100, 4) for _ in range(prefills)]
+        made = []
+        for key in keys * cells:
+            shared = [SimpleNamespace(key=key, count=20)]
+            layer = SimpleNamespace(heads=2, shared=shared, reserved_room=lambda: [own, own])
+            made.append(SimpleNamespace(ragged=[layer]))
+        return made
+
+    assert plan.has_room(1, reading(8, 1)) and not plan.has_room(1, reading(10, 1))
+    assert plan.has_room(1, reading(2, 20)), "a prefill counts once"
+    assert plan.has_room(1, reading(1, 5, own=100)) and not plan.has_room(1, reading(1, 6, own=100))
+    monkeypatch.setattr(native, "library", lambda: None)
+    plan = Batching(tiny_llama, "auto", 12 * whole)
+    plan.fit(100, [5], own_tokens=10)
+    assert plan.rows == 6, "every row has copies"
+    assert plan.has_room(1, reading(10, 1))
 
 
 def test_a_gpu_prefills_what_keeps_it_busy(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

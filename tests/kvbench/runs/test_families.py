@@ -13,9 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 import kvbench
 from benchmarks.family_models import FAMILIES, Family
+from kvbench.budget import Budget
 from kvbench.engine.driver import engine
 from kvbench.harness.encode import encode
 from kvbench.progress import Silent
+from kvbench.report.frames import prepare
 from kvbench.runs.answers import Prompt
 from kvbench.runs.executors.base import answer
 from kvbench.runs.runner import run
@@ -85,6 +87,11 @@ def test_a_run_keeps_exact_budgets_and_answers_as_the_stock_model(
     cells, samples = kvbench.load(tmp_path / "run")
     assert len(cells) == 9 and (cells["held_entries"] == cells["budget_entries"]).all()
     assert (samples["error"] == "").all()
+    for cell in prepare(cells, samples).cells.to_dict("records"):
+        of_cell = samples[samples["cell"] == cell["cell"]]
+        lengths = of_cell["context_tokens"] + of_cell["question_tokens"] * (cell["moment"] == "question")
+        kept = [Budget.parse(cell["budget"]).per_head(length) for length in lengths]
+        assert cell["held_tokens"] == pytest.approx(sum(kept) / len(kept)), "shared and recurrent layers hold nothing"
     is_full = samples["cell"].isin(cells.loc[cells["policy"] == "full", "cell"])
     for sample in samples[is_full].to_dict("records"):
         [answer_key] = sample["target"]

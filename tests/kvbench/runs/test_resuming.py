@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 import kvbench
+from kvbench import native
 from kvbench.errors import UserError
 from kvbench.files import cache_dir
 from kvbench.harness import rows
 from kvbench.progress import Silent
 from kvbench.runs import runner, worker
 from kvbench.runs.grid import Grid
-from kvbench.runs.integrity import recorded_hardware
+from kvbench.runs.integrity import recorded_hardware, recorded_names
 from kvbench.runs.runner import describe, execute
 from tests.kvbench.runs.small import small_grid
 
@@ -91,11 +92,14 @@ def test_every_machine_that_generated_responses_is_recorded(tmp_path: Path, monk
     assert recorded_hardware(grid.path) == []
     execute(grid)
     assert recorded_hardware(grid.path) == ["CPU A (cpu)"]
+    assert recorded_names(grid.path, "cpu_code") == [native.implementation()]
     machine = "CPU B"
+    monkeypatch.setattr(native, "implementation", lambda: "another")
     execute(grid)  # nothing is generated
     assert recorded_hardware(grid.path) == ["CPU A (cpu)"]
     execute(small_grid(tmp_path / "run", **BRIEF, samples=2))
     assert recorded_hardware(grid.path) == ["CPU A (cpu)", "CPU B (cpu)"]
+    assert recorded_names(grid.path, "cpu_code")[1:] == ["another"]
     execute(grid, fresh=True)
     assert recorded_hardware(grid.path) == ["CPU B (cpu)"]
 

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 import kvbench
 from kvbench.benchmark import IMAGE, Benchmark, Doc
 from kvbench.data.media import image
+from kvbench.engine import driver
+from kvbench.engine import vision as vision_module
+from kvbench.engine.vision import Vision
 from kvbench.errors import UserError
 from kvbench.harness import catalogue
+from kvbench.runs import dialogues
+from kvbench.runs.batching import Batching
 from kvbench.runs.runner import Run
 from tests import vision
 from tests.sweeps import slow_but
@@ -25,9 +33,11 @@ SIZES = ((64, 48), (40, 90))
 
 
 def docs(leaf: str, **_: Any) -> list[Doc]:
-    """Two contexts of two questions, or two dialogues of three turns that bring new images."""
+    """Two contexts of two questions, or two dialogues of three turns; those of `pictures_chat` bring new images."""
     if leaf == "pictures_chat":
-        return [_dialogue(seed) for seed in range(2)]
+        return [_dialogue(seed, (0, 2 - seed)) for seed in range(2)]
+    if leaf == "pictures_first":
+        return [_dialogue(seed, (0,)) for seed in range(2)]
     return [
         {
             "context": f"Look: {IMAGE} and {IMAGE} are two pictures. ",
@@ -41,14 +51,14 @@ def docs(leaf: str, **_: Any) -> list[Doc]:
     ]
 
 
-def _dialogue(seed: int) -> Doc:
+def _dialogue(seed: int, with_picture: tuple[int, ...]) -> Doc:
     turns = [
         {
-            "context": f"Picture {turn}: {IMAGE} " * (turn != 1),
+            "context": f"Picture {turn}: {IMAGE} " * (turn in with_picture),
             "question": f"What is it, {turn}?",
             "answer": "a picture",
             "outputs": ["x"],
-            "media": [_picture(seed + turn)] * (turn != 1),
+            "media": [_picture(seed + turn)] * (turn in with_picture),
             "max_new_tokens": 4,
         }
         for turn in range(3)
@@ -79,7 +89,7 @@ def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def benchmark(yaml: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Benchmark(
         name="pictures",
-        leaves=("pictures", "pictures_chat"),
+        leaves=("pictures", "pictures_chat", "pictures_first"),
         docs=lambda leaf, **k: [_with_metric(row) for row in docs(leaf, **k)],
         yaml=yaml,
         sized=False,
@@ -180,6 +190,68 @@ def test_responses_depend_neither_on_the_batch_nor_on_the_other_cells(
     assert len(set(shared.values())) > 2
 
 
+def test_images_are_processed_and_encoded_once_for_all_cells_and_questions(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = {"policy": "divprune,cdpruner", "budget": "visual:3", "moment": "context,question"}
+    calls = Counter[str]()
+
+    def count(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(Vision, "_processed")
+    count(Qwen2VisionTransformerPretrainedModel, "forward")
+    planned: list[int] = []
+
+    def noted(batching: Batching, *args: Any, original: Any = Batching.fit, **kwargs: Any) -> None:
+        planned.append(kwargs["media_bytes"])
+        original(batching, *args, **kwargs)
+
+    monkeypatch.setattr(Batching, "fit", noted)
+    once = run(tmp_path / "once", models["qwen2_vl"], **grid)
+    visual_tokens = once.samples.groupby("sample_id").visual_tokens.first().sum()
+    assert planned == [vision_module.remembered_bytes(visual_tokens)] and planned[0] > 0
+    assert calls == {"_processed": 2, "forward": 2}  # two contexts
+    monkeypatch.setattr(driver, "encoding_once", lambda model: nullcontext())
+    monkeypatch.setattr(vision_module, "REMEMBERED", 0)  # only the last context's
+    again = run(tmp_path / "again", models["qwen2_vl"], **grid)
+    assert calls["_processed"] == 4 and calls["forward"] == 2 + 14
+    assert texts(once) == texts(again)
+    columns = ["held_visual", "held_entries"]
+    assert once.samples[columns].equals(again.samples[columns])
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "together"),
+    [("qwen2_vl", "pictures_first", 4), ("qwen3_vl", "pictures_chat", 4), ("mistral3", "pictures_chat", 1)],
+)
+def test_dialogues_with_images_are_decoded_in_one_batch_where_it_changes_nothing(
+    kind: str, task: str, together: int, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of Qwen's models, and those whose images come first: of two dialogues at two budgets."""
+    sizes: list[int] = []
+
+    def noted(worker: Any, held: list[dialogues.Dialogue], *rest: Any, original: Any = dialogues._hold) -> None:
+        sizes.append(len(held))
+        original(worker, held, *rest)
+
+    monkeypatch.setattr(dialogues, "_hold", noted)
+    grid = {"policy": "h2o", "budget": "0.3,visual:0.5", "moment": "turns", "task": task, "full": False}
+    batched = run(tmp_path / "batched", models[kind], **grid)
+    assert not batched.failed and set(sizes) == {together}
+    sizes.clear()
+    alone = run(tmp_path / "alone", models[kind], batch_size=1, **grid)
+    assert set(sizes) == {1}
+    assert texts(batched) == texts(alone)
+    assert len(set(texts(alone).values())) > 2
+
+
 @pytest.mark.parametrize("kind", ["qwen2_vl", *vision.WRAPPERS])
 def test_a_visual_budget_is_held_to_the_entry(kind: str, models: dict[str, str], tmp_path: Path) -> None:
     made = run(tmp_path, models_or_skip(models, kind), policy="divprune,random", budget="visual:3")
@@ -217,7 +289,11 @@ def test_a_dialogue_goes_on_from_its_images(models: dict[str, str], tmp_path: Pa
                task="pictures_chat")  # fmt: skip
     full = made.samples[made.samples["policy"] == "full"].sort_values(["sample_id", "question_id"])
     seen = full.groupby("sample_id")["visual_tokens"].apply(list)
-    assert all(a == b > 0 and c >= a for a, b, c in seen)
+    assert all(before > 0 for before, *_ in seen)
+    assert [[tokens > before for tokens in row] for row in seen for before in row[:1]] == [
+        [False, False, False],  # the second image comes with the last question
+        [False, False, True],
+    ]
 
 
 def test_budgets_that_keep_none_or_all_of_the_images_are_told_in_a_line(

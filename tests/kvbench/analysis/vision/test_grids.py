@@ -58,7 +58,7 @@ def test_a_cell_of_the_image_is_the_token_that_sees_it(models: dict[str, str]) -
         changed = np.asarray(noise(0)).copy()
         height, width = changed.shape[0] // view.rows, changed.shape[1] // view.columns
         changed[row * height : (row + 1) * height, column * width : (column + 1) * width] = 0
-        other = Medium("image", "other", lambda made=changed: vision.Image.fromarray(made))
+        other = Medium("image", f"without {row}, {column}", lambda made=changed: vision.Image.fromarray(made))
         seen = eyes.pixels([other], torch.device("cpu"))["pixel_values"]
         patches = (seen != pixels["pixel_values"]).any(-1).nonzero().flatten()
         (token,) = set((patches // 4).tolist())

@@ -382,8 +382,9 @@ def test_a_phone_need_not_scroll_sideways(page: Path) -> None:
         assert browser.run(f"{_CHARTS}[0].getBoundingClientRect().width") < 400
 
 
-def test_the_front_can_be_drawn_over_bytes_read(browser: Browser, tmp_path: Path) -> None:
-    assert browser.run("document.getElementById('select-memory') === null")
+def test_the_front_can_be_drawn_over_bytes_read_and_tokens(browser: Browser, tmp_path: Path) -> None:
+    options = "[...document.getElementById('select-memory').options].map(option => option.value)"
+    assert browser.run(options) == ["held", "tokens"]
     cells, samples = make_run(["snapkv", "criticalkv"], ("0.1", "0.4"), samples=12)
     with Browser() as other:
         frames = (reading_few(cells, "criticalkv"), samples)
@@ -395,5 +396,11 @@ def test_the_front_can_be_drawn_over_bytes_read(browser: Browser, tmp_path: Path
         other.run("dispatchEvent(new Event('beforeprint'))")  # draws what is below the window
         labels = "[...document.querySelectorAll('#charts svg text')].map(e => e.textContent)"
         assert any("KV cache read per step, % of full" in text for text in other.run(labels))
+        assert other.run(options) == ["held", "read", "tokens", "read_tokens"]
+        choose(other, "select-memory", "tokens")
+        assert other.run(title) == "Score against tokens held"
+        other.run("dispatchEvent(new Event('beforeprint'))")
+        assert any("tokens held, per KV head" in text for text in other.run(labels))
+        assert {"100", "200"} <= set(other.run(labels))
         heads = "[...document.querySelectorAll('#cells th')].map(e => e.textContent)"
         assert "KV read" in other.run(heads)

@@ -1,0 +1,264 @@
+"""Native code for a CPU: `kernels.c`, compiled once per machine and loaded with ctypes.
+
+The library is kept in kvbench's cache folder under a digest of its source, its flags, the compiler and the CPU. Without
+a compiler, or with `KVBENCH_NATIVE=0`, torch code computes the same; `implementation` says which of the two runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import platform
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.files import cache_dir, digest_of, replacing
+
+SWITCH = "KVBENCH_NATIVE"
+"""Environment variable; 0 turns native code off."""
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_COMPILERS = ("cc", "gcc", "clang")
+# Not -ffast-math: it would change how the whole process treats denormal numbers, and break NaN.
+_FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math")
+_FOR_THIS_CPU = "-march=native"
+_COMPILE_SECONDS = 120
+_CPU_FACTS = Path("/proc/cpuinfo")
+
+_WORK = 1 << 22
+"""Multiplications that are worth another thread."""
+
+_POINTER, _SIZE, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_SIGNATURES = {
+    "ragged_attention": (
+        *(_POINTER, _SIZE, _SIZE, _SIZE, *[_POINTER] * 6, *[_SIZE] * 8),
+        *(_FLOAT, _FLAG, _POINTER),
+    ),
+    "entry_keys": (_POINTER, _SIZE, _SIZE, _POINTER),
+    "mark_largest": (_POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER),
+    "marked_columns": (_POINTER, _SIZE, _SIZE, _POINTER, _POINTER),
+}
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes that `ragged_attention` computes."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled library; None if it is turned off or cannot be compiled here."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        return None
+    with contextlib.suppress(OSError, UserError, subprocess.SubprocessError):
+        loaded = ctypes.CDLL(str(_compiled(compiler)))
+        for name, argument_types in _SIGNATURES.items():
+            getattr(loaded, name).argtypes = argument_types
+        return loaded
+    return None
+
+
+def implementation() -> str:
+    """Return what computes on a CPU here: `native` or `torch`."""
+    return "torch" if library() is None else "native"
+
+
+def _compiled(compiler: str) -> Path:
+    """Return the library for this machine; compile it unless it is there."""
+    described = [_SOURCE.read_text(encoding="utf-8"), _FLAGS, compiler, platform.machine(), _cpu_features()]
+    target_path = cache_dir() / "native" / f"{digest_of(described)}.so"
+    if not target_path.is_file():
+        target_path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target_path) as partial_path:
+            command = [compiler, *_FLAGS, "-shared", "-fPIC", str(_SOURCE), "-o", str(partial_path), "-lm"]
+            tuned = [command[0], _FOR_THIS_CPU, *command[1:]]
+            if _run(tuned) != 0 and _run(command) != 0:  # some compilers do not know the flag
+                raise subprocess.SubprocessError
+    return target_path
+
+
+def _run(command: list[str]) -> int:
+    return subprocess.run(command, capture_output=True, timeout=_COMPILE_SECONDS, check=False).returncode
+
+
+def _cpu_features() -> str:
+    """Return what the compiler may use of this CPU: code for another one could stop the process."""
+    if not _CPU_FACTS.is_file():
+        return platform.processor()
+    fact_lines = _CPU_FACTS.read_text(encoding="utf-8", errors="replace").splitlines()
+    features = (line for line in fact_lines if line.startswith(("flags", "Features", "model name", "CPU part")))
+    return "\n".join(dict.fromkeys(features))
+
+
+@functools.cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="kvbench-native")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a child process has none of these threads
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise MemoryError("not enough memory for native code")
+
+
+def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether `ragged_attention` computes this: float32 or bfloat16 on a CPU, without a gradient."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype in DTYPES
+        and query.dtype == key.dtype == value.dtype
+        and not (torch.is_grad_enabled() and query.requires_grad)
+        and library() is not None
+    )
+
+
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    columns: Tensor,
+    segment_starts: Tensor,
+    segment_lengths: Tensor,
+    shared_addresses: Tensor | None,
+    first_column: int,
+    scale: float,
+) -> Tensor:
+    """Compute attention of new queries over segments; a sequence's result does not depend on the others.
+
+    Args:
+        query: `[B, H_q, n, d]`; a query of column `c` sees the entries up to `c`.
+        key, value, columns: Own rows of all segments, `[rows, d]`, `[rows, d_v]` and int32 `[rows]`.
+        segment_starts, segment_lengths: Own rows of every segment, int64 `[B * H]` entries.
+        shared_addresses: Addresses of shared keys, values and columns, and the number of shared entries, int64
+            `[B * H, 4]`; they come before the own rows, and every query sees them. None: nothing is shared.
+        first_column: Logical column of the first query.
+        scale: Scaling factor of the logits.
+
+    Returns:
+        `[B, H_q, n, d_v]`; zeros for a query that sees nothing.
+    """
+    native = library()
+    assert native is not None
+    batch_size, query_heads, query_count, head_dim = query.shape
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    key, value, columns = key.contiguous(), value.contiguous(), columns.contiguous()
+    segment_starts, segment_lengths = segment_starts.contiguous(), segment_lengths.contiguous()
+    segments = segment_starts.numel()
+    kv_heads, value_dim = segments // batch_size, value.shape[-1]
+    output = torch.empty(batch_size, query_count, query_heads, value_dim, dtype=query.dtype)
+    bytes_each = query.element_size()
+
+    def compute(first_segment: int, last_segment: int) -> int:
+        failed: int = native.ragged_attention(
+            query.data_ptr(),
+            *(stride * bytes_each for stride in query.stride()[:3]),
+            *(tensor.data_ptr() for tensor in (key, value, columns, segment_starts, segment_lengths)),
+            None if shared_addresses is None else shared_addresses.data_ptr(),
+            first_segment,
+            last_segment,
+            kv_heads,
+            query_heads // kv_heads,
+            query_count,
+            head_dim,
+            value_dim,
+            first_column,
+            float(scale),
+            query.dtype == torch.bfloat16,
+            output.data_ptr(),
+        )
+        return failed
+
+    thread_count = torch.get_num_threads()
+    if thread_count > 1:
+        entries = int(segment_lengths.sum()) + (0 if shared_addresses is None else int(shared_addresses[:, 3].sum()))
+        work = entries * query_count * (query_heads // kv_heads) * (head_dim + value_dim)
+        thread_count = max(1, min(thread_count, segments, work // _WORK))
+    if thread_count == 1:
+        _check(compute(0, segments))
+    else:
+        bounds = [segments * part // thread_count for part in range(thread_count + 1)]
+        for failed in _threads(torch.get_num_threads()).map(compute, bounds[:-1], bounds[1:]):
+            _check(failed)
+    return output.transpose(1, 2)
+
+
+def entry_keys(value: Tensor, protect: Tensor, position: Tensor, valid: Tensor) -> Tensor | None:
+    """Compute `kvbench.parts.entry_key`; None if this cannot be done here.
+
+    Args:
+        value, protect, position, valid: float32, int8, int64 and bool, `[B, H, n]` each, or `[1, H, n]` if all
+            sequences have the same.
+    """
+    inputs = (value, protect, position, valid)
+    dtypes = (torch.float32, torch.int8, torch.int64, torch.bool)
+    if value.dim() != 3 or value.device.type != "cpu" or tuple(tensor.dtype for tensor in inputs) != dtypes:
+        return None
+    native = library()
+    if native is None:
+        return None
+    batch_size, (kv_heads, entry_count) = max(map(len, inputs)), value.shape[1:]
+    laid_out = [_rows(tensor.detach()) for tensor in inputs]
+    views = [number for tensor, stride in laid_out for number in (tensor.data_ptr(), stride, len(tensor) * kv_heads)]
+    keys = torch.empty(batch_size, kv_heads, entry_count, dtype=torch.int64)
+    native.entry_keys((_SIZE * len(views))(*views), batch_size * kv_heads, entry_count, keys.data_ptr())
+    return keys
+
+
+def _rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return a tensor `[B, H, n]` whose rows are contiguous, and the numbers from one row to the next."""
+    batch_size, row_count, _ = tensor.shape
+    if tensor.stride(2) == 1 and (batch_size == 1 or tensor.stride(0) == tensor.stride(1) * row_count):
+        return tensor, tensor.stride(1)
+    return tensor.contiguous(), tensor.shape[2]
+
+
+def mark_largest(keys: Tensor, share: Tensor) -> Tensor | None:
+    """Compute `kvbench.parts.best`; None if this cannot be done here.
+
+    Args:
+        keys: int64 `[..., m]`; the first axis may repeat the same memory.
+        share: int64 `[...]`.
+    """
+    if keys.device.type != "cpu" or keys.dtype != torch.int64:
+        return None
+    native = library()
+    if native is None:
+        return None
+    distinct = keys[:1] if keys.dim() > 1 and keys.stride(0) == 0 else keys
+    distinct, share = distinct.contiguous(), share.to(torch.int64).expand(keys.shape[:-1]).contiguous()
+    marks = torch.empty(keys.shape, dtype=torch.bool)
+    row_count, entry_count = share.numel(), keys.shape[-1]
+    if row_count:
+        distinct_count = distinct.shape[:-1].numel()
+        pointers = distinct.data_ptr(), distinct_count, entry_count, share.data_ptr(), row_count, marks.data_ptr()
+        _check(native.mark_largest(*pointers))
+    return marks
+
+
+def marked_columns(marks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the columns of the marked entries of every row, row by row, and how many each row has.
+
+    Args:
+        marks: bool `[rows, n]` on a CPU.
+
+    Returns:
+        int32 `[marked]` and int64 `[rows]`.
+    """
+    native = library()
+    assert native is not None
+    marks = marks.contiguous()
+    total, lengths = int(marks.sum()), torch.empty(len(marks), dtype=torch.int64)
+    columns = torch.empty(total + 1, dtype=torch.int32)  # the kernel writes one more
+    native.marked_columns(marks.data_ptr(), *marks.shape, columns.data_ptr(), lengths.data_ptr())
+    return columns[:total], lengths

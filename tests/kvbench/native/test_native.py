@@ -1,0 +1,283 @@
+"""Native code agrees with loops in float64, or with torch to the bit where it only compares integers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvbench import native, parts
+from kvbench.engine.kernels.ragged_attention import ref
+from kvbench.engine.shared import shared_entries
+from kvbench.plugin import Scores
+from tests.kernels import scaled
+
+HEADS, PREFILLED, SCALE = 2, 61, 0.3
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler, or native code is turned off")
+pytestmark = needs_compiler
+
+
+class Segments:
+    """New queries over segments, part of whose entries are in a prefill.
+
+    Args:
+        before, own: Shared and own entries of every segment, `B * HEADS` each; own ones begin before the queries.
+        group: Query heads of a KV head.
+        n: New queries, whose own entries are the last of every segment.
+        dims: Channels of keys and of values.
+    """
+
+    def __init__(
+        self,
+        before: list[int],
+        own: list[int],
+        group: int = 2,
+        n: int = 1,
+        dims: tuple[int, int] = (32, 32),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        torch.manual_seed(sum(before) + 3 * sum(own) + 7 * n + group + sum(dims))
+        self.batch, self.first = len(own) // HEADS, PREFILLED + max(own) + 5
+        self.dense = [torch.randn(1, HEADS, PREFILLED, dim).to(dtype) for dim in dims]
+        self.mask = torch.zeros(len(own), PREFILLED, dtype=torch.bool)
+        for segment, count in enumerate(before):
+            self.mask[segment, torch.randperm(PREFILLED)[:count]] = True
+        self.before, self.lengths = before, [count + n for count in own]
+        self.starts = [0, *accumulate(length + 2 for length in self.lengths)][:-1]
+        rows = sum(self.lengths) + 2 * len(own)
+        self.own = [torch.full((rows, dim), torch.nan).to(dtype) for dim in dims]  # nobody reads the free rows
+        self.columns = torch.full((rows,), -1, dtype=torch.int32)
+        for start, length, count in zip(self.starts, self.lengths, own, strict=True):
+            for numbers in self.own:
+                numbers[start : start + length] = torch.randn(length, numbers.shape[1]).to(dtype)
+            old = PREFILLED + torch.arange(count)
+            self.columns[start : start + length] = torch.cat([old, self.first + torch.arange(n)]).int()
+        self.query = torch.randn(self.batch, n, HEADS * group, dims[0]).to(dtype).transpose(1, 2)
+
+    def shared(self) -> Tensor:
+        """Read the prefill in place."""
+        entries = shared_entries(*self.dense, self.mask.view(self.batch, HEADS, -1))
+        self.keeps = entries
+        addresses = torch.cat([one.addresses for one in entries])
+        return self._attend(*self.own, self.columns, self.starts, self.lengths, addresses)
+
+    def materialised(self) -> Tensor:
+        """Read copies of all entries."""
+        return self._attend(*self.joined(), None)
+
+    def _attend(
+        self,
+        key: Tensor,
+        value: Tensor,
+        columns: Tensor,
+        starts: list[int],
+        lengths: list[int],
+        addresses: Tensor | None,
+    ) -> Tensor:
+        bounds = torch.tensor(starts), torch.tensor(lengths)
+        return native.ragged_attention(self.query, key, value, columns, *bounds, addresses, self.first, SCALE)
+
+    def joined(self) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
+        """Copy the shared entries in front of the own ones."""
+        keys, values, columns, lengths = [], [], [], []
+        for segment, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            chosen, rows = self.mask[segment].nonzero()[:, 0], slice(start, start + length)
+            for parts_, dense, own in zip((keys, values), self.dense, self.own, strict=True):
+                parts_.append(torch.cat([dense[0, segment % HEADS, chosen], own[rows]]))
+            columns.append(torch.cat([chosen.int(), self.columns[rows]]))
+            lengths.append(len(columns[-1]))
+        starts = [0, *accumulate(lengths)][:-1]
+        return torch.cat(keys), torch.cat(values), torch.cat(columns), starts, lengths
+
+    def oracle(self) -> Tensor:
+        """The definition in float64, with values as wide as keys (the definition takes no others)."""
+        key, value, columns, starts, lengths = self.joined()
+        bounds = (torch.tensor(x).view(self.batch, HEADS, 1) for x in (starts, lengths))
+        width = max(key.shape[1], value.shape[1])
+        query, key, value = (
+            torch.nn.functional.pad(x.double(), (0, width - x.shape[-1])) for x in (self.query, key, value)
+        )
+        output, _ = ref.ragged_attention(query, key, value, columns, *bounds, self.first, SCALE)
+        return output[..., : self.dense[1].shape[-1]]
+
+
+CASES = [
+    Segments([7, 61], [0, 3]),
+    Segments([60, 1, 0, 0, 33, 61], [0, 5, 1, 0, 9, 30], 1, 1),
+    Segments([60, 1, 0, 0, 33, 61], [0, 5, 1, 0, 9, 30], 2, 3, (64, 64)),
+    Segments([5, 0, 17, 2, 61, 0], [1, 0, 2, 8, 0, 4], 4, 5, (80, 80)),
+    Segments([61, 30], [4, 0], 4, 16, (128, 128)),
+    Segments([61, 30], [4, 0], 3, 7, (48, 40)),
+    Segments([0, 0], [40, 1], 7, 2, (6, 10)),
+    Segments([9, 0, 4, 61, 0, 1], [0] * 6, 1, 16, (24, 64)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_attention_is_that_of_the_loop_wherever_entries_are(case: Segments) -> None:
+    shared, expected = case.shared(), case.oracle()
+    assert shared.shape == expected.shape
+    assert scaled(shared, expected) < 2e-6
+    assert torch.equal(shared, case.materialised())
+
+
+@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (128, 128), (80, 80), (24, 40)])
+@pytest.mark.parametrize("n", [1, 3])
+def test_attention_in_bfloat16_rounds_once(dims: tuple[int, int], n: int) -> None:
+    case = Segments([60, 1, 0, 31], [0, 5, 1, 60], 2, n, dims, torch.bfloat16)
+    output = case.shared()
+    assert output.dtype == torch.bfloat16
+    assert scaled(output, case.oracle()) < 2**-8
+    assert torch.equal(output, case.materialised())
+
+
+def test_the_comparison_notices_a_wrong_base() -> None:
+    case = Segments([7, 61], [0, 3])
+    expected, entries = case.oracle(), shared_entries(*case.dense, case.mask.view(1, HEADS, -1))
+    for column in range(3):  # keys, values, columns
+        addresses = entries[0].addresses.clone()
+        addresses[0, column] += 4
+        wrong = case._attend(*case.own, case.columns, case.starts, case.lengths, addresses)
+        assert scaled(wrong, expected) > 1e-3, column
+
+
+@pytest.mark.parametrize("dtype", native.DTYPES)
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_sequence_does_not_depend_on_its_batch_or_on_threads(
+    n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Segments([60, 1, 0, 0, 33, 61], [0, 5, 1, 0, 9, 30], 2, n, dtype=dtype)
+    together = case.shared()
+    for sequence in range(case.batch):
+        segments = slice(sequence * HEADS, (sequence + 1) * HEADS)
+        addresses = case.keeps[sequence].addresses
+        bounds = torch.tensor(case.starts[segments]), torch.tensor(case.lengths[segments])
+        query = case.query[sequence : sequence + 1]
+        alone = native.ragged_attention(query, *case.own, case.columns, *bounds, addresses, case.first, SCALE)
+        assert torch.equal(alone[0], together[sequence])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(native, "_WORK", 1)
+    assert torch.equal(case.shared(), together)
+
+
+def test_numbers_that_are_not_finite_stay_so() -> None:
+    for numbers, value in ((0, torch.nan), (0, torch.inf), (1, torch.nan)):
+        case = Segments([7, 61], [0, 3])
+        before = case.shared()
+        case.own[numbers][case.starts[1]] = value
+        after = case.shared()
+        assert after[:, 2:].isnan().all()
+        assert torch.equal(after[:, :2], before[:, :2]), "the other segment"
+
+
+# --- selection -----------------------------------------------------------------------------------
+
+
+def scores(batch: int, entries: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Values with ties, signed zeros and infinities; all protection classes; gaps."""
+    torch.manual_seed(seed)
+    value = (4 * torch.randn(batch, HEADS, entries)).round() / 4
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-42, -1e-42])
+    at = torch.rand(value.shape) < 0.2
+    value = torch.where(at, special[torch.randint(len(special), value.shape)], value)
+    protect = torch.randint(0, Scores.NEWEST + 1, value.shape, dtype=torch.int8)
+    protect = torch.where(torch.rand(value.shape) < 0.6, 0, protect).to(torch.int8)
+    position = torch.arange(entries).expand(1, HEADS, entries)
+    return value, protect, position, torch.rand(1, HEADS, entries) < 0.9
+
+
+@pytest.mark.parametrize("entries", [1, 2, 63, 257])
+def test_rank_keys_and_marks_are_those_of_torch(entries: int) -> None:
+    for batch, distinct in ((1, 1), (3, 3), (5, 1)):
+        value, protect, position, valid = scores(distinct, entries, entries + batch)
+        keys = native.entry_keys(value, protect, position, valid)
+        assert keys is not None
+        expected = parts._entry_keys(value, protect, position, valid.expand(distinct, -1, -1))
+        assert torch.equal(keys, expected)
+        keys = keys.expand(batch, -1, -1)
+        held = valid.sum(-1).expand(batch, -1)
+        for fraction in (0.0, 0.3, 0.8, 1.0):
+            share = (held * fraction).long()
+            marks = native.mark_largest(keys, share)
+            assert marks is not None and torch.equal(marks.sum(-1), share)
+            assert torch.equal(marks, parts._best(keys, share, True))
+
+
+def test_the_first_of_equal_keys_are_marked() -> None:
+    torch.manual_seed(0)
+    keys = torch.randint(-2, 6, (4, 50))
+    for count in (0, 1, 7, 20):
+        share = torch.full((4,), count)
+        marks = native.mark_largest(keys, share)
+        assert marks is not None and torch.equal(marks, parts._best(keys, share, False))
+        assert int(marks.sum()) == 4 * count
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "equal", "organ pipe"])
+def test_any_order_of_keys_is_selected_from(order: str) -> None:
+    keys = torch.arange(20_000)
+    orders = {"descending": keys.flip(0), "equal": keys * 0, "organ pipe": (keys - 10_000).abs()}
+    keys = orders.get(order, keys)
+    share = torch.tensor([1234])
+    marks = native.mark_largest(keys[None], share)
+    assert marks is not None and torch.equal(marks, parts._best(keys[None], share, False))
+
+
+def test_marked_columns_are_in_order() -> None:
+    torch.manual_seed(1)
+    marks = torch.rand(5, 40) < torch.tensor([0.0, 0.3, 1.0, 0.5, 0.02])[:, None]
+    columns, lengths = native.marked_columns(marks)
+    assert torch.equal(columns.long(), marks.nonzero()[:, 1])
+    assert torch.equal(lengths, marks.sum(1))
+
+
+# --- compilation ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache folder without a library, and a source that compiles in a moment."""
+    source = tmp_path / "kernels.c"
+    source.write_text("".join(f"void {name}(void) {{}}\n" for name in native._SIGNATURES))
+    monkeypatch.setattr(native, "_SOURCE", source)
+    monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
+    native.library.cache_clear()
+    yield tmp_path / "cache" / "native"
+    native.library.cache_clear()
+
+
+def _implementation(_: int) -> str:
+    native.library.cache_clear()
+    return native.implementation()
+
+
+def test_processes_that_compile_at_once_leave_one_library(elsewhere: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(_implementation, range(2), chunksize=1) == ["native", "native"]
+    assert [path.suffix for path in elsewhere.iterdir()] == [".so"]
+
+
+def test_without_a_compiler_or_if_turned_off_torch_computes(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert native.implementation() == "torch"
+    monkeypatch.undo()
+    native.library.cache_clear()
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert native.implementation() == "torch"
+    assert not native.can_attend(*[torch.zeros(1, 1, 1, 8)] * 3)
+    assert not elsewhere.exists()
+
+
+def test_a_compiler_that_fails_is_no_error(elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda name: str(broken))
+    assert native.implementation() == "torch"
+    assert not list(elsewhere.iterdir())
