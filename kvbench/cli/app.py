@@ -35,6 +35,7 @@ from kvbench.cli.options import option, split_names
 from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json, progress, say, stopping
 from kvbench.errors import UserError, quoted, shorten, shorten_words
 from kvbench.files import cannot
+from kvbench.plugin_facts import PluginFacts
 from kvbench.runs.options import FLAG
 from kvbench.terminal import OutputError, filtered
 
@@ -101,6 +102,7 @@ def _collect_after_startup() -> None:
 def main() -> NoReturn:
     """Run the command line and exit with its status."""
     _collect_after_startup()
+    PluginFacts.uses_cache = True
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.formatwarning = lambda message, *_: f"kvbench: warning: {message}\n"

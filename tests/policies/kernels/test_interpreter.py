@@ -1,6 +1,7 @@
 """The Triton kernels pass the same tests as the torch path, in Triton's interpreter.
 
-The interpreter is chosen when a kernel is decorated, so they run in a process of its own.
+The interpreter is chosen when a kernel is decorated, so they run in a process of its own. Cases marked `slow` run there
+only by `make kernels`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ def test_kernels_in_the_interpreter() -> None:
     ]
     files.append(str(ENGINE / "kernels" / "test_ragged_attention.py"))
     files += [str(ENGINE / test) for test in IN_A_MODEL]
+    every_case = ["-m", "not faults"] if os.environ.get("KVBENCH_EVERY_KERNEL_CASE") else []  # slow ones as well
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files],
+        [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *every_case, *files],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -194,4 +194,4 @@ def test_the_hash_is_that_of_data_and_functions_in_every_process(own_tasks: Path
         (tmp_path / "utils.py").write_text(f"def scored(doc, results):\n    return {{'score': {score}}}\n")
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
-    assert hash_of("1.0") == hash_of("1.0") != hash_of("0.0")
+    assert hash_of("0.0") != hash_of("1.0") == f"{loaded(tmp_path, 'own_text').data_hash}\n"
