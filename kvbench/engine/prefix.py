@@ -119,8 +119,8 @@ class Prefix:
     def _lend(self) -> bool:
         """Return whether cells may read their entries in this prefix, and remember that they do.
 
-        They may if the prefix can be restored. What other cells keep does not matter, so that the bytes of a cell are the
-        same whatever is run beside it.
+        They may if the prefix can be restored. What other cells keep does not matter, so that the bytes of a cell are
+        the same whatever is run beside it.
         """
         pairs = [
             (layer.key, layer.value) for layer in self.cache.ragged if layer.key is not None and layer.value is not None
