@@ -7,6 +7,9 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Python compiles the fifth of all modules that is ever imported; pip would compile every one.
 PIP_INSTALL := -m pip install --disable-pip-version-check --no-compile
 
+EXAMPLES := README.md docs/options.md docs/regression.md docs/tuning.md docs/leaderboard.md docs/python.md \
+    docs/overview.md docs/faq.md CONTRIBUTING.md
+
 # The line to type next: `$(call next,RUN)`.
 next = @printf '\nnext, in this shell:\n  . $(VENV)/bin/activate && kvbench report $(1)\n'
 
@@ -136,11 +139,13 @@ $(VENV)/.docs: $(VENV)/.installed
 	touch $@
 
 # Are the pages that scripts write up to date (tests/test_docs.py asks the other scripts)? Then every example of the pages, as a reader would run it.
-docs-check: $(VENV)/.installed
+docs-check: $(VENV)/.installed $(EXAMPLES:%=examples-of-%)
 	$(VENV)/bin/python docs/make_smollm2.py --check
 	$(VENV)/bin/python docs/make_results.py --check
-	$(VENV)/bin/python docs/run_examples.py README.md CONTRIBUTING.md docs/options.md docs/overview.md \
-	    docs/python.md docs/faq.md docs/regression.md docs/leaderboard.md docs/tuning.md
+
+# One target for a page, so that `make -j` runs several at once.
+$(EXAMPLES:%=examples-of-%): examples-of-%: $(VENV)/.installed
+	$(VENV)/bin/python docs/run_examples.py $*
 
 # The oldest transformers that is supported, with what it pins released from the constraints.
 test-oldest: $(OLDEST)/.installed

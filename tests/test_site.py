@@ -147,7 +147,7 @@ def test_the_api_pages_name_what_there_is() -> None:
 
 @pytest.mark.parametrize(
     ("name", "jobs"),
-    [("ci", {"lint", "test", "run", "docs"}), ("nightly", {"recipes", "oldest"})],
+    [("ci", {"lint", "test", "run", "docs"}), ("nightly", {"recipes", "oldest", "exhaustive"})],
 )
 def test_a_workflow_for_forks_runs_targets_that_exist(name: str, jobs: set[str]) -> None:
     path = ROOT / ".github" / "workflows" / f"{name}.yml"

@@ -339,7 +339,8 @@ def items(paper_name: str) -> list[Record]:
         return [asdict(item) for item in paper_items(paper_name)]
 
     with PluginFacts() as facts:
-        return facts.get(f"items of {paper_name}", paper_records)
+        found_records: list[Record] = facts.get(f"items of {paper_name}", paper_records)
+    return found_records
 
 
 _COMPARED = {
