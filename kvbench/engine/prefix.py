@@ -116,10 +116,11 @@ class Prefix:
         """Return whether cells read their entries in this prefix."""
         return bool(self._lent)
 
-    def _lend(self, steps: Sequence[EvictionStep]) -> bool:
+    def _lend(self) -> bool:
         """Return whether cells may read their entries in this prefix, and remember that they do.
 
-        They may if the prefix can be restored, and if copies would take at least as much memory.
+        They may if the prefix can be restored. What other cells keep does not matter, so that the bytes of a cell are
+        the same whatever is run beside it.
         """
         pairs = [
             (layer.key, layer.value) for layer in self.cache.ragged if layer.key is not None and layer.value is not None
@@ -128,8 +129,7 @@ class Prefix:
             return False
         if self._lent and self._lent[-1][0][0] is pairs[0][0]:
             return True
-        kept_entries = sum(head_budget for step in steps for head_budget in step.budget)
-        if self.remake is None or kept_entries < self.cache.get_seq_length():
+        if self.remake is None:
             return False
         self._lent.append(pairs)
         return True
@@ -299,7 +299,7 @@ class Prefix:
         token_sizes = [*zip(self.cache.lengths().tolist(), self.cache.visual_tokens(), strict=True)]
         eviction_steps = [self._cut(group, token_sizes) for group in groups]
         is_plain = all(self._plain(compression) for group in groups for compression in group)
-        shares = is_plain and reserve is not None and self._lend(eviction_steps)
+        shares = is_plain and reserve is not None and self._lend()
         packed_cache = self.cache.fork()
         for layer in packed_cache.ragged:
             layer.reset()

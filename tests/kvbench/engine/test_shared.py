@@ -84,14 +84,15 @@ def test_cells_share_the_prefill_and_say_what_they_hold(model: Any) -> None:
     assert together.allocated_bytes() == apart - (len(caches) - 1) * full, "one prefill for all"
 
 
-def test_few_entries_and_prefills_that_cannot_be_made_again_are_copied(model: Any) -> None:
-    prefix = prefilled(model, wanted())
-    (few,) = prefix.compress(wanted([("random", "0.2")]), RESERVE)
-    assert not few.ragged[0].is_shared, "a copy of a fifth is smaller than the prefill"
-    (full,) = prefix.compress(wanted([("full", "full")]), RESERVE)
-    assert full.ragged[0].is_shared
-    (few,) = prefix.compress(wanted([("random", "0.2")]), RESERVE)
-    assert few.ragged[0].is_shared, "the prefill stays for the other anyway"
+def test_the_bytes_of_a_cell_are_the_same_alone(model: Any) -> None:
+    _, together = compressed(model)
+    for cell, cache in zip(CELLS, together, strict=True):
+        (alone,) = prefilled(model, wanted()).compress(wanted([cell]), RESERVE)
+        assert alone.ragged[0].is_shared
+        assert alone.footprint(0) == cache.footprint(0)
+
+
+def test_prefills_that_cannot_be_made_again_are_copied(model: Any) -> None:
     prefix = prefilled(model, wanted())
     prefix.remake = None
     assert not any(cache.ragged[0].is_shared for cache in prefix.compress(wanted(), RESERVE))
