@@ -18,7 +18,7 @@ from kvbench.leaderboard.agreement import Agreement, compare_publications
 from kvbench.leaderboard.publication import Publication
 from kvbench.progress import Reporter, Silent
 from kvbench.report.frames import budget_order, prepare, recorded, records
-from kvbench.report.front import HELD, READ, front
+from kvbench.report.front import HELD, READ, front, with_axis
 from kvbench.report.page.data import escape_texts, setting_rows
 from kvbench.report.panel import Panel, panels
 from kvbench.report.sorted_samples import Samples
@@ -42,7 +42,12 @@ MARKS = {
 """Marks of entries, and what each means."""
 _COLUMNS = ("cell", "sample_id", "question_id", "repeat", "context_id", "context_tokens", "held_entries", "score")
 """Columns of the samples that a leaderboard needs; a publication has no responses."""
-_COSTS = {"held": HELD.bytes, "read": READ.bytes, "tokens": "held_tokens", "read_tokens": "read_tokens"}
+_COSTS = {
+    "held": HELD.bytes,
+    "read": READ.bytes,
+    "tokens": with_axis(HELD, "tokens").bytes,
+    "read_tokens": with_axis(READ, "tokens").bytes,
+}
 """Columns over which the page draws fronts, by the name of the choice."""
 _OF_MODEL = ("model_revision", "dtype")
 """What tells models of the same name apart."""

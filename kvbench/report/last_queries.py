@@ -39,21 +39,22 @@ def low_before_question(results: Results) -> LowBeforeQuestion:
     for column in ("is_mean", "higher_is_better", "discriminative"):
         is_counted &= cells[column].astype(bool)
     rows_before = cells[is_counted & (cells["moment"] == "context")]
-    low_policies = [
-        policy_name
-        for policy_name, rows in rows_before.groupby(rows_before["policy"].astype(str), sort=False)
-        if rows["score"].sum() < _LOW * rows["full_score"].sum()
-        and (rows["diff_hi"] < 0).any()
-        and _reads_last_queries(policy_name)
-    ]
     means_before = _means(rows_before)
     means_after = _means(cells[is_counted & (cells["moment"] == "question")])
     better_policy = None
-    if low_policies:
-        best_policy = max(means_before, key=means_before.__getitem__)
-        is_above = means_before[best_policy] > max(means_before[policy_name] for policy_name in low_policies)
-        if is_above and not _reads_last_queries(best_policy):
-            better_policy = best_policy
+    with PluginFacts() as facts:
+        low_policies = [
+            policy_name
+            for policy_name, rows in rows_before.groupby(rows_before["policy"].astype(str), sort=False)
+            if rows["score"].sum() < _LOW * rows["full_score"].sum()
+            and (rows["diff_hi"] < 0).any()
+            and _reads_last_queries(facts, policy_name)
+        ]
+        if low_policies:
+            best_policy = max(means_before, key=means_before.__getitem__)
+            is_above = means_before[best_policy] > max(means_before[policy_name] for policy_name in low_policies)
+            if is_above and not _reads_last_queries(facts, best_policy):
+                better_policy = best_policy
     after = {name: means_after[name] for name in low_policies if name in means_after and unit_scale(rows_before)}
     return LowBeforeQuestion(low_policies, after, better_policy)
 
@@ -64,7 +65,7 @@ def _means(rows: pd.DataFrame) -> dict[str, float]:
     return {str(policy_name): float(mean_score) for policy_name, mean_score in means.items()}
 
 
-def _reads_last_queries(policy_name: str) -> bool:
+def _reads_last_queries(facts: PluginFacts, policy_name: str) -> bool:
     """Return whether a policy's score reads the last queries; False if the policy is not installed."""
 
     def needs_queries() -> bool:
@@ -77,5 +78,4 @@ def _reads_last_queries(policy_name: str) -> bool:
             return False
         return score is not None and any(isinstance(need, Queries) for need in score.needs)
 
-    with PluginFacts() as facts:
-        return bool(facts.get_of_policy(policy_name, "last queries read by", needs_queries))
+    return bool(facts.get_of_policy(policy_name, "last queries read by", needs_queries))

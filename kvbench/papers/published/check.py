@@ -26,7 +26,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Checked:
+class PublishedCheck:
     """Outcome of checking papers.
 
     Attributes:
@@ -40,7 +40,7 @@ class Checked:
     findings: tuple[Finding, ...]
 
 
-def check(papers: Iterable[Paper]) -> Checked:
+def check(papers: Iterable[Paper]) -> PublishedCheck:
     """Recompute derived results, and compare results that appear in several tables.
 
     A result contradicts others only if no numbers that round to the printed ones agree.
@@ -63,10 +63,10 @@ def check(papers: Iterable[Paper]) -> Checked:
             ]
     paper_order = list(dict.fromkeys(finding.figure.paper for finding in findings))
     findings.sort(key=lambda finding: (paper_order.index(finding.figure.paper), int(finding.figure.table)))
-    return Checked(sum_count, repeat_count, tuple(findings))
+    return PublishedCheck(sum_count, repeat_count, tuple(findings))
 
 
-def findings_table(check_result: Checked) -> Table:
+def findings_table(check_result: PublishedCheck) -> Table:
     """Return the contradictions as a table."""
     head_columns = (
         Column("paper"),

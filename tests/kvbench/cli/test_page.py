@@ -55,7 +55,7 @@ def test_the_page_names_the_command_that_repeats_the_run(run: Path, opened: list
         "tasks": ["vt"],
         "samples": 5,
         "device": "auto",
-        "out": "/tmp/mine",
+        "out": "results/mine",
     }
     (run / "grid.yaml").write_text(yaml.safe_dump(stored))
     assert call([command, str(run), "--no-open" if command == "view" else "--html"]) == 0
