@@ -13,7 +13,7 @@ from typing import Any
 from kvbench.papers.published.results import papers
 from kvbench.papers.recipes import Recipe, left_out, recipes
 from kvbench.papers.recipes.compare import ComparedSetting, compared_settings
-from kvbench.papers.recipes.recipe import RUN
+from kvbench.papers.recipes.reading import RUN
 from kvbench.runs.options import flag_of
 
 PAGE = Path(__file__).parent / "recipes.md"

@@ -1,4 +1,4 @@
-"""Old names of moved modules, so that `import kvbench.recipes.recipe` still works."""
+"""Old names of moved modules, so that `import kvbench.recipes.items` still works."""
 
 from __future__ import annotations
 

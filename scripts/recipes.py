@@ -20,7 +20,7 @@ from kvbench.cli.app import call
 from kvbench.cli.screen import OK
 from kvbench.papers.layouts.pivot import DIMENSIONS
 from kvbench.papers.recipes import Recipe, recipe, recipes
-from kvbench.papers.recipes.recipe import RUN
+from kvbench.papers.recipes.reading import RUN
 from kvbench.runs.options import flag_of
 from kvbench.spelling import policy
 from kvbench.tables.text import counted

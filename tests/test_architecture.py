@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,6 +258,17 @@ def test_a_command_imports_no_heavy_package_that_it_does_not_need(commands: tupl
 def test_what_a_command_imports_is_followed_through_modules() -> None:
     assert "torch" in reached("kvbench.cli.run")
     assert {"kvbench.report", "matplotlib"} <= reached("kvbench.cli.report")
+
+
+def test_no_function_hides_a_module_of_its_package() -> None:
+    """`from package import name` would give one or the other, by what was imported before."""
+    hidden = []
+    for name, folder in PACKAGES.items():
+        for init in folder.rglob("__init__.py"):
+            package = importlib.import_module(".".join((name, *init.parent.relative_to(folder).parts)))
+            exported = getattr(package, "__all__", ())
+            hidden += [f"{package.__name__}.{word}" for word in exported if (init.parent / f"{word}.py").exists()]
+    assert not hidden
 
 
 def test_no_file_is_longer_than_700_lines() -> None:

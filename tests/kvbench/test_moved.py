@@ -16,11 +16,11 @@ def test_an_old_name_is_the_same_module(old: str) -> None:
 
 
 def test_modules_of_a_moved_package_are_no_copies() -> None:
-    from kvbench.recipes.recipe import Recipe as Old  # type: ignore[import-not-found]
+    from kvbench.recipes.items import PaperItem as Old  # type: ignore[import-not-found]
 
-    from kvbench.papers.recipes.recipe import Recipe
+    from kvbench.papers.recipes.items import PaperItem
 
-    assert Old is Recipe
+    assert Old is PaperItem
 
 
 def test_a_module_that_never_was_is_not_found() -> None:

@@ -1,7 +1,7 @@
 """Recipes: the experiments behind tables and figures of papers, full-size and in miniature."""
 
 from kvbench.papers.recipes.items import PaperItem, paper_items
-from kvbench.papers.recipes.recipe import (
+from kvbench.papers.recipes.reading import (
     LeftOutItem,
     Recipe,
     left_out,

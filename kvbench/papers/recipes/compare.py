@@ -12,7 +12,7 @@ from kvbench.moments import Timing
 from kvbench.papers.layouts.from_papers import task_weights
 from kvbench.papers.published.beside import MOMENTS
 from kvbench.papers.published.results import SCORES, Figure, papers, published_spelling
-from kvbench.papers.recipes.recipe import Recipe
+from kvbench.papers.recipes.reading import Recipe
 from kvbench.runs.options import flag_of
 from kvbench.spelling import policy
 

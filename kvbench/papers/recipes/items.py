@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvbench.papers.layouts.from_papers import published_layouts
 from kvbench.papers.published.results import paper
-from kvbench.papers.recipes.recipe import left_out, place_of, recipes
+from kvbench.papers.recipes.reading import left_out, place_of, recipes
 
 
 @dataclass(frozen=True)

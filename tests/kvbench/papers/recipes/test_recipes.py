@@ -21,7 +21,7 @@ from kvbench.papers.layouts.from_papers import published_layout
 from kvbench.papers.layouts.pivot import DIMENSIONS
 from kvbench.papers.published.results import SCORES, Figure, papers, published_spelling
 from kvbench.papers.recipes import Recipe, left_out, recipe, recipes
-from kvbench.papers.recipes.recipe import RUN
+from kvbench.papers.recipes.reading import RUN
 from kvbench.runs.grid import Grid
 from kvbench.runs.options import flag_of
 from kvbench.runs.planning import plan
