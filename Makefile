@@ -4,7 +4,9 @@ VENV := .venv
 OLDEST := .venv-oldest
 SMOKE := .smoke
 TORCH := $(shell grep '^torch==' constraints.txt)
-# Python compiles the fifth of all modules that is ever imported; pip would compile every one.
+# Python compiles the fifth of all modules that is ever imported; pip would compile every one. Where the environment
+# forbids Python to keep what it compiled, every process would do so again, for ten seconds.
+export PYTHONDONTWRITEBYTECODE :=
 PIP_INSTALL := -m pip install --disable-pip-version-check --no-compile
 
 EXAMPLES := README.md docs/options.md docs/regression.md docs/tuning.md docs/leaderboard.md docs/python.md \

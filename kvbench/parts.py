@@ -172,7 +172,8 @@ class Uniform(Allocator):
         head_shares = spread_evenly(total, len(layers) * first_view.model.kv_heads)
         if first_view.moment in LATER:  # after earlier evictions a head may hold less than its budget
             held_entries = torch.cat([scored_layer.view.valid.sum(-1) for scored_layer in layers], 1)
-            head_shares = apportion(torch.ones_like(held_entries).double(), total, held_entries)
+            if bool((head_shares > held_entries).any()):
+                head_shares = apportion(torch.ones_like(held_entries).double(), total, held_entries)
         return head_shares.view(-1, len(layers), first_view.model.kv_heads)
 
 

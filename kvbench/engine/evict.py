@@ -192,6 +192,7 @@ def start_eviction_state(eviction_step: EvictionStep, cache: RaggedCache, budget
         eviction_step.seeds,
         peak=entry_counts,
         live=byte_counts,
+        room=[0] * cache.batch,
     )
     cache.observers = {
         need: observer for need, observer in cache.observers.items() if need in policy.needs and not need.per_entry
@@ -216,7 +217,7 @@ def read_few(cache: RaggedCache, policy: Policy, info: ModelInfo, budget: Sequen
 
 
 def after_forward(cache: RaggedCache, column_count: int) -> None:
-    """Record what a cache holds after a forward, and evict from the sequences that are due.
+    """Evict from the sequences that are due after a forward.
 
     Args:
         cache: A cache with decode-time eviction state.
@@ -224,25 +225,28 @@ def after_forward(cache: RaggedCache, column_count: int) -> None:
     """
     eviction_state = cache.eviction_state
     assert eviction_state is not None
-    entry_counts = [cache.live_entries(sequence_index) for sequence_index in range(cache.batch)]
-    eviction_state.peak = [max(peak, current) for peak, current in zip(eviction_state.peak, entry_counts, strict=True)]
-    byte_counts = [cache.live_bytes(sequence_index) for sequence_index in range(cache.batch)]
-    eviction_state.live = [max(peak, current) for peak, current in zip(eviction_state.live, byte_counts, strict=True)]
-    allocated = [cache.allocated_bytes(sequence_index) for sequence_index in range(cache.batch)]
-    eviction_state.room = [
-        max(peak, current) for peak, current in zip(eviction_state.room or allocated, allocated, strict=True)
-    ]
     if eviction_state.moment == "decode":
         spare_total = eviction_state.heads * spare_entries(eviction_state.policy, eviction_state.moment)
         due_sequences = [
             sequence_number
-            for sequence_number, current in enumerate(entry_counts)
-            if current >= eviction_state.heads * eviction_state.budget[sequence_number] + spare_total
+            for sequence_number in range(cache.batch)
+            if cache.live_entries(sequence_number)
+            >= eviction_state.heads * eviction_state.budget[sequence_number] + spare_total
         ]
         if due_sequences:
             evict_sequences(cache, due_sequences)
     elif eviction_state.moment == "chunked" and column_count > 1:
         restore(cache, range(cache.batch))
+
+
+def record_peaks(cache: RaggedCache, sequence_indices: Iterable[int]) -> None:
+    """Record the sizes of sequences that grow. They are largest just before an eviction and at the end."""
+    eviction_state = cache.eviction_state
+    assert eviction_state is not None
+    for index in sequence_indices:
+        eviction_state.peak[index] = max(eviction_state.peak[index], cache.live_entries(index))
+        eviction_state.live[index] = max(eviction_state.live[index], cache.live_bytes(index))
+        eviction_state.room[index] = max(eviction_state.room[index], cache.allocated_bytes(index))
 
 
 def restore(cache: RaggedCache, sequence_indices: Iterable[int]) -> None:
@@ -267,6 +271,7 @@ def evict_sequences(cache: RaggedCache, sequence_indices: Sequence[int]) -> None
     """
     eviction_state = cache.eviction_state
     assert eviction_state is not None
+    record_peaks(cache, sequence_indices)
     started = now(eviction_state.seeds.device)
     # On a CPU, process every sequence alone, so that results do not depend on the batch bit by bit.
     evicts_singly = cache.valid is not None and cache.valid.device.type == "cpu"

@@ -115,7 +115,7 @@ class EvictionState:
         stacked.budget = [mean_entries for state in states for mean_entries in state.budget]
         stacked.peak = [entry_count for state in states for entry_count in state.peak]
         stacked.live = [byte_count for state in states for byte_count in state.live]
-        stacked.room = []
+        stacked.room = [0] * len(stacked.budget)
         stacked.seeds = torch.cat([state.seeds for state in states])
         stacked.seconds = 0.0
         return stacked

@@ -104,6 +104,15 @@ class QueryObserver(LayerObserver):
         if last_queries is None:
             no_queries = q.new_zeros(batch, heads, self.window, head_dim)
             last_queries = _Last(no_queries, valid.new_zeros(batch, self.window))
+        if new_tokens == 1:  # decoding: one query takes the place of the oldest
+            shifted = torch.cat([last_queries.query[:, :, 1:], q], 2)
+            shifted_seen = torch.cat([last_queries.seen[:, 1:], valid[:, -1:]], 1)
+            is_new = valid[:, -1]
+            self._held[layer] = _Last(
+                torch.where(is_new[:, None, None, None], shifted, last_queries.query),
+                torch.where(is_new[:, None], shifted_seen, last_queries.seen),
+            )
+            return
         # Padding may lie between old and new queries. A stable sort by existence moves the existing queries to the end
         # and keeps their order.
         is_query = torch.cat([last_queries.seen, valid[:, valid.shape[1] - new_tokens :]], 1)

@@ -12,6 +12,7 @@ from kvbench.benchmark import Medium
 from kvbench.decoding import THINK, Thinking
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import DecodeRow, Stop
+from kvbench.engine.evict import record_peaks
 from kvbench.harness.encode import Branch
 from kvbench.harness.protocol import Request
 from kvbench.runs.cell import Cell
@@ -194,17 +195,16 @@ def peak_columns(cache: RaggedCache, sequence_index: int) -> dict[str, Any]:
     eviction_state = cache.eviction_state
     if eviction_state is None:
         return {}
-    columns = {
+    record_peaks(cache, [sequence_index])
+    return {
         "budget_entries": eviction_state.heads * eviction_state.budget[sequence_index],
         "held_entries": eviction_state.peak[sequence_index],
         "kv_bytes_live": eviction_state.live[sequence_index],
         "kv_bytes_read": eviction_state.live[sequence_index],
+        "kv_bytes_allocated": eviction_state.room[sequence_index],
         "kv_bytes_full": cache.full_bytes(sequence_index),
         "held_visual": cache.visual_entries(sequence_index),
     }
-    if eviction_state.room:  # recorded by forwards
-        columns["kv_bytes_allocated"] = eviction_state.room[sequence_index]
-    return columns
 
 
 def empty(cell: Cell, prompt: Prompt) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from torch import nn
@@ -22,6 +22,9 @@ from kvbench.runs.worker import loaded_model
 
 _SECONDS = 10.0
 """Time limit in seconds: no further task, and no further contexts of a task, are measured beyond it."""
+
+_WARM_UP = 32
+"""Tokens of the answers to the first context. If whole answers would exceed the time limit, others are cut as well."""
 
 _JOBS = 3
 """Maximum number of tasks to measure; several, because their answers differ in length."""
@@ -106,15 +109,21 @@ def estimate(stage: Stage, grid: Grid, pending_jobs: Sequence[Missing], notify: 
     measured_jobs = [pending_jobs[sample_index] for sample_index in _spread(len(pending_jobs), _JOBS)]
     with loaded_model(stage, grid, notify) as model:
         meter = _Meter(model, stage, grid)
-        first_context = next(_contexts(measured_jobs[0]))
-        warm_up = meter.measure(measured_jobs[0].job, [measured_jobs[0].prompts[first_context]])
+        first_context = measured_jobs[0].prompts[next(_contexts(measured_jobs[0]))]
+        warm_up = meter.measure(measured_jobs[0].job, [_cut(first_context, _WARM_UP)])
+        answer_limit = max(_WARM_UP, int(_WARM_UP * _SECONDS / warm_up.rest))
+        whole_steps = len(measured_jobs[0].job.cells) * sum(
+            prompt.steps for prompt in _cut(first_context, answer_limit)
+        )
+        context_seconds = warm_up.prefill + warm_up.rest * whole_steps / max(1, warm_up.steps)
         measured = _Measured()
         for pending_job in measured_jobs:
             contexts = list(_contexts(pending_job))
             full_batches = math.ceil(2 * warm_up.rows / len(pending_job.job.cells))
-            context_count = max(1, min(full_batches, len(contexts) // 4, int(_SECONDS / warm_up.seconds)))
+            context_count = max(1, min(full_batches, len(contexts) // 4, int(_SECONDS / context_seconds)))
             sampled_contexts = [
-                pending_job.prompts[contexts[sample_index]] for sample_index in _spread(len(contexts), context_count)
+                _cut(pending_job.prompts[contexts[sample_index]], answer_limit)
+                for sample_index in _spread(len(contexts), context_count)
             ]
             measured += meter.measure(pending_job.job, sampled_contexts)
             if measured.seconds > _SECONDS:
@@ -124,6 +133,17 @@ def estimate(stage: Stage, grid: Grid, pending_jobs: Sequence[Missing], notify: 
     return measured.prefill * token_count / max(1, measured.tokens) + measured.rest * step_count / max(
         1, measured.steps
     )
+
+
+def _cut(context: Sequence[Prompt], answer_limit: int) -> list[Prompt]:
+    """Return the prompts of a context with answers of at most `answer_limit` tokens."""
+    return [
+        replace(
+            prompt,
+            request=replace(prompt.request, max_new_tokens=min(prompt.request.max_new_tokens, answer_limit)),
+        )
+        for prompt in context
+    ]
 
 
 def _contexts(pending_job: Missing) -> Iterator[slice]:

@@ -19,6 +19,7 @@ from kvbench.analysis.speed.capacity import largest_batch
 from kvbench.analysis.speed.settings import LARGEST, Setting, SpeedSettings
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.driver import engine, forward
+from kvbench.engine.evict import record_peaks
 from kvbench.engine.eviction_state import tail_of
 from kvbench.engine.loading import load_config, load_model, pick_device, pick_dtype
 from kvbench.engine.models import devices_of
@@ -247,6 +248,8 @@ def measure(model: nn.Module, setting: Setting, seed: int) -> SettingTiming:
         next_token = forward(model, cache, next_token).argmax(-1, keepdim=True).to(device)
     decode_s = now(device) - decode_start
     eviction_state = cache.eviction_state
+    if eviction_state is not None:
+        record_peaks(cache, range(cache.batch))
     token_count = len(token_ids) * setting.generate
     return SettingTiming(
         prefill_s=prefill_end - start_time - compress_s,
