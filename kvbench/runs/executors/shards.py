@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from kvbench.engine.eviction_state import goes_on
 from kvbench.runs.answers import key_of
 from kvbench.runs.index import Key
 from kvbench.runs.planning import Job, JobName, Stage
 
 _FULL = 64
-"""Responses per shard that keep a worker's batches full; more shards balance the load better."""
+"""Responses that are decoded together and keep a worker's batches full; more shards balance the load better."""
 
 _PER_WORKER = 4
 """Full shards per worker, so that the last ones end at about the same time."""
@@ -52,16 +54,27 @@ def shards_of(stages: Sequence[Stage], done_keys: Container[Key], worker_count: 
         worker_count: Maximum number of workers.
     """
     job_contexts = [
-        (JobName.of(stage, job), contexts)
+        (job, JobName.of(stage, job), contexts)
         for stage in stages
         for job in stage.jobs
         if (contexts := list(_contexts(job, done_keys)))
     ]
-    total_count = sum(response_count for _, contexts in job_contexts for _, response_count in contexts)
-    shard_size = min(max(total_count / (worker_count * _PER_WORKER), _FULL), total_count / worker_count)
+    total_count = sum(response_count for *_, contexts in job_contexts for _, response_count in contexts)
+    balanced_size, largest_size = total_count / (worker_count * _PER_WORKER), total_count / worker_count
     return [
-        Shard(job_name, prompts) for job_name, contexts in job_contexts for prompts in _packed(contexts, shard_size)
+        Shard(job_name, prompts)
+        for job, job_name, contexts in job_contexts
+        for prompts in _packed(contexts, min(max(balanced_size, _full(job)), largest_size))
     ]
+
+
+def _full(job: Job) -> float:
+    """Return the responses that fill the batches; policies that evict while decoding have batches of their own."""
+    together = Counter(
+        str(cell.policy) if cell.moment in ("decode", "turns") and goes_on(cell.policy, cell.moment) else ""
+        for cell in job.cells
+    )
+    return _FULL * len(job.cells) / max(together.values())
 
 
 def _contexts(job: Job, done_keys: Container[Key]) -> Iterator[tuple[range, int]]:

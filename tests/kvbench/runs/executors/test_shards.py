@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +65,16 @@ def test_there_is_work_for_every_worker_and_batches_are_full(stage: Stage) -> No
     many = replace(stage, jobs=[job])
     sizes = [len(missing(many, s)) for s in shards_of([many], set(), 4)]
     assert len(sizes) == 16 and min(sizes) >= 64
+
+
+def test_policies_that_evict_while_decoding_fill_batches_of_their_own() -> None:
+    grid = small_grid(Path("unused"), samples=100, moment="decode", budget="16,32")
+    (stage,) = plan(grid, lambda text: None).stages
+    (job,) = stage.jobs[:1]
+    alone = max(Counter(str(cell.policy) for cell in job.cells).values())
+    assert alone < len(job.cells)
+    shards = shards_of([replace(stage, jobs=[job])], set(), 2)
+    assert len(shards) > 2 and min(len(s.prompts) for s in shards[:-1]) * alone >= 64
 
 
 def test_nothing_missing_needs_no_shard(stage: Stage) -> None:
