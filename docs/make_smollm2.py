@@ -1,7 +1,7 @@
 """Write the tables of SmolLM2 into docs/smollm2.md: `python docs/make_smollm2.py`.
 
-They come from results/smollm2, -fitted and -bytes, and results/leaderboard. With `--check` the page
-is only compared with the results.
+They come from results/smollm2, -fitted, -bytes and -decode, and results/leaderboard. With `--check` the page is only
+compared with the results.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ RUN = ROOT / "results" / "smollm2"
 LEADERBOARD = ROOT / "results" / "leaderboard"
 FITTED = ROOT / "results" / "smollm2-fitted"
 BYTES = ROOT / "results" / "smollm2-bytes"
+DECODE = ROOT / "results" / "smollm2-decode"
 PAGE = ROOT / "docs" / "smollm2.md"
 BUDGETS = ("0.1", "0.2", "0.3", "0.5")
 MARK = "†"
@@ -44,6 +45,16 @@ PAIRS = (
     ("defensivekv", "snapkv"),
 )
 """Each a policy and the one that its paper builds on."""
+BUFFER = ":buffer=16"
+"""The parameter that all policies of results/smollm2-decode have."""
+CLAIMS = (
+    ("trimkv", "rkv"),
+    ("trimkv", "snapkv"),
+    ("trimkv", "h2o"),
+    ("trimkv", "streaming_llm"),
+    ("dbtrimkv", "trimkv"),
+)
+"""Each a policy and one that it beats while the answer is generated, say TRIM-KV's and DBTrimKV's papers."""
 LEARNED = ("trimkv", "dbtrimkv", "locret", "kvzap:window=16")
 HEURISTIC = "keydiff"
 """The learned gates are compared with it."""
@@ -205,6 +216,31 @@ def over_bytes() -> Iterator[str]:
         yield f"| `{r.policy}` | {r.budget} | {r.live:.1f}% | {r.allocated:.1f}% | {points} |"
 
 
+def decoded() -> Iterator[str]:
+    """Scores of eviction while answers are generated, by task, and what the papers claim, paired by question."""
+    cells, samples = kvbench.load(DECODE)
+    budgets = sorted(set(cells["budget"]) - {"full"}, key=int)
+    tasks = sorted(set(cells["task"]))
+    full = {r.task: r for r in cells[cells["policy"] == "full"].itertuples()}
+    found = {(r.policy, r.task, r.budget): r for r in cells.itertuples()}
+    means = cells[cells["policy"] != "full"].groupby("policy")["score"].mean().sort_values(ascending=False)
+    yield f"| policy | {' | '.join(f'`{t}`, {b}' if b == budgets[0] else b for t in tasks for b in budgets)} |"
+    yield f"| --- |{' --: |' * (len(tasks) * len(budgets))}"
+    for name in means.index:
+        points = [f"{100 * found[name, t, b].score:.0f}" for t in tasks for b in budgets]
+        yield f"| `{name.removesuffix(BUFFER)}` | {' | '.join(points)} |"
+    ranges = [f"`{t}` {ranged(r.score, r.score_lo, r.score_hi)}" for t, r in full.items()]
+    yield ""
+    yield f"The full cache, with {int(cells['samples'].min())} questions for each task: {listed(ranges)}."
+    yield ""
+    yield f"| policy | against | {' | '.join(budgets)} |"
+    yield f"| --- | --- |{' --: |' * len(budgets)}"
+    for policy, base in CLAIMS:
+        rows = {r.budget: r for r in against(cells, samples, policy + BUFFER, base + BUFFER, "decode")}
+        said = [ranged(rows[b].diff, rows[b].diff_lo, rows[b].diff_hi, signed=True) for b in budgets]
+        yield f"| `{policy}` | `{base}` | {' | '.join(said)} |"
+
+
 def blocks() -> dict[str, str]:
     """Every generated block by its name."""
     cells, samples = kvbench.load(RUN)
@@ -222,6 +258,7 @@ def blocks() -> dict[str, str]:
         "fitted sizes": [sizes(fitted)],
         "fitted": overview(group_means(fitted, answers), Notes.of(fitted, answers)),
         "bytes": over_bytes(),
+        "decode": decoded(),
     }
     return {name: "\n".join(lines) for name, lines in made.items()}
 

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
 from kvbench.report.front import HELD, MemoryMetric, front_of
@@ -90,6 +90,7 @@ def draw_panel(
     *,
     unit_scaled: bool,
     score_limits: tuple[float, float],
+    log_scores: bool = False,
     panel_width: float,
     bytes_axis: bool,
     pale_policies: Sequence[str] = (),
@@ -108,6 +109,7 @@ def draw_panel(
         byte_axis: The x axis.
         unit_scaled: Whether to show points, 0 to 100.
         score_limits: Limits of the score axis, in the unit shown.
+        log_scores: Whether the score axis is logarithmic.
         panel_width: Width of the panel in inches, which limits the number of tick labels.
         bytes_axis: Whether to write the bytes along the top.
         pale_policies: Policies drawn in grey, without intervals.
@@ -117,6 +119,7 @@ def draw_panel(
     score_scale = 100.0 if unit_scaled else 1.0
     full_rows = cell_rows[cell_rows["policy"] == "full"]
     points = cell_rows[cell_rows["policy"] != "full"].reset_index(drop=True)
+    ax.set_yscale("log" if log_scores else "linear")
     ax.set_ylim(*score_limits)
     ax.set_xscale("log" if byte_axis.log else "linear")
     ax.set_xlim(byte_axis.low, byte_axis.high)
@@ -124,7 +127,8 @@ def draw_panel(
         full_row = full_rows.iloc[-1]
         full_bounds = np.clip([score_scale * full_row["score_lo"], score_scale * full_row["score_hi"]], *score_limits)
         ax.axhspan(float(full_bounds[0]), float(full_bounds[1]), color=GREY_BAND, lw=0, zorder=0)
-        ax.axhline(score_scale * full_row["score"], color=GREY, lw=0.9, ls=(0, (4, 2)), zorder=1)
+        full_score = float(np.clip(score_scale * full_row["score"], *score_limits))
+        ax.axhline(full_score, color=GREY, lw=0.9, ls=(0, (4, 2)), zorder=1)
     scores = score_scale * points["score"].to_numpy(dtype=np.float64)
     shares = points[byte_axis.memory.share].to_numpy(dtype=np.float64)
     front_indices = front_of(points, byte_axis.memory)
@@ -142,6 +146,9 @@ def draw_panel(
     if labelled:
         is_coloured = ~points["policy"].isin(list(pale_policies)).to_numpy()
         _label_front(ax, points, front_indices, is_coloured, shares, scores, policy_styles, labels or {})
+    if log_scores:
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda score, _: f"{score:g}"))
+        ax.yaxis.set_minor_locator(NullLocator())
     if unit_scaled:
         ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=True))
     _ticks(ax, byte_axis, points, panel_width, bytes_axis)

@@ -38,6 +38,9 @@ _LEAST_PANEL = 1.1  # inches that a panel is wide at least
 _LEAST_LABELLED_PANEL = 1.5  # with bytes along the top and names beside the points
 
 
+_LOG_SCORES_FROM = 10.0  # a larger ratio of distances gets a logarithmic axis
+
+
 def draw_fronts(
     results: Results, folder: Path, options: FigureOptions = DEFAULT_FIGURES, reporter: Reporter | None = None
 ) -> list[SavedFigure]:
@@ -157,6 +160,7 @@ def _one_figure(
     policy_styles = marker_styles(results.policies)
     pale_policies = _pale_policies((variant_rows for _, variant_rows in variant_panels), memory)
     unit_scaled = unit_scale(cell_rows)
+    log_scores = _has_log_scores(cell_rows)
     length_count = len({panel_variant.length for panel_variant, _ in variant_panels})
     column_count = length_count if 1 < length_count <= 3 else min(len(variant_panels), 3)
     left_margin = 0.48 if unit_scaled else 0.62
@@ -184,17 +188,17 @@ def _one_figure(
         labels=legend_labels,
         handles=legend_handles,
         x_label=f"{byte_axis.label} (top: bytes)" if bytes_on_top else byte_axis.label,
-        y_label=_score_label(unit_scaled, cell_rows),
+        y_label=_score_label(unit_scaled, cell_rows, log_scores),
         left_margin=left_margin,
         top_margin=0.05 + 0.17 * has_several + 0.2 * bytes_on_top,
         panel_gap=(0.35, 0.65),
         sharey=True,
     )
-    lower_limit, upper_limit = _score_limits(cell_rows, unit_scaled)
-    score_limits = (
-        lower_limit,
-        upper_limit + 0.1 * (upper_limit - lower_limit) * bool(pale_policies),
-    )  # room for names
+    score_limits = _score_limits(cell_rows, unit_scaled, log_scores)
+    if pale_policies:  # room for names
+        lower_limit, upper_limit = score_limits
+        more = (upper_limit / lower_limit) ** 0.1 * upper_limit if log_scores else 1.1 * upper_limit - 0.1 * lower_limit
+        score_limits = (lower_limit, more)
     for ax, (variant, variant_rows) in zip(layout.used(len(variant_panels)), variant_panels, strict=True):
         draw_panel(
             ax,
@@ -203,6 +207,7 @@ def _one_figure(
             byte_axis,
             unit_scaled=unit_scaled,
             score_limits=score_limits,
+            log_scores=log_scores,
             panel_width=layout.panel_width,
             bytes_axis=bytes_on_top,
             pale_policies=pale_policies,
@@ -259,8 +264,9 @@ def _overview(
     options: FigureOptions,
 ) -> SavedFigure:
     unit_scaled = unit_scale(group_cells)
+    log_scores = _has_log_scores(pd.concat([panel_rows for _, panel_rows in task_panels]))
     column_count = min(5 if len(task_panels) > 8 else 4, len(task_panels))
-    left_margin, panel_gap = (0.48, 0.12) if unit_scaled else (0.62, 0.4)
+    left_margin, panel_gap = (0.48, 0.12) if unit_scaled else (0.62, 0.5 if log_scores else 0.4)
     column_count = options.panels_across(
         column_count, margins=left_margin + 0.1, gap=panel_gap, least_width=_LEAST_PANEL
     )
@@ -286,7 +292,7 @@ def _overview(
         labels=legend_labels,
         handles=legend_handles,
         x_label=byte_axis.label,
-        y_label=_score_label(unit_scaled, group_cells),
+        y_label=_score_label(unit_scaled, group_cells, log_scores),
         left_margin=left_margin,
         top_margin=0.22,
         panel_gap=(panel_gap, 0.3),
@@ -302,7 +308,8 @@ def _overview(
             policy_styles,
             byte_axis,
             unit_scaled=unit_scaled,
-            score_limits=(-3.0, 103.0) if unit_scaled else _score_limits(panel_rows, unit_scaled),
+            score_limits=(-3.0, 103.0) if unit_scaled else _score_limits(panel_rows, unit_scaled, log_scores),
+            log_scores=log_scores,
             panel_width=layout.panel_width,
             bytes_axis=False,
             pale_policies=pale_policies,
@@ -350,10 +357,26 @@ def _is_at_chance(cell_rows: pd.DataFrame) -> bool:
     return bool((cell_rows["policy"] == "full").any()) and not bool(cell_rows["discriminative"].all())
 
 
-def _score_limits(cell_rows: pd.DataFrame, unit_scaled: bool) -> tuple[float, float]:
-    """Return limits of the score axis that include every interval, at least 10 points apart."""
+def _has_log_scores(cell_rows: pd.DataFrame) -> bool:
+    """Return whether scores get a logarithmic axis: distances such as KL, of which the smallest matter most."""
+    if not len(cell_rows) or cell_rows["higher_is_better"].any():
+        return False
+    distances = _compressed(cell_rows)["score"].to_numpy(dtype=np.float64)
+    distances = distances[np.isfinite(distances)]
+    return bool(len(distances)) and bool(distances.min() > 0 and distances.max() > _LOG_SCORES_FROM * distances.min())
+
+
+def _score_limits(cell_rows: pd.DataFrame, unit_scaled: bool, log_scores: bool) -> tuple[float, float]:
+    """Return limits of the score axis that include every interval, at least 10 points apart.
+
+    On a logarithmic axis they include every score above 0 and the intervals' upper ends.
+    """
     score_values = cell_rows[["score", "score_lo", "score_hi"]].to_numpy(dtype=np.float64)
     score_values = score_values[np.isfinite(score_values)] * (100.0 if unit_scaled else 1.0)
+    if log_scores:
+        lowest = float(cell_rows["score"][cell_rows["score"] > 0].min())
+        margin = (float(score_values.max()) / lowest) ** 0.05
+        return lowest / margin, float(score_values.max()) * margin
     lower_limit, upper_limit = float(score_values.min()), float(score_values.max())
     padding = max(
         0.05 * (upper_limit - lower_limit),
@@ -363,14 +386,15 @@ def _score_limits(cell_rows: pd.DataFrame, unit_scaled: bool) -> tuple[float, fl
     return (max(-3.0, lower_limit), min(103.0, upper_limit)) if unit_scaled else (lower_limit, upper_limit)
 
 
-def _score_label(unit_scaled: bool, cell_rows: pd.DataFrame) -> str:
+def _score_label(unit_scaled: bool, cell_rows: pd.DataFrame, log_scores: bool = False) -> str:
     """Return the label of the score axis: the metric, if scores are not shown in points."""
     if unit_scaled:
         return "score (0 to 100)"
     metric_names = set(cell_rows["metric"]) if "metric" in cell_rows else set()
     metric_label = short(metric_names.pop()) if len(metric_names) == 1 else "score"
-    lower_is_better = bool(len(cell_rows)) and not cell_rows["higher_is_better"].any()
-    return metric_label + " (lower is better)" * lower_is_better
+    notes = ["lower is better"] if len(cell_rows) and not cell_rows["higher_is_better"].any() else []
+    notes += ["log scale"] if log_scores else []
+    return f"{metric_label} ({', '.join(notes)})" if notes else metric_label
 
 
 def _legend(

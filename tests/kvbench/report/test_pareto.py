@@ -278,6 +278,21 @@ def test_wide_budgets_get_a_logarithmic_axis_that_says_so(drawn, run_frames, tmp
     assert not any("log" in t.get_text() for t in drawn["pareto-vt"].texts)
 
 
+def test_distances_of_several_magnitudes_get_a_logarithmic_axis_that_says_so(drawn, run_frames, tmp_path):
+    cells, samples = run_frames(["random", "snapkv", "h2o"], ("0.2", "0.5"), ["vt"])
+    is_full = cells["policy"] == "full"
+    for farthest, scale, label in ((2.0, "log", "kl (lower is better, log scale)"), (0.1, "linear", "kl (lower is")):
+        distances = np.where(is_full, 0.0, np.geomspace(farthest, 0.02, len(cells)))
+        ends = {"score": distances, "score_lo": -distances, "score_hi": 2 * distances}
+        far = cells.assign(higher_is_better=False, metric="kl", **ends)
+        draw_fronts(prepare(far, samples), tmp_path)
+        figure = drawn["pareto-vt"]
+        low, high = figure.axes[0].get_ylim()
+        assert figure.axes[0].get_yscale() == scale and high > 2 * distances.max()
+        assert any(label in text.get_text() for text in figure.texts)
+        assert low < distances[~is_full].min() and (low > 0) == (scale == "log")
+
+
 def test_error_bars_never_cover_each_other(run_frames):
     """Bars of one budget stand apart wherever they overlap, and each at its point if it can."""
     cells, samples = run_frames(POLICIES, ("0.1", "0.2", "0.4"), ["vt"], samples=12)

@@ -62,6 +62,28 @@ def test_batches_are_filled_and_the_sum_is_scaled(stage: Stage, monkeypatch: pyt
     assert found == pytest.approx(1e-5 * tokens + 1e-6 * steps)
 
 
+def test_long_answers_are_cut_and_the_sum_is_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = small_grid(Path("unused"), samples=8, max_new_tokens=2000)
+    (stage,) = plan(grid, lambda text: None).stages
+    seen: list[int] = []
+
+    class Meter:
+        """Takes 10 ms for a token of a response."""
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def measure(self, job: Any, contexts: Any) -> Any:
+            prompts = [prompt for context in contexts for prompt in context]
+            seen.extend(prompt.limit for prompt in prompts)
+            steps = len(job.cells) * sum(prompt.limit for prompt in prompts)
+            return estimates._Measured(1, steps, 0.0, 1e-2 * steps)
+
+    monkeypatch.setattr(estimates, "_Meter", Meter)
+    found = estimate(stage, grid, missing_of(stage, set()), lambda text: None)
+    assert seen[0] == 32 and seen[1] == 333, "of three cells, in ten seconds"
+    assert found == pytest.approx(1e-2 * 2 * 8 * 3 * 2000)
+
+
 def test_a_prefill_is_measured_apart_from_all_else(stage: Stage) -> None:
     with estimates.loaded_model(stage, GRID, lambda text: None) as model:
         job = stage.jobs[0]
