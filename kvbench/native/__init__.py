@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,12 +41,15 @@ _POINTER, _SIZE, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "ragged_attention": (
         *(_POINTER, _SIZE, _SIZE, _SIZE, *[_POINTER] * 6, *[_SIZE] * 8),
-        *(_FLOAT, _FLAG, _POINTER),
+        *(_FLOAT, _FLAG, _POINTER, _POINTER),
     ),
     "entry_keys": (_POINTER, _SIZE, _SIZE, _POINTER),
     "mark_largest": (_POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER),
     "marked_columns": (_POINTER, _SIZE, _SIZE, _POINTER, _POINTER),
 }
+
+POWERS = (1, 2)
+"""Powers of attention weights that `ragged_attention` sums."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes that `ragged_attention` computes."""
@@ -133,7 +137,9 @@ def ragged_attention(
     shared_addresses: Tensor | None,
     first_column: int,
     scale: float,
-) -> Tensor:
+    powers: Sequence[int] = (),
+    valid_queries: Tensor | None = None,
+) -> tuple[Tensor, dict[int, Tensor]]:
     """Compute attention of new queries over segments; a sequence's result does not depend on the others.
 
     Args:
@@ -144,9 +150,12 @@ def ragged_attention(
             `[B * H, 4]`; they come before the own rows, and every query sees them. None: nothing is shared.
         first_column: Logical column of the first query.
         scale: Scaling factor of the logits.
+        powers: Also sum these powers of the attention weights over the queries, of `POWERS`; nothing is shared then.
+        valid_queries: Queries whose weights are summed, bool `[B, n]`; None: all.
 
     Returns:
-        `[B, H_q, n, d_v]`; zeros for a query that sees nothing.
+        Output `[B, H_q, n, d_v]`, zeros for a query that sees nothing; and by power what every entry receives from each
+        query head, float32 `[entries, G]`, segment by segment.
     """
     native = library()
     assert native is not None
@@ -158,6 +167,14 @@ def ragged_attention(
     kv_heads, value_dim = segments // batch_size, value.shape[-1]
     output = torch.empty(batch_size, query_count, query_heads, value_dim, dtype=query.dtype)
     bytes_each = query.element_size()
+    sums, sums_to = {}, None
+    if powers:
+        entry_ends = segment_lengths.flatten().cumsum(0)
+        first_entries = entry_ends - segment_lengths.flatten()
+        sums = {power: torch.zeros(int(entry_ends[-1]), query_heads // kv_heads) for power in powers}
+        counted = None if valid_queries is None else valid_queries.contiguous()
+        addresses = (*(sums.get(power) for power in POWERS), first_entries, counted)
+        sums_to = (_POINTER * 4)(*(None if tensor is None else tensor.data_ptr() for tensor in addresses))
 
     def compute(first_segment: int, last_segment: int) -> int:
         failed: int = native.ragged_attention(
@@ -175,6 +192,7 @@ def ragged_attention(
             first_column,
             float(scale),
             query.dtype == torch.bfloat16,
+            sums_to,
             output.data_ptr(),
         )
         return failed
@@ -190,7 +208,7 @@ def ragged_attention(
         bounds = [segments * part // thread_count for part in range(thread_count + 1)]
         for failed in _threads(torch.get_num_threads()).map(compute, bounds[:-1], bounds[1:]):
             _check(failed)
-    return output.transpose(1, 2)
+    return output.transpose(1, 2), sums
 
 
 def entry_keys(value: Tensor, protect: Tensor, position: Tensor, valid: Tensor) -> Tensor | None:

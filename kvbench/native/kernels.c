@@ -94,14 +94,14 @@ INLINE float exponentials(float *logits, i64 count)
 
 /* Attention of some queries over the entries of one segment; query `r` sees the first `seen[r]` of them.
 
-   `query` and `sums` are memory for [rows, dim] and [rows, value_dim], `weights` for [rows, stride]. */
+   `query` and `sums` are memory for [rows, dim] and [rows, value_dim]. `weights`, [rows, stride], receives the
+   exponentials of the logits, and `inverse` the reciprocals of their sums. */
 INLINE void attend_rows(int rows, i64 dim, i64 value_dim, int is_bf16, const char *const *key_rows,
                         const char *const *value_rows, const i64 *seen, const char *const *query_rows, float scale,
-                        float *restrict query, float *restrict sums, float *restrict weights, i64 stride,
-                        char *const *output_rows)
+                        float *restrict query, float *restrict sums, float *restrict weights, float *restrict inverse,
+                        i64 stride, char *const *output_rows)
 {
     i64 entries = 0;
-    float inverse[8];
     for (int r = 0; r < rows; r++) {
         entries = seen[r] > entries ? seen[r] : entries;
         for (i64 d = 0; d < dim; d++)
@@ -138,7 +138,8 @@ INLINE void attend_rows(int rows, i64 dim, i64 value_dim, int is_bf16, const cha
 
 /* Call attend_rows with constants where they are known, so that the compiler keeps the sums in registers. */
 #define WITH_SIZES(R, D, V, H)                                                                                        \
-    attend_rows(R, D, V, H, key_rows, value_rows, seen, query_rows, scale, query, sums, weights, stride, output_rows)
+    attend_rows(R, D, V, H, key_rows, value_rows, seen, query_rows, scale, query, sums, weights, inverse, stride,      \
+                output_rows)
 #define WITH_TYPE(R, D, V)                                                                                            \
     do {                                                                                                              \
         if (is_bf16)                                                                                                  \
@@ -149,7 +150,7 @@ INLINE void attend_rows(int rows, i64 dim, i64 value_dim, int is_bf16, const cha
 #define ATTEND(R)                                                                                                     \
     static void attend_##R(i64 dim, i64 value_dim, int is_bf16, const char *const *key_rows,                          \
                            const char *const *value_rows, const i64 *seen, const char *const *query_rows,             \
-                           float scale, float *query, float *sums, float *weights, i64 stride,                        \
+                           float scale, float *query, float *sums, float *weights, float *inverse, i64 stride,        \
                            char *const *output_rows)                                                                  \
     {                                                                                                                 \
         if (dim == 32 && value_dim == 32)                                                                             \
@@ -165,16 +166,23 @@ ATTEND(1)
 ATTEND(2)
 ATTEND(4)
 
+/* Where attention that entries receive is summed: [entries, group] in the order of the segments; NULL: not at all. */
+typedef struct {
+    float *weights, *squares;
+    const i64 *first;       /* the first entry of every segment */
+    const uint8_t *counted; /* queries that are tokens, [B, n]; NULL: all */
+} received;
+
 /* Attention of new queries over ragged segments.
 
    Segment `s = b * kv_heads + h` reads its shared entries and then rows `start[s] .. start[s] + length[s]` of `key` and
    `value`, whose columns ascend. Query `i` has the column `first_column + i` and sees no later one; shared entries
    precede all queries. Strides of `query` [B, H_q, n, dim] are in bytes; `output` is [B, n, H_q, value_dim]. Segments
-   `first .. last` are computed. */
+   `first .. last` are computed. What entries receive is added to `sums_to`, which is for segments that share nothing. */
 int ragged_attention(const char *query_states, i64 query_batch, i64 query_head, i64 query_step, const char *key,
                      const char *value, const int32_t *columns, const i64 *start, const i64 *length,
                      const shared_entries *shared, i64 first, i64 last, i64 kv_heads, i64 group, i64 queries, i64 dim,
-                     i64 value_dim, i64 first_column, float scale, int is_bf16, char *output)
+                     i64 value_dim, i64 first_column, float scale, int is_bf16, const received *sums_to, char *output)
 {
     i64 number = is_bf16 ? 2 : 4, most = 1;
     i64 key_bytes = dim * number, value_bytes = value_dim * number, query_heads = kv_heads * group;
@@ -203,6 +211,7 @@ int ragged_attention(const char *query_states, i64 query_batch, i64 query_head, 
             const char *query_rows[MOST_ROWS];
             char *output_rows[MOST_ROWS];
             i64 seen[MOST_ROWS];
+            float inverse[MOST_ROWS];
             for (int r = 0; r < rows; r++) {
                 i64 step = (row + r) / group, query_index = head * group + (row + r) % group;
                 if (queries == 1)
@@ -214,8 +223,20 @@ int ragged_attention(const char *query_states, i64 query_batch, i64 query_head, 
                 output_rows[r] = output + ((batch * queries + step) * query_heads + query_index) * value_bytes;
             }
             (rows == 4 ? attend_4 : rows == 2 ? attend_2 : attend_1)(dim, value_dim, is_bf16, key_rows, value_rows, seen,
-                                                                     query_rows, scale, query, sums, weights, stride,
-                                                                     output_rows);
+                                                                     query_rows, scale, query, sums, weights, inverse,
+                                                                     stride, output_rows);
+            for (int r = 0; r < rows && sums_to; r++) {
+                i64 step = (row + r) / group, entry = sums_to->first[s] * group + (row + r) % group;
+                if (sums_to->counted && !sums_to->counted[batch * queries + step])
+                    continue;
+                for (i64 j = 0; j < seen[r]; j++, entry += group) {
+                    float weight = weights[r * stride + j] * inverse[r];
+                    if (sums_to->weights)
+                        sums_to->weights[entry] += weight;
+                    if (sums_to->squares)
+                        sums_to->squares[entry] += weight * weight;
+                }
+            }
             row += rows;
         }
     }

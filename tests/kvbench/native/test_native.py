@@ -81,7 +81,14 @@ class Segments:
         addresses: Tensor | None,
     ) -> Tensor:
         bounds = torch.tensor(starts), torch.tensor(lengths)
-        return native.ragged_attention(self.query, key, value, columns, *bounds, addresses, self.first, SCALE)
+        return native.ragged_attention(self.query, key, value, columns, *bounds, addresses, self.first, SCALE)[0]
+
+    def sums(self, powers: tuple[int, ...], valid: Tensor | None) -> tuple[Tensor, dict[int, Tensor]]:
+        """Attention, and the sums of powers of its weights, over copies of all entries."""
+        key, value, columns, starts, lengths = self.joined()
+        bounds = torch.tensor(starts), torch.tensor(lengths)
+        rows = (key, value, columns, *bounds, None)
+        return native.ragged_attention(self.query, *rows, self.first, SCALE, powers, valid)
 
     def joined(self) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
         """Copy the shared entries in front of the own ones."""
@@ -96,6 +103,10 @@ class Segments:
         return torch.cat(keys), torch.cat(values), torch.cat(columns), starts, lengths
 
     def oracle(self) -> Tensor:
+        """The definition's output in float64."""
+        return self.definition()[0]
+
+    def definition(self, powers: tuple[int, ...] = (), valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The definition in float64, with values as wide as keys (the definition takes no others)."""
         key, value, columns, starts, lengths = self.joined()
         bounds = (torch.tensor(x).view(self.batch, HEADS, 1) for x in (starts, lengths))
@@ -103,8 +114,9 @@ class Segments:
         query, key, value = (
             torch.nn.functional.pad(x.double(), (0, width - x.shape[-1])) for x in (self.query, key, value)
         )
-        output, _ = ref.ragged_attention(query, key, value, columns, *bounds, self.first, SCALE)
-        return output[..., : self.dense[1].shape[-1]]
+        rows = (key, value, columns, *bounds)
+        output, sums = ref.ragged_attention(query, *rows, self.first, SCALE, powers, valid)
+        return output[..., : self.dense[1].shape[-1]], sums
 
 
 CASES = [
@@ -125,6 +137,28 @@ def test_attention_is_that_of_the_loop_wherever_entries_are(case: Segments) -> N
     assert shared.shape == expected.shape
     assert scaled(shared, expected) < 2e-6
     assert torch.equal(shared, case.materialised())
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+@pytest.mark.parametrize("powers", [(1,), (2,), (2, 1)])
+def test_what_entries_receive_is_that_of_the_loop(case: Segments, powers: tuple[int, ...]) -> None:
+    queries = case.query.shape[2]
+    for valid in (None, torch.arange(case.batch * queries).view(case.batch, queries) % 3 != 1):
+        output, sums = case.sums(powers, valid)
+        expected = case.definition(powers, valid)[1]
+        assert torch.equal(output, case.materialised()) and list(sums) == [*powers]
+        for power, wanted in zip(powers, expected, strict=True):
+            assert sums[power].dtype == torch.float32 and sums[power].shape == wanted.shape
+            assert (sums[power] - wanted).abs().max() < 2e-6 * queries
+
+
+def test_what_entries_receive_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[2]
+    _, alone = case.sums((1, 2), None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(native, "_WORK", 1)
+    _, together = case.sums((1, 2), None)
+    assert all(torch.equal(alone[power], together[power]) for power in (1, 2))
 
 
 @pytest.mark.parametrize("dims", [(32, 32), (64, 64), (128, 128), (80, 80), (24, 40)])
@@ -159,7 +193,7 @@ def test_a_sequence_does_not_depend_on_its_batch_or_on_threads(
         addresses = case.keeps[sequence].addresses
         bounds = torch.tensor(case.starts[segments]), torch.tensor(case.lengths[segments])
         query = case.query[sequence : sequence + 1]
-        alone = native.ragged_attention(query, *case.own, case.columns, *bounds, addresses, case.first, SCALE)
+        alone, _ = native.ragged_attention(query, *case.own, case.columns, *bounds, addresses, case.first, SCALE)
         assert torch.equal(alone[0], together[sequence])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(native, "_WORK", 1)
