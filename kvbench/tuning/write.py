@@ -195,7 +195,7 @@ def _draw(found: Found, stem: Path, options: FigureOptions) -> list[Path]:
             handles=(legend_handle(_NAMED), legend_handle(_TUNED)),
         )
         axes = layout.axes[0, 0]
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         final = [outcome for outcome in found.outcomes if outcome.samples == all_samples]
         for style, is_named in ((_NAMED, True), (_TUNED, False)):
             points = [outcome for outcome in final if outcome.is_named is is_named]
@@ -205,8 +205,8 @@ def _draw(found: Found, stem: Path, options: FigureOptions) -> list[Path]:
                 linestyle="none",
                 **marker_options(style),
             )
-        best: list[float] = []
-        for outcome in final:
-            best.append(best_of([value_of(outcome), *best[-1:]]))
-        axes.step([outcome.round for outcome in final], best, where="post", color=GREY, linewidth=0.8)
+        rounds = sorted({outcome.round for outcome in final})
+        best = [best_of(value_of(outcome) for outcome in final if outcome.round <= number) for number in rounds]
+        axes.set_xlim(rounds[0] - 0.5, rounds[-1] + 0.5)
+        axes.step(rounds, best, where="post", color=GREY, linewidth=0.8)
     return save(layout.figure, stem, options.formats)
