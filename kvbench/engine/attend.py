@@ -54,15 +54,13 @@ def attend(
     if by_triton(query) and kernel_fits and not needs_gradient:
         return _attend_kernel(query, layer.with_own_rows(), first_column, scale, powers, valid_queries)
     is_few = query.shape[2] <= _MOST_QUERIES
-    layer = layer.with_own_rows() if powers else layer
-    assert layer.key is not None and layer.value is not None
     is_native = is_few and is_plain(scale) and native.can_attend(query, layer.key, layer.value)
+    layer = layer.with_own_rows() if powers or not is_native else layer
+    assert layer.key is not None and layer.value is not None
     if is_native and set(powers) <= set(native.POWERS):
         rows = (layer.key, layer.value, layer.col, *layer.bounds())
         addresses = layer.shared_addresses()
         return native.ragged_attention(query, *rows, addresses, first_column, scale, powers, valid_queries)
-    layer = layer.with_own_rows()
-    assert layer.key is not None and layer.value is not None
     if query.device.type != "cpu":
         return _attend_padded(query, layer, first_column, scale, powers, valid_queries)
     by_sdpa = is_plain(scale) or (has_flash(query, layer.key, layer.value, scale) and not needs_gradient)

@@ -182,18 +182,7 @@ def start_eviction_state(eviction_step: EvictionStep, cache: RaggedCache, budget
     if not goes_on(policy, eviction_step.moment):
         cache.observers, cache.token_observers = {}, {}
         return
-    entry_counts = [cache.live_entries(sequence_index) for sequence_index in range(cache.batch)]
-    byte_counts = [cache.live_bytes(sequence_index) for sequence_index in range(cache.batch)]
-    cache.eviction_state = EvictionState(
-        policy,
-        eviction_step.info,
-        eviction_step.moment,
-        budget,
-        eviction_step.seeds,
-        peak=entry_counts,
-        live=byte_counts,
-        room=[0] * cache.batch,
-    )
+    cache.eviction_state = EvictionState(policy, eviction_step.info, eviction_step.moment, budget, eviction_step.seeds)
     cache.observers = {
         need: observer for need, observer in cache.observers.items() if need in policy.needs and not need.per_entry
     }

@@ -91,10 +91,13 @@ class EvictionState:
     seeds: Tensor
     final: bool = True
     coming: int = 0
-    peak: list[int] = field(default_factory=list)
-    live: list[int] = field(default_factory=list)
-    room: list[int] = field(default_factory=list)
+    peak: list[int] = field(init=False)
+    live: list[int] = field(init=False)
+    room: list[int] = field(init=False)
     seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.peak, self.live, self.room = ([0] * len(self.budget) for _ in range(3))
 
     @property
     def heads(self) -> int:
