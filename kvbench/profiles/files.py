@@ -18,7 +18,10 @@ from kvbench.files import State, state_of
 
 Kind = Literal["ablation", "reason", "copy"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""Kinds of profiles, in order of preference."""
+"""Kinds of profiles that `kvbench profile heads` measures, in order of preference."""
+
+CAUSES = "causes"
+"""Kind of the profiles that `kvbench analyze causes` writes: policies read them where `profile` names them."""
 
 _DIGITS = 9
 """Decimals of a stored profile, which is renormalised when read."""
@@ -31,14 +34,14 @@ class HeadProfile:
     Attributes:
         model: The model as the user named it.
         revision: Hub commit, or digest of local weights; "" if unknown.
-        kind: `ablation`, `reason` or `copy`.
+        kind: `ablation`, `reason`, `copy` or `causes`.
         layers: Full-attention layers, `L`.
         kv_heads: KV heads per layer, `H`.
         query_heads: Query heads per layer.
         scores: `[L][H]`, 0 or more, summed over the group's query heads; they sum to 1.
         task: Task of the needles.
         lengths: Tokens of prompt and answer; 0 for data of natural length.
-        samples: Maximum samples per task and length.
+        samples: Maximum samples per task and length; of kind `causes`, all samples together.
         seed: Seed of the data.
         answered: Fraction of the samples that the model answered correctly.
         loss_top: Loss in nats per token without the heads that hold half of the profile; None if not measured.
@@ -130,8 +133,8 @@ def _find_problem(content: Any) -> str:
     """Return why a JSON value is not a profile, or ""."""
     if not isinstance(content, Mapping):
         return "it is not a JSON object"
-    if content.get("kind") not in KINDS:
-        return f"its kind is {quoted(content.get('kind'))} instead of {' or '.join(KINDS)}"
+    if content.get("kind") not in (*KINDS, CAUSES):
+        return f"its kind is {quoted(content.get('kind'))} instead of {' or '.join((*KINDS, CAUSES))}"
     for field_name in ("layers", "kv_heads", "query_heads"):
         field_value = content.get(field_name)
         if not isinstance(field_value, int) or isinstance(field_value, bool) or field_value < 1:

@@ -24,7 +24,7 @@ from kvbench.analysis.causes.trials import Trial, Trials, Unit, in_units
 from kvbench.analysis.common import analysis_runner, contexts, kept_masks, stages
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import end_tokens, greedy
-from kvbench.engine.models import full_layer_ids
+from kvbench.engine.models import full_layer_ids, model_info
 from kvbench.engine.prefix import Prefix
 from kvbench.errors import UserError
 from kvbench.plugin import Policy
@@ -115,6 +115,7 @@ class CausesResult:
         samples: Samples that the full cache answers, by cell.
         reading: Reading heads of samples that some cell loses.
         layers: The model's index of each full-attention layer, by model.
+        shapes: Full-attention layers, KV heads and query heads of a layer, by model.
         pieces: Text of every token of the prompts of lost samples, by model, task, length, sample and question.
         unanswered: Number of samples that the full cache does not answer; they are left out.
         differing: Number of full answers that differ from those of the run.
@@ -125,6 +126,7 @@ class CausesResult:
     samples: list[ExaminedSample] = field(default_factory=list)
     reading: list[ReadingHeads] = field(default_factory=list)
     layers: dict[str, list[int]] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     pieces: dict[tuple[object, ...], list[str]] = field(default_factory=dict)
     unanswered: int = 0
     differing: int = 0
@@ -153,6 +155,8 @@ def examine_run(grid: Grid, answers: RunAnswers, options: CausesOptions, reporte
                 answers.of(cell)
         with analysis_runner(stage, grid, reporter, result.failed) as runner:
             result.layers[stage.model] = full_layer_ids(runner.model)
+            info = model_info(runner.model)
+            result.shapes[stage.model] = (info.layers, info.kv_heads, info.query_heads)
             reporter.start(sum(len(job.prompts) * len(job.cells) for job in stage.jobs), stage.model)
             try:
                 for job in stage.jobs:

@@ -12,6 +12,7 @@ from kvbench.analysis.causes.frames import head_rows, intervention_rows, pair_ro
 from kvbench.analysis.causes.lost import RunAnswers
 from kvbench.analysis.causes.options import CausesOptions
 from kvbench.analysis.causes.page import write_pages
+from kvbench.analysis.causes.profile import write_profiles
 from kvbench.analysis.causes.study import CausesResult, examine_run
 from kvbench.analysis.causes.tables import READING, cause_tables, sentences
 from kvbench.analysis.choosing import split_commas
@@ -77,12 +78,14 @@ def write_causes(
     }
     samples, heads, pairs = frames["samples"], frames["heads"], frames["pairs"]
     drawn = draw_causes(result, samples, heads, folder / "figures", figure_settings)
+    profile_paths = write_profiles(result, grid.seed, folder)
     findings = Findings(
         frames,
         list(cause_tables(samples, heads, pairs, options.against)),
         [
             *sentences(samples, pairs, options.against),
             *_counts(result),
+            *(f"{path}: how often each head is needed; try headkv:profile={path}." for path in profile_paths),
             *notes(samples, result.failed, READING),
         ],
         drawn,
@@ -91,6 +94,7 @@ def write_causes(
     )
     output = write_all(folder, grid, {"analysis": "analyze causes", **settings}, findings, command)
     output.files.extend(write_pages(result, folder / PAGES))
+    output.files.extend(profile_paths)
     return output
 
 

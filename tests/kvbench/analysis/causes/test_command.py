@@ -21,6 +21,7 @@ from kvbench.analysis.causes.page import write_pages
 from kvbench.engine.driver import forward
 from kvbench.engine.masks import masked_copies
 from kvbench.errors import UserError
+from kvbench.profiles.files import read
 from kvbench.progress import Silent
 from kvbench.runs.grid import Grid
 from kvbench.runs.runner import execute
@@ -109,6 +110,13 @@ def test_it_writes_tables_figures_and_pages(run: Path, tmp_path: Path) -> None:
     assert len(heads) == 4 * 2 * heads[["policy", "budget"]].drop_duplicates().shape[0]
     assert heads["needed"].sum() == lost["n_heads"].sum()
     assert set(frames["pairs"]["policy"]) <= {"streaming_llm", "d2o"} and len(frames["pairs"])
+    (profile_path,) = tmp_path.glob("*.causes.json")
+    profile = read(profile_path)
+    needed = heads.groupby(["layer", "kv_head"])["needed"].sum()
+    shares = (needed / needed.sum()).to_numpy()
+    assert [score for row in profile.scores for score in row] == pytest.approx(shares, abs=1e-8)
+    assert (profile.samples, profile.task) == (2, "niah_single_2") and profile.revision
+    assert f"headkv:profile={profile_path}" in (tmp_path / "summary.md").read_text()
     names = {path.name.partition("-")[0] for path in (tmp_path / "figures").iterdir()}
     assert names == {"verdicts", "held", "heads"}
     pages = list((tmp_path / "samples").glob("*.html"))
