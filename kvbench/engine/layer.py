@@ -194,6 +194,11 @@ class RaggedLayer(CacheLayerMixin):
         self.extras, self.packed, self.reserved = {}, True, min(reserve, _OWN_ROWS)
         self.forget_bounds()
 
+    def expect(self, new_count: int) -> None:
+        """Reserve rows for new entries that come at once, and some for those behind them, if it has none yet."""
+        if self.reserved:
+            self.reserved = max(self.reserved, new_count + _OWN_ROWS // 2)
+
     def materialise(self) -> None:
         """Give shared entries rows of their own: whatever reads or changes rows needs them all."""
         if not self.is_shared:

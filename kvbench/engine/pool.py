@@ -93,6 +93,9 @@ class Pool(Generic[_Owner]):
 
     def add(self, response: Pooled[_Owner]) -> Iterator[Pooled[_Owner]]:
         """Queue a response; yield the responses that end before the pool can take another."""
+        assert response.cache is not None
+        for layer in response.cache.ragged:
+            layer.expect(len(response.question))
         self.waiting.append(response)
         if len(self.waiting) == self.asking[-1] or not self._allows(len(self.waiting) + 1):
             yield from self._admit()

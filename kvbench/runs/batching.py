@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable
-from itertools import count, takewhile
+from itertools import count, pairwise, takewhile
 from pathlib import Path
 
 import torch
@@ -57,9 +57,9 @@ _CGROUP_LIMITS = (
 class Batching:
     """Plans the batches of one model.
 
-    The number of rows is a step of a ladder, 8, 16, 32 and so on, chosen by what the batch holds. On a CPU the bits of
-    a response must not depend on what else is decoded: where matrix products of these sizes disagree (`Steady`), every
-    batch of a task has the same number of rows.
+    The number of rows is a step of a ladder, 8, 16, 24, 32, 48 and so on, chosen by what the batch holds. On a CPU the
+    bits of a response must not depend on what else is decoded: where matrix products of these sizes disagree
+    (`Steady`), 24 and 48 are left out, and if the others disagree, every batch of a task has the same number of rows.
 
     Args:
         model: The model on its devices.
@@ -95,6 +95,7 @@ class Batching:
         self._steady = Steady(model) if self.cpu else None
         self.counts: tuple[int, ...] = (self._most,)
         self.asking: tuple[int, ...] = self.counts
+        self._queued: tuple[int, ...] = self.counts
         self.prefills = 1
 
     def _available(self) -> int:
@@ -110,7 +111,7 @@ class Batching:
     def fit(
         self,
         tokens: int,
-        widths: Iterable[int],
+        widths: Collection[int],
         trunk_widths: Collection[int] = (),
         branch_widths: Collection[int] = (),
         queues: int = 1,
@@ -137,8 +138,8 @@ class Batching:
             self._limit = cache_count * cache_bytes
             cache_count = self._limit / (own_tokens * self.token_bytes + tokens * self._segments * _INDEX_BYTES)
         row_count = max(1, min(int(cache_count / (1 + queues / 2)), self._most))
-        self.counts = _ladder(row_count)
-        self.asking = _ladder(max(1, row_count // 2))
+        self.counts, self._queued = _ladder(row_count), _ladder(max(1, row_count // 2))
+        self.asking = self._counts_for(max(widths, default=1))  # groups no larger than needed leave fewer rows vacant
         if self._steady is None:
             return
         steady = self._steady
@@ -152,6 +153,14 @@ class Batching:
         if not (is_steady and all(map(steady.at, fed_tokens))):
             row_count = min(row_count, _FIXED)
             self.counts, self.asking = (row_count,), (max(1, row_count // 2),)
+            self._queued = self.asking
+            return
+        between = [
+            batch_rows
+            for batch_rows in _between(self.counts)
+            if steady.at(batch_rows, with_head=True) and all(steady.at(batch_rows * width) for width in widths)
+        ]
+        self.counts = tuple(sorted({*self.counts, *between}))
 
     def _prefills(self, tokens: int) -> int:
         """Return how many contexts of at most `tokens` tokens to prefill together if memory allows it."""
@@ -175,6 +184,7 @@ class Batching:
         self.prefill_batch = 1
         self._most = max(1, self.rows // 2)
         self.counts, self.asking = (self._most,), (max(1, self._most // 2),)
+        self._queued = self.asking
         for gpu in self._gpus:
             with torch.cuda.device(gpu):
                 torch.cuda.empty_cache()
@@ -187,8 +197,8 @@ class Batching:
     def _counts_for(self, width: int) -> tuple[int, ...]:
         """Return the row counts of a batch that feeds `width` tokens to caches of the queue, ascending."""
         if not self.cpu:
-            return self.asking
-        return tuple(row_count for row_count in self.asking if row_count * width <= _FED) or self.asking[:1]
+            return self._queued
+        return tuple(row_count for row_count in self._queued if row_count * width <= _FED) or self._queued[:1]
 
     def rows_for(self, width: int) -> int:
         """Return the maximum number of rows of a batch that feeds `width` tokens to caches of the queue."""
@@ -230,3 +240,8 @@ def _ladder(row_count: int) -> tuple[int, ...]:
     """Return the row counts of a batch of at most `row_count` rows, ascending."""
     steps = takewhile(lambda step: step < row_count, (LEAST << exponent for exponent in count()))
     return (*steps, row_count)
+
+
+def _between(row_counts: tuple[int, ...]) -> list[int]:
+    """Return row counts in the middle between those of a ladder."""
+    return [(low + high) // 2 for low, high in pairwise(row_counts) if low >= 2 * LEAST]

@@ -84,6 +84,17 @@ def test_cells_share_the_prefill_and_say_what_they_hold(model: Any) -> None:
     assert together.allocated_bytes() == apart - (len(caches) - 1) * full, "one prefill for all"
 
 
+def test_rows_for_a_question_are_reserved_at_once(model: Any) -> None:
+    _, (cache, *_) = compressed(model)
+    layer, copied = cache.ragged[0], copies([cache])[0].ragged[0]
+    rooms = copied.reserved_room()
+    for expecting in (layer, copied):
+        expecting.expect(2)
+        assert expecting.reserved_room() == ([RESERVE] * layer.heads if expecting is layer else rooms)
+        expecting.expect(40)
+    assert min(layer.reserved_room()) > 40 and copied.reserved_room() == rooms
+
+
 def test_the_bytes_of_a_cell_are_the_same_alone(model: Any) -> None:
     _, together = compressed(model)
     for cell, cache in zip(CELLS, together, strict=True):

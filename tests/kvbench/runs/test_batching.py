@@ -42,9 +42,22 @@ def test_rows_follow_what_is_decoded_where_bits_do_not_depend_on_them(
     monkeypatch.setattr(Steady, "at", lambda self, rows, with_head=False: True)
     plan = Batching(tiny_llama, 3, 10**9)
     plan.fit(100, [5])
-    assert (plan.counts, plan.asking) == ((8, 16, 32, 64), (8, 16, 32))
-    assert [plan.slots(n) for n in (1, 8, 9, 64)] == [8, 8, 16, 64]
+    assert (plan.counts, plan.asking) == ((8, 16, 24, 32, 48, 64), (8, 16, 32))
+    assert [plan.slots(n) for n in (1, 8, 9, 33, 64)] == [8, 8, 16, 48, 64]
     assert plan.has_room(2, []) and not plan.has_room(3, [])
+    plan.fit(100, [40])
+    assert plan.asking == (8,), "groups of long questions are small"
+    assert plan.rows_for(4) == 32, "which does not concern batches that feed fewer tokens"
+
+
+@pytest.mark.parametrize("unsteady", [24, 24 * 7])
+def test_rows_in_between_are_left_out_where_bits_depend_on_them(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, unsteady: int
+) -> None:
+    monkeypatch.setattr(Steady, "at", lambda self, rows, with_head=False: rows != unsteady)
+    plan = Batching(tiny_llama, "auto", 10**9)
+    plan.fit(100, [7])
+    assert (plan.counts, plan.asking) == ((8, 16, 32, 48, 64), (8, 16, 32))
 
 
 @pytest.mark.parametrize("unsteady", [16, 8 * 7])
