@@ -35,10 +35,13 @@ class Meter:
     Args:
         reporter: Progress reporter.
         clock: Returns the time in seconds.
+        fidelity: Whether cells are also compared with the full cache on its own answers.
     """
 
-    def __init__(self, reporter: Reporter, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.reporter = reporter
+    def __init__(
+        self, reporter: Reporter, clock: Callable[[], float] = time.perf_counter, *, fidelity: bool = False
+    ) -> None:
+        self.reporter, self._fidelity = reporter, fidelity
         self._clock = clock
         self._planned = self._job_end = Work()
         self._context_end = 0  # of the contexts that are being read; 0 between them
@@ -116,7 +119,7 @@ class Meter:
 
     def begin(self, cell: Cell, prompt: Prompt, earlier_turn: Prompt | None = None) -> None:
         """Begin the response of a cell to a prompt; see `answer_tokens`."""
-        begun = _Begun(answer_tokens(cell, prompt, earlier_turn), prompt.steps)
+        begun = _Begun(answer_tokens(cell, prompt, earlier_turn, self._fidelity), prompt.steps)
         if self._begun.setdefault(key_of(cell, prompt), begun) is begun:
             self._begun_tokens += begun.tokens
 

@@ -108,7 +108,7 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
         grid, planned = _with_held(grid, planned, stored_grid, folder, reporter.message)
         store.save_grid(grid.to_dict())
         done_keys = store.keys()
-        stages = [Unfinished(stage, missing_of(stage, done_keys)) for stage in planned.stages]
+        stages = [Unfinished(stage, missing_of(stage, done_keys, fidelity=grid.fidelity)) for stage in planned.stages]
         open_stages = [unfinished for unfinished in stages if unfinished.jobs]
         jobs = [job for stage in planned.stages for job in stage.jobs]
         check_requests(jobs, store)
@@ -244,7 +244,8 @@ def describe(grid: Grid, notify: Say, *, fresh: bool = False, reporter: Reporter
         for stage in planned.stages:
             cell_count = sum(len(job.cells) for job in stage.jobs)
             response_count = sum(len(job.cells) * len(job.prompts) for job in stage.jobs)
-            pending_jobs = missing_of(stage, store.keys() if store is not None else set())
+            done_keys = store.keys() if store is not None else set()
+            pending_jobs = missing_of(stage, done_keys, fidelity=grid.fidelity)
             missing_count = sum(pending.responses for pending in pending_jobs)
             task_names = ", ".join(dict.fromkeys(job.task.name for job in stage.jobs))
             lines.append(f"{stage.model}: {cell_count} cells over {task_names}")

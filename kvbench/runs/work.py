@@ -68,17 +68,18 @@ class Missing:
         return sum({hash(prompt.context_ids): len(prompt.context_ids) for prompt in self.prompts}.values())
 
 
-def missing_of(stage: Stage, done_keys: Container[Key]) -> list[Missing]:
+def missing_of(stage: Stage, done_keys: Container[Key], *, fidelity: bool) -> list[Missing]:
     """Return the missing responses of each job in a stage; complete jobs are left out.
 
     Args:
         stage: A model with its jobs.
         done_keys: Keys of the existing responses.
+        fidelity: Whether cells are also compared with the full cache on its own answers.
     """
-    return [missing for job in stage.jobs if (missing := _missing_of(job, done_keys)).responses]
+    return [missing for job in stage.jobs if (missing := _missing_of(job, done_keys, fidelity)).responses]
 
 
-def _missing_of(job: Job, done_keys: Container[Key]) -> Missing:
+def _missing_of(job: Job, done_keys: Container[Key], fidelity: bool) -> Missing:
     read = answered = responses = steps = 0
     prompt_indices: set[int] = set()
     for has_turns in (True, False):
@@ -96,7 +97,12 @@ def _missing_of(job: Job, done_keys: Container[Key]) -> Missing:
             read += dialogue_tokens(prompts[0], open_cells) if has_turns else context_tokens(wanted)
             pending = [(cell, prompt) for cell, missing_prompts in wanted for prompt in missing_prompts]
             earlier_turns = earlier_of(prompts) if has_turns else {}
-            answered += sum(answer_tokens(cell, prompt, earlier_turns.get(id(prompt))) for cell, prompt in pending)
+            answered += sum(
+                answer_tokens(cell, prompt, earlier_turns.get(id(prompt)), fidelity) for cell, prompt in pending
+            )
+            if fidelity:  # the full cache's own answers, one for all cells
+                own_answers = {id(prompt): prompt for _, prompt in pending if _is_compared(prompt)}.values()
+                answered += sum(len(prompt.question_ids) + prompt.steps for prompt in own_answers)
             steps += sum(prompt.steps for _, prompt in pending)
             responses += len(pending)
             missing_ids = {id(prompt) for _, prompt in pending}
@@ -196,14 +202,22 @@ def earlier_of(turns: Sequence[Prompt]) -> dict[int, Prompt]:
     return {id(later): earlier for earlier, later in pairwise(turns) if earlier.repeat == later.repeat}
 
 
-def answer_tokens(cell: Cell, prompt: Prompt, earlier_turn: Prompt | None = None) -> int:
+def _is_compared(prompt: Prompt) -> bool:
+    """Return whether fidelity is measured on the answer to a prompt."""
+    return not (prompt.branches or prompt.given_ids or prompt.repeat)
+
+
+def answer_tokens(cell: Cell, prompt: Prompt, earlier_turn: Prompt | None = None, fidelity: bool = False) -> int:
     """Return the tokens of a response up to its limit, with the question if it follows the compressed cache.
 
     Args:
         cell: The cell.
         prompt: The prompt.
         earlier_turn: At moment `turns`, the turn before; None for the first, whose prompt is prefilled.
+        fidelity: Whether the full cache's own answer is fed as well.
     """
+    if fidelity and _is_compared(prompt):
+        return 2 * answer_tokens(cell, prompt, earlier_turn)
     if cell.moment == "turns":  # about as many as with the answer of the data in place of the model's own
         new_tokens = 0 if earlier_turn is None else max(1, len(prompt.ids) - len(earlier_turn.ids))
         return new_tokens + prompt.steps

@@ -324,6 +324,7 @@ class Worker(ModelRunner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.meter = Meter(self.reporter, fidelity=self.fidelity)
         self.batching = Batching(self.model, self.batch_size, self.cache_memory, self.prefill_batch)
         self._ends = end_tokens(self.model, self.tokenizer)
         self._thinking = Thinking.of(self.tokenizer)

@@ -25,17 +25,17 @@ def stage() -> Stage:
 
 def test_what_is_missing_is_counted(stage: Stage) -> None:
     first, second = stage.jobs
-    everything = missing_of(stage, set())
+    everything = missing_of(stage, set(), fidelity=False)
     assert [m.responses for m in everything] == [3 * 40, 3 * 40]
     assert everything[0].steps == 3 * sum(prompt.limit for prompt in first.prompts)
     assert everything[0].tokens == sum(len(prompt.context_ids) for prompt in first.prompts)
     done = {key_of(cell, p) for cell in first.cells for p in first.prompts}
     done |= {key_of(second.cells[0], p) for p in second.prompts}
     done |= {key_of(cell, second.prompts[5]) for cell in second.cells}
-    (left,) = missing_of(stage, done)
+    (left,) = missing_of(stage, done, fidelity=False)
     assert left.job is second and left.responses == 2 * 39
     assert [*left.prompts] == [p for i, p in enumerate(second.prompts) if i != 5]
-    assert missing_of(stage, done | {key_of(c, p) for c in second.cells for p in left.prompts}) == ([])
+    assert missing_of(stage, done | {key_of(c, p) for c in second.cells for p in left.prompts}, fidelity=False) == ([])
 
 
 def test_batches_are_filled_and_the_sum_is_scaled(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_batches_are_filled_and_the_sum_is_scaled(stage: Stage, monkeypatch: pyt
             return estimates._Measured(tokens, steps, 1e-5 * tokens, 1e-6 * steps, rows=12)
 
     monkeypatch.setattr(estimates, "_Meter", Meter)
-    missing = missing_of(stage, set())
+    missing = missing_of(stage, set(), fidelity=False)
     found = estimate(stage, GRID, missing, lambda text: None)
     names = [job.task.name for job in stage.jobs]
     assert seen == [(names[0], 1), (names[0], 8), (names[1], 8)], "twice the rows, of three cells"
@@ -79,7 +79,7 @@ def test_long_answers_are_cut_and_the_sum_is_scaled(monkeypatch: pytest.MonkeyPa
             return estimates._Measured(1, steps, 0.0, 1e-2 * steps)
 
     monkeypatch.setattr(estimates, "_Meter", Meter)
-    found = estimate(stage, grid, missing_of(stage, set()), lambda text: None)
+    found = estimate(stage, grid, missing_of(stage, set(), fidelity=False), lambda text: None)
     assert seen[0] == 32 and seen[1] == 333, "of three cells, in ten seconds"
     assert found == pytest.approx(1e-2 * 2 * 8 * 3 * 2000)
 

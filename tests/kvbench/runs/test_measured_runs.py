@@ -85,7 +85,7 @@ def test_an_extended_run_equals_an_uninterrupted_one(tmp_path: Path, task: str) 
 def test_their_time_is_estimated(tmp_path: Path, task: str) -> None:
     asked = grid(tmp_path, task, samples=8)
     (stage,) = plan(asked, print).stages
-    (missing,) = missing_of(stage, set())
+    (missing,) = missing_of(stage, set(), fidelity=False)
     assert missing.steps == len(stage.jobs[0].cells) * sum(
         len(branch.answer_ids) for prompt in stage.jobs[0].prompts for branch in prompt.branches
     )

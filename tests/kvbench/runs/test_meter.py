@@ -25,6 +25,7 @@ GRIDS: dict[str, dict[str, Any]] = {
     "in chunks": {**ONE, "policy": "snapkv:window=8", "moment": "chunked:64,chunked:100"},
     "during the answer": {**ONE, "policy": "keydiff", "moment": "decode,context"},
     "in turns": {**ONE, "policy": "snapkv:window=8", "moment": "turns,context", "task": "dialogue"},
+    "compared with the full cache": {**ONE, "policy": "keydiff", "moment": "decode,context,question", "fidelity": True},
     "two jobs in small batches": {"policy": "random", "batch_size": 2, "samples": 3},
 }
 
@@ -85,7 +86,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
 
 def planned(grid: Any) -> Work:
     (stage,) = plan(grid, lambda text: None).stages
-    works = [missing.work for missing in missing_of(stage, set())]
+    works = [missing.work for missing in missing_of(stage, set(), fidelity=grid.fidelity)]
     return Work(sum(work.read for work in works), sum(work.answered for work in works))
 
 
