@@ -1,6 +1,6 @@
 """Write the tables of SmolLM2 into docs/smollm2.md: `python docs/make_smollm2.py`.
 
-They come from results/smollm2, -fitted, -bytes and -decode, and results/leaderboard. With `--check` the page is only
+They come from results/smollm2, -fidelity, -fitted, -bytes and -decode, and results/leaderboard. With `--check` the page is only
 compared with the results.
 """
 
@@ -26,6 +26,7 @@ from kvbench.tables.text import listed
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "results" / "smollm2"
 LEADERBOARD = ROOT / "results" / "leaderboard"
+FIDELITY = ROOT / "results" / "smollm2-fidelity"
 FITTED = ROOT / "results" / "smollm2-fitted"
 BYTES = ROOT / "results" / "smollm2-bytes"
 DECODE = ROOT / "results" / "smollm2-decode"
@@ -204,6 +205,24 @@ def leaderboard() -> Iterator[str]:
         yield f"| {method} | `{policy}` | {' | '.join(cells)} |"
 
 
+def closeness(means: pd.DataFrame) -> Iterator[str]:
+    """Distance from the full cache before the question, by policy, beside the points of the whole table."""
+    cells, _ = kvbench.load(FIDELITY)
+    points = {(r.policy, r.budget): 100 * r.score for r in means[means["moment"] == "context"].itertuples()}
+    close = cells[cells["policy"] != "full"].groupby(["policy", "budget"])[["kl", "agreement"]].mean()
+    budgets = sorted(set(close.index.get_level_values("budget")))
+    heads = " | ".join(f"{b}: KL, nats | same top token | points" for b in budgets)
+    yield f"| policy | {heads} |"
+    yield f"| --- |{' --: |' * (3 * len(budgets))}"
+    for name in close.xs(budgets[0], level="budget")["kl"].sort_values().index:
+        row = []
+        for budget in budgets:
+            kl, agreement = close.loc[(name, budget)]
+            score = points.get((name, budget))
+            row += [f"{kl:.2f}", f"{agreement:.0%}", "–" if score is None else f"{score:.0f}"]
+        yield f"| `{name}` | {' | '.join(row)} |"
+
+
 def over_bytes() -> Iterator[str]:
     """Means over the bytes that are held, the largest first."""
     yield "| policy | budget | live bytes | allocated | points |"
@@ -257,6 +276,7 @@ def blocks() -> dict[str, str]:
         "leaderboard": leaderboard(),
         "fitted sizes": [sizes(fitted)],
         "fitted": overview(group_means(fitted, answers), Notes.of(fitted, answers)),
+        "fidelity": closeness(means),
         "bytes": over_bytes(),
         "decode": decoded(),
     }
