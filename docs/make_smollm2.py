@@ -1,6 +1,6 @@
 """Write the tables of SmolLM2 into docs/smollm2.md: `python docs/make_smollm2.py`.
 
-They come from results/smollm2, -fidelity, -fitted, -bytes and -decode, and results/leaderboard. With `--check` the page is only
+They come from results/smollm2, -fidelity, -fitted, -bytes, -decode and -decode-open, and results/leaderboard. With `--check` the page is only
 compared with the results.
 """
 
@@ -30,6 +30,7 @@ FIDELITY = ROOT / "results" / "smollm2-fidelity"
 FITTED = ROOT / "results" / "smollm2-fitted"
 BYTES = ROOT / "results" / "smollm2-bytes"
 DECODE = ROOT / "results" / "smollm2-decode"
+DECODE_OPEN = ROOT / "results" / "smollm2-decode-open"
 PAGE = ROOT / "docs" / "smollm2.md"
 BUDGETS = ("0.1", "0.2", "0.3", "0.5")
 MARK = "†"
@@ -260,6 +261,19 @@ def decoded() -> Iterator[str]:
         yield f"| `{policy}` | `{base}` | {' | '.join(said)} |"
 
 
+def decoded_texts() -> Iterator[str]:
+    """Distance from the full cache while free text is generated, the nearest policies at the third budget first."""
+    cells, _ = kvbench.load(DECODE_OPEN)
+    close = cells[cells["policy"] != "full"].set_index(["policy", "budget"])
+    budgets = sorted(set(close.index.get_level_values("budget")), key=int)
+    yield f"| policy | KL, nats: {' | '.join(budgets)} | same top token: {' | '.join(budgets)} |"
+    yield f"| --- |{' --: |' * (2 * len(budgets))}"
+    for name in close.xs(budgets[2], level="budget")["kl"].sort_values().index:
+        distances = [f"{close.loc[(name, budget), 'kl']:.2f}" for budget in budgets]
+        agreement = [f"{close.loc[(name, budget), 'agreement']:.0%}" for budget in budgets]
+        yield f"| `{name.removesuffix(BUFFER)}` | {' | '.join(distances + agreement)} |"
+
+
 def blocks() -> dict[str, str]:
     """Every generated block by its name."""
     cells, samples = kvbench.load(RUN)
@@ -279,6 +293,7 @@ def blocks() -> dict[str, str]:
         "fidelity": closeness(means),
         "bytes": over_bytes(),
         "decode": decoded(),
+        "decode open": decoded_texts(),
     }
     return {name: "\n".join(lines) for name, lines in made.items()}
 
