@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from kvbench.cli import listing
 from kvbench.engine import model_check
 from kvbench.errors import UserError
 from kvbench.harness import catalogue
+from kvbench.plugin_facts import PluginFacts
 from kvbench.runs import load
 from kvbench.runs.grid import Grid
 
@@ -368,3 +371,20 @@ def test_the_list_says_who_can_see_a_task_and_what_it_lacks(
     assert "for models that see images; scored by lmms_eval mt_bench" in shown("mmstar")
     monkeypatch.setattr(listing, "lacking", lambda bench: "needs a package; install it")
     assert "scored by lmms_eval; needs a package; install it mt_bench" in shown("mmstar")
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_waiting_threads_sleep_early_unless_the_user_decides(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {**given})
+    monkeypatch.setattr(cli.app, "call", lambda arguments: 0)
+    monkeypatch.setattr(cli.app, "_collect_after_startup", lambda: None)
+    monkeypatch.setattr(PluginFacts, "uses_cache", False)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    with pytest.raises(SystemExit):
+        cli.app.main()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
