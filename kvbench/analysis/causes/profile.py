@@ -15,7 +15,8 @@ from kvbench.profiles.files import CAUSES, PROFILES, HeadProfile
 def write_profiles(result: CausesResult, seed: int, folder: Path) -> list[Path]:
     """Write a head profile per model: how often each KV head is in the smallest set that brings an answer back.
 
-    A model without such heads gets none (`--units layers`, or no sample whose evidence suffices).
+    Every sample counts once, divided among the heads of its set: a set of all heads says little about any. A model
+    without such heads gets none (`--units layers`, or no sample whose evidence suffices).
 
     Args:
         result: Result of the analysis.
@@ -32,9 +33,9 @@ def write_profiles(result: CausesResult, seed: int, folder: Path) -> list[Path]:
     for model, (layers, kv_heads, query_heads) in result.shapes.items():
         samples = [sample for sample in result.samples if sample.cell.model == model]
         counts = np.zeros((layers, kv_heads))
-        for sample in samples:
-            for unit in sample.diagnosis.heads if sample.diagnosis is not None else ():
-                counts[unit] += 1
+        for heads in [sample.diagnosis.heads for sample in samples if sample.diagnosis is not None]:
+            for unit in heads:
+                counts[unit] += 1 / len(heads)
         if not counts.any():
             continue
         cells = [sample.cell for sample in samples]

@@ -112,9 +112,11 @@ def test_it_writes_tables_figures_and_pages(run: Path, tmp_path: Path) -> None:
     assert set(frames["pairs"]["policy"]) <= {"streaming_llm", "d2o"} and len(frames["pairs"])
     (profile_path,) = tmp_path.glob("*.causes.json")
     profile = read(profile_path)
-    needed = heads.groupby(["layer", "kv_head"])["needed"].sum()
-    shares = (needed / needed.sum()).to_numpy()
-    assert [score for row in profile.scores for score in row] == pytest.approx(shares, abs=1e-8)
+    sets = [names.split() for names in lost["heads"] if names]
+    for layer, row in enumerate(profile.scores):
+        for head, score in enumerate(row):
+            counts = [1 / len(names) for names in sets if f"{layer}.{head}" in names]
+            assert score == pytest.approx(sum(counts) / len(sets), abs=1e-8)
     assert (profile.samples, profile.task) == (2, "niah_single_2") and profile.revision
     assert f"headkv:profile={profile_path}" in (tmp_path / "summary.md").read_text()
     names = {path.name.partition("-")[0] for path in (tmp_path / "figures").iterdir()}
