@@ -321,7 +321,9 @@ def main() -> None:
         default=2,
         help="contexts of every task that kvpress answers too",
     )
-    parser.add_argument("--unchecked", action="store_true", help="do not compare responses with those of cells run alone")
+    parser.add_argument(
+        "--unchecked", action="store_true", help="do not compare responses with those of cells run alone"
+    )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:

@@ -1,7 +1,7 @@
 """Write the tables of SmolLM2 into docs/smollm2.md: `python docs/make_smollm2.py`.
 
-They come from results/smollm2, -fidelity, -fitted, -bytes, -decode and -decode-open, and results/leaderboard. With `--check` the page is only
-compared with the results.
+They come from results/smollm2, -fidelity, -fitted, -bytes, -decode and -decode-open, and results/leaderboard. With
+`--check` the page is only compared with the results.
 """
 
 from __future__ import annotations
