@@ -6,6 +6,8 @@ quota), two spinning threads can be many times slower than one, and a small mode
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 import os
 import time
@@ -18,6 +20,9 @@ from torch import nn
 
 SMALL = 20_000_000
 """Parameter count below which matrix products are too small to gain from a second thread."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Options of glibc's `mallopt`."""
 
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
@@ -53,16 +58,19 @@ def _is_small(model: nn.Module) -> bool:
 
 @contextmanager
 def thread_budget(model: nn.Module, report_line: Callable[[str], None]) -> Iterator[None]:
-    """Run a model on the CPU with as many threads as it gains from.
+    """Run a model on the CPU with as many threads as it gains from, and keep the memory that it frees.
 
-    `OMP_NUM_THREADS` takes precedence: if it is set, nothing changes.
+    `OMP_NUM_THREADS` takes precedence: if it is set, the threads stay as they are.
 
     Args:
         report_line: Receives a message if a CPU quota allows fewer threads than torch would start.
     """
     default = torch.get_num_threads()
     threads = default
-    if "OMP_NUM_THREADS" not in os.environ and next(model.parameters()).device.type == "cpu":
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if on_cpu:
+        _keep_freed_memory()
+    if "OMP_NUM_THREADS" not in os.environ and on_cpu:
         threads = min(default, pick_threads(model))
     if threads != default:
         if not _is_small(model):  # a small model loses nothing, so there is nothing to report
@@ -72,6 +80,19 @@ def thread_budget(model: nn.Module, report_line: Callable[[str], None]) -> Itera
         yield
     finally:
         torch.set_num_threads(default)
+
+
+@functools.cache
+def _keep_freed_memory() -> None:
+    """Let glibc keep up to 1 GiB of freed memory instead of giving it back to the system after every forward.
+
+    Tensors of up to 32 MiB, glibc's limit, then reuse memory. Otherwise the system clears new pages for every
+    operation, which costs a grid on the CPU 5 to 10%. The user's own `MALLOC_...` settings take precedence.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if set_option is not None and not any(name.startswith("MALLOC_") for name in os.environ):
+        set_option(_TRIM_THRESHOLD, 1 << 30)
+        set_option(_MMAP_THRESHOLD, 1 << 25)
 
 
 def now(device: torch.device) -> float:

@@ -375,7 +375,7 @@ def test_the_list_says_who_can_see_a_task_and_what_it_lacks(
 
 @pytest.mark.parametrize(
     ("given", "spins"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
 def test_waiting_threads_sleep_early_unless_the_user_decides(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: str | None
