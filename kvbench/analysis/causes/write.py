@@ -85,7 +85,11 @@ def write_causes(
         [
             *sentences(samples, pairs, options.against),
             *_counts(result),
-            *(f"{path}: how often each head is needed; try headkv:profile={path}." for path in profile_paths),
+            *(
+                f"{path}: how often each head is needed. Any score can share the budget by it: "
+                f"compactor:allocate=head_profile:pool_share=0.2:profile={path}."
+                for path in profile_paths
+            ),
             *notes(samples, result.failed, READING),
         ],
         drawn,

@@ -118,7 +118,7 @@ def test_it_writes_tables_figures_and_pages(run: Path, tmp_path: Path) -> None:
             counts = [1 / len(names) for names in sets if f"{layer}.{head}" in names]
             assert score == pytest.approx(sum(counts) / len(sets), abs=1e-8)
     assert (profile.samples, profile.task) == (2, "niah_single_2") and profile.revision
-    assert f"headkv:profile={profile_path}" in (tmp_path / "summary.md").read_text()
+    assert f"allocate=head_profile:pool_share=0.2:profile={profile_path}" in (tmp_path / "summary.md").read_text()
     names = {path.name.partition("-")[0] for path in (tmp_path / "figures").iterdir()}
     assert names == {"verdicts", "held", "heads"}
     pages = list((tmp_path / "samples").glob("*.html"))
