@@ -26,8 +26,8 @@ GROUND = "moved errors terminal files budget moments decoding metrics stats prog
 PAGES = "registry plugin_facts named native view plugin parts spelling artifacts benchmark"
 ROOMS = "data harness judge engine runs"
 ABOVE = (
-    "lm_eval lmms_eval tables report regression viewer leaderboard papers analysis reference reference_vl named_models "
-    "profiles training tuning probes checks cli"
+    "lm_eval lmms_eval tables report regression viewer leaderboard papers reference reference_vl named_models "
+    "profiles analysis training tuning probes checks cli"
 )
 LAYERS = [*GROUND.split(), *PAGES.split(), *ROOMS.split(), *ABOVE.split()]
 """Files and folders of `kvbench/`; each imports only from those before it."""
