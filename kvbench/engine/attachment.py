@@ -379,6 +379,8 @@ class Attachment:
         self.before_forward, self.after_forward = before_forward, after_forward
         self._visual_ids = torch.tensor(visual_ids(model), dtype=torch.int64)
         self._previous_attention = self.decoder.config._attn_implementation
+        if not _ATTACHED:  # what an interrupted forward left behind
+            _ACTIVE.clear()
         self._outer_depth = len(_ACTIVE)
         self._active: Forward | None = None  # the forward in progress
         self._token_ids: Tensor | None = None  # of the call in progress: a vision model's decoder gets embeddings
@@ -427,6 +429,7 @@ class Attachment:
         _ATTACHED.discard(id(self.decoder))
 
     def _record_tokens(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        del _ACTIVE[self._outer_depth :]  # as in `_open_forward`: some models make masks before their decoder runs
         self._token_ids = keywords.get("input_ids", arguments[0] if arguments else None)
         self._token_mask = keywords.get("attention_mask")
         # `generate` runs the vision tower before the model.

@@ -16,7 +16,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 import kvbench
 from kvbench.benchmark import IMAGE, Benchmark, Doc
 from kvbench.data.media import image
-from kvbench.engine import driver
+from kvbench.engine import attachment, driver
 from kvbench.engine import vision as vision_module
 from kvbench.engine.vision import Vision
 from kvbench.errors import UserError
@@ -323,3 +323,11 @@ def test_budgets_that_keep_none_or_all_of_the_images_are_told_in_a_line(
     assert f"visual:{most - 1} keeps" not in said
     kept = whole.samples.groupby("budget")["held_visual"].max() / 4
     assert kept[f"visual:{most}"] == most
+
+
+def test_masks_do_not_depend_on_a_forward_that_was_interrupted(models: dict[str, str], tmp_path: Path) -> None:
+    """Gemma 4 makes its masks before its decoder runs."""
+    name = models_or_skip(models, "gemma4")
+    attachment._ACTIVE.append(None)  # type: ignore[arg-type]
+    made = run(tmp_path / "run", name, policy="full", samples=1)
+    assert not made.failed and not attachment._ACTIVE
