@@ -43,7 +43,7 @@ from kvbench.runs.continuations import Continuations, add_widths, branch_width, 
 from kvbench.runs.full_answers import FullAnswers, answer_widths
 from kvbench.runs.schema import Response
 from kvbench.runs.whole_texts import measure_whole_texts
-from kvbench.runs.work import Wanted, context_key, context_tokens, unanswered
+from kvbench.runs.work import Wanted, context_key, context_tokens, is_compared, unanswered
 from kvbench.runs.worker import Worker
 from kvbench.view import Need
 
@@ -406,7 +406,7 @@ class _Contexts:
         if prompt.branches:
             self.continuations.add(cell, prompt, cache, response)
             return
-        if self.full_answers is None or not self.worker.fidelity or prompt.given_ids or prompt.repeat:
+        if self.full_answers is None or not self.worker.fidelity or not is_compared(prompt):
             self._generate(cell, prompt, cache, response, logits)
             return
         full_answer = self.full_answers.of(prompt)

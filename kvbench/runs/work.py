@@ -27,7 +27,8 @@ class Work(NamedTuple):
     Attributes:
         read: Tokens of contexts, and of questions that are read before the cache is compressed; those that a policy
             reads a second time count twice.
-        answered: Tokens of answers up to their limits, and of questions that follow a compressed cache.
+        answered: Tokens of answers up to their limits, and of questions that follow a compressed cache; with fidelity,
+            the full cache's own answers as well, once alone and once for every cell.
     """
 
     read: int = 0
@@ -101,7 +102,7 @@ def _missing_of(job: Job, done_keys: Container[Key], fidelity: bool) -> Missing:
                 answer_tokens(cell, prompt, earlier_turns.get(id(prompt)), fidelity) for cell, prompt in pending
             )
             if fidelity:  # the full cache's own answers, one for all cells
-                own_answers = {id(prompt): prompt for _, prompt in pending if _is_compared(prompt)}.values()
+                own_answers = {id(prompt): prompt for _, prompt in pending if is_compared(prompt)}.values()
                 answered += sum(len(prompt.question_ids) + prompt.steps for prompt in own_answers)
             steps += sum(prompt.steps for _, prompt in pending)
             responses += len(pending)
@@ -202,7 +203,7 @@ def earlier_of(turns: Sequence[Prompt]) -> dict[int, Prompt]:
     return {id(later): earlier for earlier, later in pairwise(turns) if earlier.repeat == later.repeat}
 
 
-def _is_compared(prompt: Prompt) -> bool:
+def is_compared(prompt: Prompt) -> bool:
     """Return whether fidelity is measured on the answer to a prompt."""
     return not (prompt.branches or prompt.given_ids or prompt.repeat)
 
@@ -216,7 +217,7 @@ def answer_tokens(cell: Cell, prompt: Prompt, earlier_turn: Prompt | None = None
         earlier_turn: At moment `turns`, the turn before; None for the first, whose prompt is prefilled.
         fidelity: Whether the full cache's own answer is fed as well.
     """
-    if fidelity and _is_compared(prompt):
+    if fidelity and is_compared(prompt):
         return 2 * answer_tokens(cell, prompt, earlier_turn)
     if cell.moment == "turns":  # about as many as with the answer of the data in place of the model's own
         new_tokens = 0 if earlier_turn is None else max(1, len(prompt.ids) - len(earlier_turn.ids))
