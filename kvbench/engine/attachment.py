@@ -27,7 +27,7 @@ from kvbench.engine.contract import (
     check_mask,
     logit_scale,
 )
-from kvbench.engine.dense import dense_attention
+from kvbench.engine.dense import causal_attention, dense_attention
 from kvbench.engine.implementations import (
     EAGER,
     FLASH,
@@ -60,7 +60,8 @@ class Forward:
         token_counts: Number of new tokens in each row, on the CPU.
         on_layer: Callback after the attention of a layer. It must not reference the forward: the cycle would keep the
             cache alive.
-        powers: Powers of the attention weights whose sums packed layers return.
+        powers: Powers of the attention weights whose sums layers return: packed ones always, dense ones if
+            `causal_attention` sums them.
         mask: Attention mask of dense layers, built by the first of them.
         blind_mask: The same mask without pruned columns.
         ids: New token ids `[B, n]`; None if embeddings were given.
@@ -90,7 +91,8 @@ class Step:
     """Inputs and outputs of one layer's attention in one forward.
 
     `key` and `value` are those of the new tokens, `[B, H, n, d]`, as the cache stores them; `scale` is a `LogitScale`
-    in families with soft caps or sinks; `attention_sums` and `read` come from `attend` and `attend_few`.
+    in families with soft caps or sinks; `attention_sums` come from `attend` or `causal_attention`, and `read` from
+    `attend_few`.
     """
 
     index: int
@@ -246,7 +248,7 @@ def kvbench_attention(
         inputs = (query, *dense_kv) if expanded is None else expanded
         # transformers has no attention over latents.
         dense_stock = None if has_latents and expanded is None else stock
-        output = _dense_attention(*inputs, forward, scale, context.index, dense_stock)
+        output, step.attention_sums = _dense_attention(*inputs, forward, scale, context.index, dense_stock)
         pruning = forward.cache.pruning
         if pruning is not None and context.index == pruning.layer - 1:
             forward.pruner = step
@@ -262,7 +264,7 @@ def _read_shared(query: Tensor, context: _AttentionContext, scale: float, stock:
     forward, layer = context.forward, context.layer
     if id(layer) in forward.shared_kv:
         key, value = (tensor.to(query.device) for tensor in forward.shared_kv[id(layer)])
-        return _dense_attention(query, key, value, forward, scale, context.index, stock)
+        return _dense_attention(query, key, value, forward, scale, context.index, stock)[0]
     if forward.cache.readings:
         raise UserError("a policy that reads selected entries does not support layers that share keys and values")
     # transformers may compute only the last columns of these layers.
@@ -312,8 +314,11 @@ def _dense_attention(
     scale: float,
     layer_index: int,
     stock: StockAttention | None,
-) -> Tensor:
-    """Compute causal attention of the newest queries over all columns of an uncompressed layer."""
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Compute causal attention of the newest queries over all columns of an uncompressed layer.
+
+    What keys receive comes with it where `causal_attention` sums it.
+    """
     cache = forward.cache
     hides_pruned = cache.pruned is not None and cache.pruning is not None and layer_index >= cache.pruning.layer
     query_count, column_count = query.shape[2], key.shape[2]
@@ -322,10 +327,12 @@ def _dense_attention(
         if hides_pruned:
             raise UserError("FlashAttention 2 cannot hide pruned tokens; use --attn sdpa")
         padding_mask = cache.valid.to(query.device) if cache.padded and cache.valid is not None else None
-        return stock(query, key, value, padding_mask).transpose(1, 2)
+        return stock(query, key, value, padding_mask).transpose(1, 2), {}
     is_plain_causal = not cache.padded and query_count in (1, column_count) and not hides_pruned
     if is_plain_causal and implementation == SDPA:
-        return dense_attention(query, key, value, None, scale, is_causal=query_count > 1)
+        if query_count == column_count:
+            return causal_attention(query, key, value, scale, forward.powers)
+        return dense_attention(query, key, value, None, scale), {}
     if forward.mask is None or forward.mask.device != query.device:
         column_indices = torch.arange(column_count, device=query.device)
         self_columns = column_indices[forward.first_column :, None]
@@ -347,8 +354,8 @@ def _dense_attention(
         causal_mask = forward.blind_mask
     query_mask = causal_mask[:, :, -query_count:]
     if stock is not None and implementation == EAGER:
-        return stock(query, key, value, additive(query_mask, query.dtype)).transpose(1, 2)
-    return dense_attention(query, key, value, query_mask, scale)
+        return stock(query, key, value, additive(query_mask, query.dtype)).transpose(1, 2), {}
+    return dense_attention(query, key, value, query_mask, scale), {}
 
 
 register_attention(NAME, kvbench_attention, kvbench_mask)

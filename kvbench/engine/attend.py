@@ -16,8 +16,6 @@ from kvbench.view.softmax import attention_weights, capped, is_plain, sinks_of
 
 _WIDEST = 256
 """Largest head dimension supported by the kernel's tiles."""
-_MOST_QUERIES = 32
-"""Queries per sequence up to which native code is at least as fast as a copy of shared entries and torch."""
 _BLOCK = 1 << 23
 """Maximum number of float32 attention weights held at once per sequence, if weights are materialised."""
 
@@ -33,8 +31,8 @@ def attend(
     """Compute attention of new queries over a packed layer that already holds their entries.
 
     Logical columns decide causality among new tokens. On an NVIDIA GPU a Triton kernel reads the segments in place,
-    unless a gradient is required or triton is not installed. On a CPU native code does, for few queries of float32 or
-    bfloat16; what it cannot compute gets a copy of shared entries.
+    unless a gradient is required or triton is not installed. On a CPU native code does in float32 and bfloat16; what it
+    cannot compute gets a copy of shared entries.
 
     Args:
         query: `[B, H_q, n, d]`.
@@ -53,8 +51,7 @@ def attend(
     kernel_fits = query.shape[-1] == layer.value.shape[-1] <= _WIDEST
     if by_triton(query) and kernel_fits and not needs_gradient:
         return _attend_kernel(query, layer.with_own_rows(), first_column, scale, powers, valid_queries)
-    is_few = query.shape[2] <= _MOST_QUERIES
-    is_native = is_few and is_plain(scale) and native.can_attend(query, layer.key, layer.value)
+    is_native = is_plain(scale) and native.can_attend(query, layer.key, layer.value)
     layer = layer.with_own_rows() if powers or not is_native else layer
     assert layer.key is not None and layer.value is not None
     if is_native and set(powers) <= set(native.POWERS):

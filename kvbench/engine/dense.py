@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench import native
 from kvbench.view.softmax import attention_weights, cap_of, capped, is_plain, sinks_of
 
 _BLOCK = 1 << 23
@@ -46,6 +49,26 @@ def dense_attention(
         output, log_total = flash_attention(query, key, value, mask, scale, is_causal=is_causal)
         return with_sinks(output, log_total, sinks[:, None])
     return materialised_attention(query, key, value, mask, scale, is_causal=is_causal)
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, powers: Sequence[int] = ()
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Compute attention of all tokens of prompts without padding, by native code where that is faster.
+
+    Args:
+        query: `[B, H_q, n, d]`.
+        key, value: `[B, H, n, d]` and `[B, H, n, d_v]`.
+        scale: As for `dense_attention`.
+        powers: Powers of the attention weights to sum over the queries.
+
+    Returns:
+        Output `[B, H_q, n, d_v]`, and by power what every key receives, float32 `[B, H_q, n]`: by native code only,
+        which has the weights at hand.
+    """
+    if is_plain(scale) and native.can_attend_causally(query, key, value):
+        return native.causal_attention(query, key, value, scale, powers)
+    return dense_attention(query, key, value, None, scale, is_causal=query.shape[2] > 1), {}
 
 
 def has_flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:

@@ -20,7 +20,7 @@ from kvbench.engine.encoding import encoding_once
 from kvbench.engine.evict import after_forward
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import decoder_of, head_of, rotary_model
-from kvbench.engine.observers import SurprisalObserver, is_built_in, measured, observer_for
+from kvbench.engine.observers import SurprisalObserver, is_built_in, measured, observer_for, sums_all
 from kvbench.engine.showing import ViewBuilder
 from kvbench.engine.vision import mask_inputs, media_positions
 from kvbench.errors import UserError
@@ -64,8 +64,10 @@ class Driver:
     def before(self, cache: RaggedCache, forward: Forward) -> None:
         """Prepare a forward."""
         if cache.eviction_state is not None:
-            attention_needs = [need for need in cache.eviction_state.policy.needs if isinstance(need, AttentionMass)]
-            forward.powers = tuple(sorted({need.power for need in attention_needs}))
+            summed = {need.power for need in cache.eviction_state.policy.needs if isinstance(need, AttentionMass)}
+        else:
+            summed = {observer.power for observer in cache.observers.values() if sums_all(observer)}
+        forward.powers = tuple(sorted(summed))
         forward.on_layer = self._on_layer
 
     def after(self, cache: RaggedCache, forward: Forward) -> None:
@@ -269,6 +271,9 @@ def _observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
             query, key, value, hidden = (tensor.clone() for tensor in (query, key, value, hidden))
             token_mask = token_mask.clone()
         with cache.blaming(need):
+            if sums_all(observer) and observer.power in step.attention_sums:
+                observer.receive(step.index, step.attention_sums[observer.power])
+                continue
             observer.update(step.index, query, key, value, hidden, token_mask, step.scale)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -207,7 +207,10 @@ class MassObserver(_BesideEntries):
             self._held[layer] = column_sums(last_queries.query, k, query_positions, key_positions, scale, self.power)
             return
         query_positions = key_positions[:, key_positions.shape[1] - q.shape[2] :]
-        attention_sums = column_sums(q, k, query_positions, key_positions, scale, self.power)
+        self.receive(layer, column_sums(q, k, query_positions, key_positions, scale, self.power))
+
+    def receive(self, layer: int, attention_sums: Tensor) -> None:
+        """Add the attention of one forward, `[B, H_q, S]`, to that of earlier ones; for observers of all queries."""
         earlier_sums = self._held.get(layer)
         if earlier_sums is not None:
             attention_sums[..., : earlier_sums.shape[-1]] += earlier_sums
@@ -230,6 +233,11 @@ class MassObserver(_BesideEntries):
     def read(self, layer: int) -> Tensor:
         """Return the attention received by every column, float32 `[B, H_q, S]`."""
         return self._held[layer]
+
+
+def sums_all(observer: Observer) -> TypeGuard[MassObserver]:
+    """Return whether an observer sums the attention of all queries, which the attention itself may have done."""
+    return isinstance(observer, MassObserver) and observer.observe is None
 
 
 class TokenObserver(_BesideEntries):

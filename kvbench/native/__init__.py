@@ -13,9 +13,11 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +54,14 @@ POWERS = (1, 2)
 """Powers of attention weights that `ragged_attention` sums."""
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes that `ragged_attention` computes."""
+"""Dtypes that attention computes."""
+
+_CAUSAL_DIMS = (32, 64, 128)
+"""Head dimensions with which `causal_attention` is faster than SDPA: `kernels.c` knows them when it is compiled."""
+_CAUSAL_TOKENS = 1 << 14
+"""Tokens up to which it was measured to be faster. Every four queries read all keys before them again."""
+_CAUSAL_BLOCK, _CAUSAL_BLOCKS = 128, 16
+"""Fewest queries of a block, and most blocks of a prompt. What keys receive is summed block by block."""
 
 
 @functools.cache
@@ -157,8 +166,6 @@ def ragged_attention(
         Output `[B, H_q, n, d_v]`, zeros for a query that sees nothing; and by power what every entry receives from each
         query head, float32 `[entries, G]`, segment by segment.
     """
-    native = library()
-    assert native is not None
     batch_size, query_heads, query_count, head_dim = query.shape
     query = query if query.stride(-1) == 1 else query.contiguous()
     key, value, columns = key.contiguous(), value.contiguous(), columns.contiguous()
@@ -166,7 +173,6 @@ def ragged_attention(
     segments = segment_starts.numel()
     kv_heads, value_dim = segments // batch_size, value.shape[-1]
     output = torch.empty(batch_size, query_count, query_heads, value_dim, dtype=query.dtype)
-    bytes_each = query.element_size()
     sums, sums_to = {}, None
     if powers:
         entry_ends = segment_lengths.flatten().cumsum(0)
@@ -176,39 +182,142 @@ def ragged_attention(
         addresses = (*(sums.get(power) for power in POWERS), first_entries, counted)
         sums_to = (_POINTER * 4)(*(None if tensor is None else tensor.data_ptr() for tensor in addresses))
 
+    rows = (key, value, columns, segment_starts, segment_lengths)
+
     def compute(first_segment: int, last_segment: int) -> int:
-        failed: int = native.ragged_attention(
-            query.data_ptr(),
-            *(stride * bytes_each for stride in query.stride()[:3]),
-            *(tensor.data_ptr() for tensor in (key, value, columns, segment_starts, segment_lengths)),
-            None if shared_addresses is None else shared_addresses.data_ptr(),
-            first_segment,
-            last_segment,
-            kv_heads,
-            query_heads // kv_heads,
-            query_count,
-            head_dim,
-            value_dim,
-            first_column,
-            float(scale),
-            query.dtype == torch.bfloat16,
-            sums_to,
-            output.data_ptr(),
-        )
-        return failed
+        segment_range = (first_segment, last_segment, kv_heads)
+        return _attend(query, rows, shared_addresses, segment_range, first_column, scale, sums_to, output)
 
     thread_count = torch.get_num_threads()
     if thread_count > 1:
         entries = int(segment_lengths.sum()) + (0 if shared_addresses is None else int(shared_addresses[:, 3].sum()))
         work = entries * query_count * (query_heads // kv_heads) * (head_dim + value_dim)
         thread_count = max(1, min(thread_count, segments, work // _WORK))
-    if thread_count == 1:
-        _check(compute(0, segments))
-    else:
-        bounds = [segments * part // thread_count for part in range(thread_count + 1)]
-        for failed in _threads(torch.get_num_threads()).map(compute, bounds[:-1], bounds[1:]):
-            _check(failed)
+    bounds = [segments * part // thread_count for part in range(thread_count + 1)]
+    _in_threads(compute, list(pairwise(bounds)), thread_count)
     return output.transpose(1, 2), sums
+
+
+def _attend(
+    query: Tensor,
+    rows: Sequence[Tensor],
+    shared_addresses: Tensor | None,
+    segment_range: tuple[int, int, int],
+    first_column: int,
+    scale: float,
+    sums_to: Any,
+    output: Tensor,
+) -> int:
+    """Compute attention of some segments on this thread; return whether memory ran out.
+
+    Args:
+        query, first_column, scale, shared_addresses: As for `ragged_attention`.
+        rows: Keys, values, columns, and first rows and lengths of the segments, all contiguous.
+        segment_range: First segment, the one behind the last, and KV heads.
+        sums_to: The `received` of `kernels.c`; None: nothing is summed.
+        output: `[B, n, H_q, d_v]`, contiguous.
+    """
+    native = library()
+    assert native is not None
+    _, query_heads, query_count, head_dim = query.shape
+    first_segment, last_segment, kv_heads = segment_range
+    failed: int = native.ragged_attention(
+        query.data_ptr(),
+        *(stride * query.element_size() for stride in query.stride()[:3]),
+        *(tensor.data_ptr() for tensor in rows),
+        None if shared_addresses is None else shared_addresses.data_ptr(),
+        first_segment,
+        last_segment,
+        kv_heads,
+        query_heads // kv_heads,
+        query_count,
+        head_dim,
+        output.shape[-1],
+        first_column,
+        float(scale),
+        query.dtype == torch.bfloat16,
+        sums_to,
+        output.data_ptr(),
+    )
+    return failed
+
+
+def _in_threads(compute: Callable[..., int], parts: Sequence[tuple[int, ...]], thread_count: int) -> None:
+    """Call a function with each of some arguments, on several threads if there are to be more than one."""
+    if thread_count == 1:
+        for part in parts:
+            _check(compute(*part))
+        return
+    for failed in _threads(torch.get_num_threads()).map(compute, *zip(*parts, strict=True)):
+        _check(failed)
+
+
+def can_attend_causally(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether `causal_attention` computes this, and faster than SDPA does."""
+    head_dim, token_count = key.shape[-1], key.shape[2]
+    return (
+        head_dim in _CAUSAL_DIMS
+        and head_dim == value.shape[-1]
+        and query.shape[2] == token_count <= _CAUSAL_TOKENS
+        and key.is_contiguous()
+        and value.is_contiguous()
+        and can_attend(query, key, value)
+        and not (query.dtype == torch.bfloat16 and _multiplies_bfloat16())
+    )
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """Return whether this CPU has matrix instructions (AMX), which torch uses and `kernels.c` does not."""
+    return "amx_bf16" in _cpu_features()
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, powers: Sequence[int] = ()
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Compute attention of all tokens of prompts without padding, each over itself and those before it.
+
+    Args:
+        query: `[B, H_q, n, d]`.
+        key, value: `[B, H, n, d]`, contiguous.
+        scale: Scaling factor of the logits.
+        powers: Also sum these powers of the attention weights over the queries, of `POWERS`.
+
+    Returns:
+        Output `[B, H_q, n, d]`, and by power what every key receives from each query head, float32 `[B, H_q, n]`. Both
+        depend on the shapes, not on the number of threads.
+    """
+    batch_size, query_heads, token_count, head_dim = query.shape
+    kv_heads = key.shape[1]
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    output = torch.empty(batch_size, token_count, query_heads, head_dim, dtype=query.dtype)
+    block_size = -(-max(_CAUSAL_BLOCK, -(-token_count // _CAUSAL_BLOCKS)) // 4) * 4
+    block_starts = range(0, token_count, block_size)
+    columns = torch.arange(token_count, dtype=torch.int32).repeat(kv_heads)
+    first_rows = torch.arange(kv_heads) * token_count
+    sums_shape = (len(block_starts), batch_size, kv_heads, token_count, query_heads // kv_heads)
+    sums = {power: torch.zeros(sums_shape) for power in powers}
+
+    def compute(sequence: int, block: int, first_head: int, last_head: int) -> int:
+        start, stop = block_starts[block], min(block_starts[block] + block_size, token_count)
+        rows = (key[sequence], value[sequence], columns, first_rows, torch.full((kv_heads,), stop))
+        sums_to = None
+        if sums:
+            parts = [sums[power][block, sequence].data_ptr() if power in sums else None for power in POWERS]
+            sums_to = (_POINTER * 4)(*parts, first_rows.data_ptr(), None)
+        queries, results = query[sequence : sequence + 1, :, start:stop], output[sequence : sequence + 1, start:stop]
+        return _attend(queries, rows, None, (first_head, last_head, kv_heads), start, scale, sums_to, results)
+
+    thread_count = torch.get_num_threads()
+    if batch_size * query_heads * token_count * token_count * head_dim < thread_count * _WORK:
+        thread_count = 1
+    head_bounds = [*pairwise(range(kv_heads + 1))] if thread_count > 1 else [(0, kv_heads)]
+    blocks = reversed(range(len(block_starts)))  # the last ones take longest
+    _in_threads(
+        compute, [(b, i, *heads) for i in blocks for b in range(batch_size) for heads in head_bounds], thread_count
+    )
+    received = {power: parts.sum(0).transpose(2, 3).flatten(1, 2) for power, parts in sums.items()}
+    return output.transpose(1, 2), received
 
 
 def entry_keys(value: Tensor, protect: Tensor, position: Tensor, valid: Tensor) -> Tensor | None:

@@ -164,7 +164,12 @@ INLINE void attend_rows(int rows, i64 dim, i64 value_dim, int is_bf16, const cha
     }
 ATTEND(1)
 ATTEND(2)
+ATTEND(3)
 ATTEND(4)
+
+static void (*const attend_few[MOST_ROWS])(i64, i64, int, const char *const *, const char *const *, const i64 *,
+                                           const char *const *, float, float *, float *, float *, float *, i64,
+                                           char *const *) = {attend_1, attend_2, attend_3, attend_4};
 
 /* Where attention that entries receive is summed: [entries, group] in the order of the segments; NULL: not at all. */
 typedef struct {
@@ -207,7 +212,7 @@ int ragged_attention(const char *query_states, i64 query_batch, i64 query_head, 
         }
         i64 total = queries * group, visible = 0;
         for (i64 row = 0; row < total;) {
-            int rows = total - row >= 4 ? 4 : total - row >= 2 ? 2 : 1;
+            int rows = total - row < MOST_ROWS ? (int)(total - row) : MOST_ROWS;
             const char *query_rows[MOST_ROWS];
             char *output_rows[MOST_ROWS];
             i64 seen[MOST_ROWS];
@@ -222,20 +227,20 @@ int ragged_attention(const char *query_states, i64 query_batch, i64 query_head, 
                 query_rows[r] = query_states + batch * query_batch + query_index * query_head + step * query_step;
                 output_rows[r] = output + ((batch * queries + step) * query_heads + query_index) * value_bytes;
             }
-            (rows == 4 ? attend_4 : rows == 2 ? attend_2 : attend_1)(dim, value_dim, is_bf16, key_rows, value_rows, seen,
-                                                                     query_rows, scale, query, sums, weights, inverse,
-                                                                     stride, output_rows);
+            attend_few[rows - 1](dim, value_dim, is_bf16, key_rows, value_rows, seen, query_rows, scale, query, sums,
+                                 weights, inverse, stride, output_rows);
             for (int r = 0; r < rows && sums_to; r++) {
                 i64 step = (row + r) / group, entry = sums_to->first[s] * group + (row + r) % group;
+                float *weight = weights + r * stride;
                 if (sums_to->counted && !sums_to->counted[batch * queries + step])
                     continue;
-                for (i64 j = 0; j < seen[r]; j++, entry += group) {
-                    float weight = weights[r * stride + j] * inverse[r];
-                    if (sums_to->weights)
-                        sums_to->weights[entry] += weight;
-                    if (sums_to->squares)
-                        sums_to->squares[entry] += weight * weight;
-                }
+                /* A loop for each sum: in one loop, whether products are rounded would depend on what is asked for. */
+                for (i64 j = 0; j < seen[r]; j++)
+                    weight[j] *= inverse[r];
+                for (i64 j = 0; j < seen[r] && sums_to->weights; j++)
+                    sums_to->weights[entry + j * group] += weight[j];
+                for (i64 j = 0; j < seen[r] && sums_to->squares; j++)
+                    sums_to->squares[entry + j * group] += weight[j] * weight[j];
             }
             row += rows;
         }

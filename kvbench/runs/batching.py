@@ -17,7 +17,7 @@ from kvbench.engine.pool import smallest_count
 from kvbench.engine.steady import LEAST, Steady
 from kvbench.engine.threads import available_cores
 
-MOST = 64
+MOST = 128
 """Rows of a batch where memory allows them."""
 
 _FIXED = 32

@@ -210,6 +210,81 @@ def test_numbers_that_are_not_finite_stay_so() -> None:
         assert torch.equal(after[:, :2], before[:, :2]), "the other segment"
 
 
+# --- prompts -------------------------------------------------------------------------------------
+
+
+class Prompts:
+    """Queries, keys and values of whole prompts without padding."""
+
+    def __init__(
+        self, tokens: int, batch: int = 1, group: int = 2, dim: int = 32, dtype: torch.dtype = torch.float32
+    ) -> None:
+        torch.manual_seed(tokens + 7 * batch + group + dim)
+        self.query = torch.randn(batch, tokens, HEADS * group, dim).to(dtype).transpose(1, 2)  # as models hand it over
+        self.key, self.value = torch.randn(2, batch, HEADS, tokens, dim).to(dtype)
+
+    def attend(self, *powers: int) -> tuple[Tensor, dict[int, Tensor]]:
+        return native.causal_attention(self.query, self.key, self.value, SCALE, powers)
+
+    def definition(self) -> tuple[Tensor, Tensor]:
+        """Output, and what every key receives from each query head, in float64."""
+        query = self.query.double()
+        key, value = (x.double().repeat_interleave(query.shape[1] // HEADS, 1) for x in (self.key, self.value))
+        logits = query @ key.transpose(-1, -2) * SCALE
+        weights = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+        return weights @ value, torch.stack([weights.sum(2), weights.square().sum(2)])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Prompts(1),
+        Prompts(3, group=1),
+        Prompts(61, batch=3, group=4, dim=64),
+        Prompts(130, batch=3, group=3, dim=128),
+        Prompts(301, group=7),
+    ],
+    ids=["1", "3", "61", "130", "301"],
+)
+def test_prompts_attend_to_what_comes_before(case: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.can_attend_causally(case.query, case.key, case.value)
+    (output, sums), (expected, received) = case.attend(2, 1), case.definition()
+    assert scaled(output, expected) < 2e-6 and list(sums) == [2, 1]
+    for power in (1, 2):
+        assert sums[power].dtype == torch.float32 and sums[power].shape == received[power - 1].shape
+        assert scaled(sums[power], received[power - 1]) < 5e-6
+    assert torch.equal(case.attend()[0], output), "summing changes no output"
+    assert list(case.attend(1)[1]) == [1] and torch.equal(case.attend(1)[1][1], sums[1])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(native, "_WORK", 0)
+    shared, shared_sums = case.attend(1, 2)
+    assert torch.equal(shared, output) and all(torch.equal(shared_sums[power], sums[power]) for power in (1, 2))
+
+
+def test_prompts_in_bfloat16_round_once() -> None:
+    case = Prompts(150, batch=2, dtype=torch.bfloat16)
+    assert scaled(case.attend()[0], case.definition()[0]) < 2**-8
+
+
+def test_prompts_that_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Prompts(9)
+    query, key, value = case.query, case.key, case.value
+    assert native.can_attend_causally(query, key, value)
+    assert not native.can_attend_causally(query[:, :, 1:], key, value), "a part of the queries"
+    assert not native.can_attend_causally(query, key.transpose(1, 2).contiguous().transpose(1, 2), value)
+    assert not native.can_attend_causally(query, key, value[..., :16].contiguous())
+    assert not native.can_attend_causally(query.double(), key.double(), value.double())
+    assert not native.can_attend_causally(query.clone().requires_grad_(), key, value)
+    other = Prompts(9, dim=48)
+    assert not native.can_attend_causally(other.query, other.key, other.value)
+    short = [x.bfloat16() for x in (query, key, value)]
+    for features, is_native in (("avx512_bf16", True), ("avx512_bf16 amx_bf16", False)):
+        native._multiplies_bfloat16.cache_clear()
+        monkeypatch.setattr(native, "_cpu_features", lambda features=features: features)
+        assert native.can_attend_causally(*short) is is_native
+    native._multiplies_bfloat16.cache_clear()
+
+
 # --- selection -----------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ def test_rows_are_what_fits_beside_the_caches_that_wait(tiny_llama: Any) -> None
     assert plan.counts == (4,), "media take the place of three caches"
     plan.fit(100, [5], media_bytes=20 * whole)
     assert plan.counts == (1,)
-    plan.fit(10, [5])
+    plan.fit(5, [5])
     assert plan.rows == MOST
     plan.fit(10_000, [5])
     assert plan.counts == plan.asking == (1,)
@@ -42,12 +42,12 @@ def test_rows_follow_what_is_decoded_where_bits_do_not_depend_on_them(
     monkeypatch.setattr(Steady, "at", lambda self, rows, with_head=False: True)
     plan = Batching(tiny_llama, 3, 10**9)
     plan.fit(100, [5])
-    assert (plan.counts, plan.asking) == ((8, 16, 24, 32, 48, 64), (8, 16, 32))
-    assert [plan.slots(n) for n in (1, 8, 9, 33, 64)] == [8, 8, 16, 48, 64]
+    assert (plan.counts, plan.asking) == ((8, 16, 24, 32, 48, 64, 96, 128), (8, 16, 32, 64))
+    assert [plan.slots(n) for n in (1, 8, 9, 33, 64, 65)] == [8, 8, 16, 48, 64, 96]
     assert plan.has_room(2, []) and not plan.has_room(3, [])
     plan.fit(100, [40])
     assert plan.asking == (8,), "groups of long questions are small"
-    assert plan.rows_for(4) == 32, "which does not concern batches that feed fewer tokens"
+    assert plan.rows_for(4) == 64, "which does not concern batches that feed fewer tokens"
 
 
 @pytest.mark.parametrize("unsteady", [24, 24 * 7])
@@ -57,7 +57,7 @@ def test_rows_in_between_are_left_out_where_bits_depend_on_them(
     monkeypatch.setattr(Steady, "at", lambda self, rows, with_head=False: rows != unsteady)
     plan = Batching(tiny_llama, "auto", 10**9)
     plan.fit(100, [7])
-    assert (plan.counts, plan.asking) == ((8, 16, 32, 48, 64), (8, 16, 32))
+    assert (plan.counts, plan.asking) == ((8, 16, 32, 48, 64, 96, 128), (8, 16, 32, 64))
 
 
 @pytest.mark.parametrize("unsteady", [16, 8 * 7])
@@ -135,7 +135,7 @@ def test_rows_are_halved_for_good(tiny_llama: Any) -> None:
     while plan.halve():
         plan.fit(10, [5])
         sizes.append(plan.rows)
-    assert sizes == [MOST >> i for i in range(7)]
+    assert sizes == [MOST >> i for i in range(8)]
 
 
 def test_a_containers_limit_and_the_cores_in_use_count(

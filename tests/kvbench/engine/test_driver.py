@@ -1,0 +1,64 @@
+"""What a forward observes does not depend on the code that computes its attention."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvbench import native
+from kvbench.engine.cache import RaggedCache
+from kvbench.engine.driver import engine, forward, start_observers
+from kvbench.engine.models import model_info
+from kvbench.engine.observers import MassObserver
+from kvbench.view import AttentionMass, Need
+from tests.kvbench.engine.conftest import SIZE
+
+NEEDS = frozenset({AttentionMass(), AttentionMass(None, 2), AttentionMass(8)})
+TOKENS = 63
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C compiler, or native code is turned off")
+@pytest.mark.parametrize("stops", [(TOKENS,), (40, TOKENS)], ids=["once", "chunks"])
+def test_attention_sums_what_an_observer_of_all_queries_would(
+    stops: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(3)
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZE | {"head_dim": 32})).eval()
+    layers = int(model.config.num_hidden_layers)
+    ids = torch.randint(1, 128, (2, TOKENS))
+    updated: list[int | None] = []
+    update = MassObserver.update
+
+    def counted(self: MassObserver, *observed: Any) -> None:
+        updated.append(self.observe)
+        update(self, *observed)
+
+    monkeypatch.setattr(MassObserver, "update", counted)
+
+    def observed() -> dict[tuple[Need, int], Tensor]:
+        """Observe a prefill in chunks that end at `stops`."""
+        updated.clear()
+        cache = RaggedCache(model.config)
+        start_observers(cache, NEEDS, model_info(model))
+        with torch.inference_mode(), engine(model):
+            for start, stop in itertools.pairwise((0, *stops)):
+                forward(model, cache, ids[:, start:stop])
+        return {
+            (need, layer): observer.read(layer) for need, observer in cache.observers.items() for layer in range(layers)
+        }
+
+    found = observed()
+    assert updated.count(8) == layers * len(stops)
+    assert updated.count(None) == 2 * layers * (len(stops) - 1), "the first chunk's attention sums for two observers"
+    monkeypatch.setattr(native, "can_attend_causally", lambda *tensors: False)
+    expected = observed()
+    assert updated.count(None) == 2 * layers * len(stops)
+    assert found.keys() == expected.keys() and len(found) == 3 * layers
+    for at, received in found.items():
+        assert received.shape == (2, 8, TOKENS)
+        torch.testing.assert_close(received, expected[at], rtol=1e-4, atol=1e-4)
