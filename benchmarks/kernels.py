@@ -37,7 +37,6 @@ from benchmarks.memory import allocated
 from kvbench.engine.attend import attend
 from kvbench.engine.kernels import launch
 from kvbench.engine.layer import RaggedLayer
-from kvbench.engine.segments import starts
 from kvbench.errors import out_of_memory
 from kvbench.parts import entry_key
 
@@ -242,16 +241,23 @@ def global_select(length: int) -> Iterator[Case]:
 def ragged_attention(length: int) -> Iterator[Case]:
     """A layer of 16 sequences, 8 KV heads of 128 and 32 query heads in bfloat16, packed.
 
-    Segments have half to one and a half times the mean length. A decode step, with and without accumulated attention,
-    and a question of 32 tokens.
+    Segments have half to one and a half times the mean length. A decode step, with and without accumulated attention
+    and on entries of a prefill that the sequences share, and a question of 32 tokens.
     """
     from kvbench.engine.kernels.ragged_attention import ref
 
-    for what, query_count, powers in (("decode", 1, ()), ("decode and mass", 1, (1,)), ("question", 32, ())):
-        layer, query = _segments(length, query_count)
-        first, entries = 2 * length, sum(layer.length)
-        assert layer.key is not None and layer.value is not None
-        bounds, columns = [x.cpu() for x in layer.bounds()], layer.col.cpu()
+    works: list[tuple[str, int, tuple[int, ...]]] = [
+        ("decode", 1, ()),
+        ("decode and mass", 1, (1,)),
+        ("decode, shared", 1, ()),
+        ("question", 32, ()),
+    ]
+    for what, query_count, powers in works:
+        layer, query = _segments(length, query_count, shares="shared" in what)
+        own = layer.with_own_rows()
+        first, entries = 2 * length, sum(own.length)
+        assert own.key is not None and own.value is not None
+        bounds, columns = [x.cpu() for x in own.bounds()], own.col.cpu()
 
         def run(
             query: Tensor,
@@ -275,10 +281,10 @@ def ragged_attention(length: int) -> Iterator[Case]:
             return (sums[0] if powers else output).to(DEVICE)
 
         has_varlen = DEVICE.type == "cuda" and find_spec("torch.nn.attention.varlen") is not None
-        others = {"varlen_attn": by_varlen(layer, query_count)} if has_varlen and not powers else {}
+        others = {"varlen_attn": by_varlen(own, query_count)} if has_varlen and not powers else {}
         yield Case(
             f"ragged_attention {what} T={length}",
-            (query, layer.key, layer.value),
+            (query, own.key, own.value),
             run,
             oracle,
             (
@@ -292,23 +298,27 @@ def ragged_attention(length: int) -> Iterator[Case]:
         )
 
 
-def _segments(length: int, query_count: int) -> tuple[RaggedLayer, Tensor]:
-    """Return a packed layer whose segments end with the new tokens, and their queries."""
+def _segments(length: int, query_count: int, *, shares: bool) -> tuple[RaggedLayer, Tensor]:
+    """Return a packed layer whose segments end with the new tokens, and their queries.
+
+    Args:
+        shares: Whether the other entries stay in a prefill of twice the length.
+    """
     batch, heads = (16, 8) if length > AGREE_AT else (2, 2)
-    layer = RaggedLayer()
-    layer.batch, layer.heads, layer.dim, layer.packed = batch, heads, 128, True
     order = torch.randperm(batch * heads)
-    spread = torch.linspace(0.5, 1.5, batch * heads)[order]
-    layer.length = (length * spread).int().add(query_count).tolist()
-    layer.room = [entry_count + 64 for entry_count in layer.length]
-    layer.start = starts(layer.room)
-    rows, first = sum(layer.room), 2 * length
-    layer.key, layer.value = (torch.randn(rows, 128).bfloat16().to(DEVICE) for _ in range(2))
-    columns = torch.zeros(rows, dtype=torch.int32)
-    for start, entry_count in zip(layer.start, layer.length, strict=True):
-        end = start + entry_count
-        columns[end - query_count : end] = torch.arange(first, first + query_count)
-    layer.col = columns.to(DEVICE)
+    counts = (length * torch.linspace(0.5, 1.5, batch * heads)[order]).int().view(batch, heads, 1)
+    columns = torch.rand(batch, heads, 2 * length).argsort(-1).argsort(-1)
+    key, value = (torch.randn(1 if shares else batch, heads, 2 * length, 128).bfloat16().to(DEVICE) for _ in range(2))
+    kept = (columns < counts).to(DEVICE)
+    layer = RaggedLayer()
+    layer.lazy_initialization(key, value)
+    if shares:
+        layer.share(key, value, kept, reserve=64)
+    else:
+        layer.pack(key, value, kept, torch.arange(2 * length, device=DEVICE).expand(batch, heads, -1), {}, reserve=64)
+    layer.update(*(torch.randn(batch, heads, query_count, 128).bfloat16().to(DEVICE) for _ in range(2)))
+    ranks = torch.arange(query_count, device=DEVICE).expand(batch, -1)
+    layer.append(ranks, None, [query_count] * batch, 2 * length)
     query = torch.randn(batch, query_count, heads * 4, 128).bfloat16().to(DEVICE).transpose(1, 2)
     return layer, query
 

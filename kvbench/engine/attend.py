@@ -10,12 +10,10 @@ from torch import Tensor
 
 from kvbench import native
 from kvbench.engine.dense import flash_attention, has_flash, with_sinks
-from kvbench.engine.kernels.launch import by_triton
+from kvbench.engine.kernels.ragged_attention import kernel_fits, reads_in_place
 from kvbench.engine.layer import RaggedLayer
 from kvbench.view.softmax import attention_weights, capped, is_plain, sinks_of
 
-_WIDEST = 256
-"""Largest head dimension supported by the kernel's tiles."""
 _BLOCK = 1 << 23
 """Maximum number of float32 attention weights held at once per sequence, if weights are materialised."""
 
@@ -48,9 +46,9 @@ def attend(
     """
     needs_gradient = torch.is_grad_enabled() and query.requires_grad
     assert layer.key is not None and layer.value is not None
-    kernel_fits = query.shape[-1] == layer.value.shape[-1] <= _WIDEST
-    if by_triton(query) and kernel_fits and not needs_gradient:
-        return _attend_kernel(query, layer.with_own_rows(), first_column, scale, powers, valid_queries)
+    if kernel_fits(layer.key, layer.value) and not needs_gradient:
+        readable = layer if reads_in_place(layer.key) and not powers else layer.with_own_rows()
+        return _attend_kernel(query, readable, first_column, scale, powers, valid_queries)
     is_native = is_plain(scale) and native.can_attend(query, layer.key, layer.value)
     layer = layer.with_own_rows() if powers or not is_native else layer
     assert layer.key is not None and layer.value is not None
@@ -83,7 +81,8 @@ def _attend_kernel(
         query,
         *layer_tensors,
         *segment_bounds,
-        layer.length,
+        layer.entry_counts(),
+        layer.shared_addresses(),
         first_column,
         scale,
         powers,

@@ -190,7 +190,7 @@ class RaggedLayer(CacheLayerMixin):
         self.start, self.length, self.room = ([0] * (self.batch * self.heads) for _ in range(3))
         with torch.inference_mode(False):  # later forwards write to them in any mode
             self.key, self.value = key.new_empty(0, key.shape[-1]), value.new_empty(0, value.shape[-1])
-            self.col = torch.empty(0, dtype=torch.int32)
+            self.col = torch.empty(0, dtype=torch.int32, device=key.device)
         self.extras, self.packed, self.reserved = {}, True, min(reserve, _OWN_ROWS)
         self.forget_bounds()
 
@@ -206,10 +206,8 @@ class RaggedLayer(CacheLayerMixin):
         assert self.key is not None and self.value is not None
         own_rows, own_counts = self._own_rows(), self.length
         free_counts = [room - length for room, length in zip(self.reserved_room(), own_counts, strict=True)]
-        shared_counts = [
-            0 if entries is None else entries.lengths[head] for entries in self.shared for head in range(self.heads)
-        ]
-        self.length = [own + shared for own, shared in zip(own_counts, shared_counts, strict=True)]
+        shared_counts = self._shared_counts()
+        self.length = self.entry_counts()
         self._layout(free_counts)
         tail_starts = [start + count for start, count in zip(self.start, shared_counts, strict=True)]
         shared_rows = runs(self.start, shared_counts, self.col.device)
@@ -240,10 +238,21 @@ class RaggedLayer(CacheLayerMixin):
         """Return whether any sequence reads entries of a prefill."""
         return any(entries is not None for entries in self.shared)
 
+    def _shared_counts(self) -> list[int]:
+        return [
+            0 if entries is None else entries.lengths[head] for entries in self.shared for head in range(self.heads)
+        ]
+
+    def entry_counts(self) -> list[int]:
+        """Return the entries of every segment: rows and shared ones."""
+        if not self.is_shared:
+            return self.length
+        return [own + shared for own, shared in zip(self.length, self._shared_counts(), strict=True)]
+
     def shared_addresses(self) -> Tensor | None:
-        """Return where native code finds shared entries, int64 `[B * H, 4]`; None if there are none."""
+        """Return where kernels find shared entries, int64 `[B * H, 4]`; None if there are none."""
         if self._addresses is None and self.is_shared:
-            nothing = torch.zeros(self.heads, 4, dtype=torch.int64)
+            nothing = torch.zeros(self.heads, 4, dtype=torch.int64, device=self.col.device)
             self._addresses = torch.cat([nothing if entries is None else entries.addresses for entries in self.shared])
         return self._addresses
 
@@ -556,12 +565,17 @@ class RaggedLayer(CacheLayerMixin):
         entry_counts = self.length[segments], self.coded[segments]
         return extra_bytes + self.coding.live_bytes(*entry_counts, self.dim, number_bytes)
 
+    def prefill_bytes(self, sequence_index: int | None = None) -> dict[int, int]:
+        """Return the bytes of every prefill that one sequence or any reads, by its address."""
+        sharing = [entries for entries in self.shared[self._parts(sequence_index)[0]] if entries is not None]
+        column_bytes = self.heads * self.entry_numbers * self.number_bytes
+        return {entries.key.data_ptr(): entries.key.shape[2] * column_bytes for entries in sharing}
+
     def allocated_bytes(self, sequence_index: int | None = None) -> int:
         """Return the bytes allocated for one sequence or for all, including free rows, columns and shared prefills."""
         sequences, segments = self._parts(sequence_index)
+        shared_bytes = sum(self.prefill_bytes(sequence_index).values())
         sharing = [entries for entries in self.shared[sequences] if entries is not None]
-        prefills = {entries.key.data_ptr(): entries.key.shape[2] for entries in sharing}
-        shared_bytes = sum(prefills.values()) * self.heads * self.entry_numbers * self.number_bytes
         shared_bytes += sum(entries.count * self.col.element_size() for entries in sharing)
         if sequence_index is not None and self.packed:
             owned_rows = sum(self.reserved_room()[segments])

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from kvbench import native
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.models import devices_of, model_info
 from kvbench.engine.pool import smallest_count
+from kvbench.engine.shared import can_share
 from kvbench.engine.steady import LEAST, Steady
 from kvbench.engine.threads import available_cores
 
@@ -89,7 +89,8 @@ class Batching:
         entry_bytes = 2 * model_facts.head_dim * weight.element_size() + 4  # 4 for its column
         self._segments = model_facts.layers * model_facts.kv_heads
         self.token_bytes = self._segments * entry_bytes
-        self._shares = self.cpu and weight.dtype in native.DTYPES and native.library() is not None
+        probe = weight.new_empty(1, 1, 1, model_facts.head_dim)
+        self._shares = can_share(probe, probe, 1.0)
         self._limit: float | None = None
         self._most = MOST if self.cpu or batch_size == "auto" else int(batch_size)
         self._steady = Steady(model) if self.cpu else None
@@ -215,11 +216,15 @@ class Batching:
             max_rows = min(max_rows, self.batch_size)
         if self.cpu or row_count >= max_rows:
             return row_count < max_rows and (self._limit is None or self._held(waiting_caches) <= self._limit)
-        # Rows are copied into one batch, so waiting caches can take a third of the free memory.
-        used_bytes = sum(cache.allocated_bytes() for cache in waiting_caches)
+        # Own rows are copied into one batch, so those of waiting caches can take a third of the free memory.
+        own_bytes, prefills = 0, dict[int, int]()
+        for cache in waiting_caches:
+            read_bytes = {address: size for layer in cache.ragged for address, size in layer.prefill_bytes().items()}
+            own_bytes += cache.allocated_bytes() - sum(read_bytes.values())
+            prefills |= read_bytes
         # The layers, and with them their caches, can be on several GPUs.
         free_bytes = len(self._gpus) * min(torch.cuda.mem_get_info(gpu)[0] for gpu in self._gpus)
-        return 2 * used_bytes <= min(free_bytes, self._memory) - used_bytes
+        return 2 * own_bytes <= min(free_bytes, self._memory - sum(prefills.values())) - own_bytes
 
     def _held(self, caches: Iterable[RaggedCache]) -> int:
         """Return the bytes that caches need, with every prefill that they share, as measured in their first layers.

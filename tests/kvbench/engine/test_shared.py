@@ -21,6 +21,7 @@ from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.shared import SharedEntries
 from kvbench.errors import BudgetError
 from kvbench.plugin import Policy, Score, Scores, View
+from tests.kernels import torch_path
 from tests.kvbench.engine.conftest import batch, build
 from tests.kvbench.engine.test_pool import Words
 
@@ -119,7 +120,7 @@ def test_what_changes_or_selects_entries_has_rows_of_its_own(model: Any, policy:
 
 
 QUESTION = [[7], [5, 3, 8], [*range(20, 30)], [*range(40, 80)]]
-"""Questions of one to forty tokens; native code does not take the longest."""
+"""Questions of one to forty tokens."""
 
 
 @pytest.mark.parametrize("question", QUESTION, ids=len)
@@ -145,6 +146,7 @@ def test_rows_grow_with_the_answer(model: Any) -> None:
     assert cache.ragged[0].is_shared
 
 
+@torch_path
 def test_logits_are_nearly_those_of_torch(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, caches = compressed(model)
     again = [cache.fork() for cache in caches]

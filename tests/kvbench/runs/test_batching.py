@@ -128,6 +128,23 @@ def test_a_gpu_prefills_what_keeps_it_busy(tiny_llama: Any, monkeypatch: pytest.
     assert found == [32, 4, 1]
 
 
+def test_on_a_gpu_a_prefill_that_cells_share_counts_once(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Batching(tiny_llama, "auto", 1000)
+    monkeypatch.setattr(plan, "cpu", False)
+    monkeypatch.setattr(plan, "_gpus", [torch.device("cuda")])
+    free = [10_000]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[0], 20_000))
+
+    def cells(count: int, own: int, prefill: int) -> list[Any]:
+        layers = [SimpleNamespace(prefill_bytes=lambda at=at: {at: prefill // 2}) for at in (1, 2)]
+        return [SimpleNamespace(ragged=layers, allocated_bytes=lambda: own + prefill) for _ in range(count)]
+
+    assert plan.has_room(1, cells(3, 100, 100)) and not plan.has_room(1, cells(4, 100, 100)), "300 own, 100 shared"
+    assert plan.has_room(1, cells(6, 10, 800)) and not plan.has_room(1, cells(7, 10, 800))
+    free[0] = 150
+    assert plan.has_room(1, cells(5, 10, 800)) and not plan.has_room(1, cells(6, 10, 800)), "the prefill is not free"
+
+
 def test_rows_are_halved_for_good(tiny_llama: Any) -> None:
     plan = Batching(tiny_llama, "auto", 10**9)
     plan.fit(10, [5])

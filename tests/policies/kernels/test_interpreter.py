@@ -21,6 +21,8 @@ ENGINE = HERE.parents[1] / "kvbench" / "engine"
 IN_A_MODEL = (
     "test_attachment.py::test_both_ways_to_attend_agree",
     "test_attachment.py::test_ragged_eviction_equals_masking[llama-gap]",
+    "test_shared.py::test_logits_are_those_of_copies_to_the_bit[3]",
+    "test_shared.py::test_a_wrong_base_is_noticed",
 )
 pytestmark = [
     pytest.mark.slow,

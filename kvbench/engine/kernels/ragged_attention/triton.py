@@ -1,8 +1,10 @@
 """Triton kernels of attention over ragged segments: split-KV decoding, and the mass of entries.
 
-A segment is what one sequence holds for one KV head, in rows of its own of a packed `[rows, d]`. K
-and V are read where they lie, and once for all query heads of the group: the rows of a tile are the
-group's heads times the new queries. The segment is cut in splits of `SPLIT` entries, one
+A segment is what one sequence holds for one KV head: entries in the prefill that it shares with other
+sequences, by their columns there, and then rows of its own of a packed `[rows, d]`. K and V are read
+where they lie, and once for all query heads of the group: the rows of a tile are the group's heads
+times the new queries. An entry costs the same reads in both places, but for its column, and tiles are
+the same, so that the result does not depend on where entries lie. The segment is cut in splits of `SPLIT` entries, one
 program each (`attend`), whose partial outputs are then added up (`combine`). Where a segment is cut
 depends on nothing but the number of queries, so the result of a sequence does not depend on the
 rest of the batch.
@@ -95,6 +97,20 @@ def _entries(X, j, end, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
+def _scattered(X, SHARED, index, in_shared, j, end, D: tl.constexpr, DP: tl.constexpr):
+    """Load entries `j` of a segment, as `_entries` does: rows `index` of SHARED or of X.
+
+    SHARED: an address in bytes.
+    """
+    size: tl.constexpr = X.dtype.element_ty.primitive_bitwidth // 8
+    d = tl.arange(0, DP)
+    at = (tl.where(in_shared, SHARED, X.to(tl.int64)) + index.to(tl.int64) * (D * size)).to(X.dtype)
+    if D * size % 16 == 0:
+        at = tl.multiple_of(at, 16)
+    return tl.load(at[:, None] + d[None, :], mask=(j < end)[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
 def soft_cap(z, cap):
     """Return `cap tanh(z / cap)`. Written with exponentials, as Triton's interpreter has no tanh."""
     return cap - 2 * cap / (tl.exp2(z * (2 * LOG2E / cap)) + 1)
@@ -102,9 +118,12 @@ def soft_cap(z, cap):
 
 @triton.jit
 def _logits(
-    q, k, COL, j, end, column, scale, cap, CAUSAL: tl.constexpr, PRECISION: tl.constexpr
+    q, k, COL, j, shared, end, column, scale, cap, CAUSAL: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Logits of a tile in base 2; -inf for entries from `end` on or after the query's column."""
+    """Logits of a tile in base 2; -inf for entries from `end` on or after the query's column.
+
+    COL: columns of the entries, or of those from `shared` on; all queries see those before.
+    """
     z = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if cap is None:
         z = z * (scale * LOG2E)
@@ -112,30 +131,37 @@ def _logits(
         z = soft_cap(z * scale, cap) * LOG2E
     seen = (j < end)[None, :]
     if CAUSAL:
-        col = tl.load(COL + j, mask=j < end, other=0)
+        if shared is None:
+            col = tl.load(COL + j, mask=j < end, other=0)
+        else:
+            col = tl.load(COL + j - shared, mask=(j >= shared) & (j < end), other=-1)
         seen = seen & (col[None, :] <= column[:, None])
     return tl.where(seen, z, -float("inf"))
 
 
 @triton.jit(do_not_specialize=["n", "first", "split"])
 def attend(
-    Q, K, V, COL, START, LENGTH, SINK, OUT, LSE, n, first, split, scale, cap, q_b, q_h, q_n,
+    Q, K, V, COL, START, LENGTH, SHARED, SINK, OUT, LSE, n, first, split, scale, cap, q_b, q_h, q_n,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Attention of a tile of queries over one split of a segment.
 
-    The grid is (segments, splits, tiles). SINK: float32 `[H G]` or None. LSE `[segments, splits,
-    n G]`: log2 of the sum of exponentials. OUT: float32 `[segments, splits, n G, D]`, or if
-    segments are WHOLE the output itself, `[B, n, H G, D]`. CAUSAL: there are several queries, and
-    columns decide.
+    The grid is (segments, splits, tiles). SHARED: int64 `[segments, 4]` or None. SINK: float32
+    `[H G]` or None. LSE `[segments, splits, n G]`: log2 of the sum of exponentials. OUT: float32
+    `[segments, splits, n G, D]`, or if segments are WHOLE the output itself, `[B, n, H G, D]`.
+    CAUSAL: there are several queries, and columns decide.
     """
     segment = tl.program_id(0)
     b = segment // H
     h = segment % H
     s = tl.program_id(1)
     length = tl.load(LENGTH + segment).to(tl.int32)
+    if SHARED is not None:
+        SHARED += segment * 4
+        shared = tl.load(SHARED + 3).to(tl.int32)
+        length += shared
     j0 = s * split
     if j0 >= tl.maximum(length, 1):  # the first split of an empty segment writes its zeros
         return
@@ -144,6 +170,10 @@ def attend(
     K += row * D
     V += row * D
     COL += row
+    if SHARED is not None:
+        key_at = tl.load(SHARED)
+        value_at = tl.load(SHARED + 1)
+        columns = tl.load(SHARED + 2).to(COL.dtype)
     r = tl.program_id(2) * BM + tl.arange(0, BM)
     q = _queries(Q, b, h, r, n, q_b, q_h, q_n, G, D, DP)
     column = first + r // G
@@ -152,12 +182,21 @@ def attend(
     acc = tl.zeros((BM, DP), tl.float32)
     for i in range(j0, end, BN):
         j = i + tl.arange(0, BN)
-        k = _entries(K, j, end, D, DP)
-        z = _logits(q, k, COL, j, end, column, scale, cap, CAUSAL, PRECISION)
+        if SHARED is None:
+            k = _entries(K, j, end, D, DP)
+            z = _logits(q, k, COL, j, None, end, column, scale, cap, CAUSAL, PRECISION)
+        else:
+            in_shared = j < shared
+            index = tl.where(in_shared, tl.load(columns + j, mask=in_shared, other=0), j - shared)
+            k = _scattered(K, key_at, index, in_shared, j, end, D, DP)
+            z = _logits(q, k, COL, j, shared, end, column, scale, cap, CAUSAL, PRECISION)
         higher = tl.maximum(top, tl.max(z, 1))
         p = tl.exp2(z - higher[:, None])
         shrink = tl.exp2(top - higher)
-        v = _entries(V, j, end, D, DP)
+        if SHARED is None:
+            v = _entries(V, j, end, D, DP)
+        else:
+            v = _scattered(V, value_at, index, in_shared, j, end, D, DP)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         total = total * shrink + tl.sum(p, 1)
         top = higher
@@ -182,7 +221,7 @@ def attend(
 
 @triton.jit(do_not_specialize=["n", "split", "splits"])
 def combine(
-    PART, PART_LSE, LENGTH, OUT, LSE, n, split, splits,
+    PART, PART_LSE, LENGTH, SHARED, OUT, LSE, n, split, splits,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
 ):
     """Add up the splits of a segment: OUT `[B, n, H G, D]` and LSE `[segments, n G]`.
@@ -191,7 +230,10 @@ def combine(
     """
     segment = tl.program_id(0)
     r = tl.program_id(1)
-    own = tl.cdiv(tl.load(LENGTH + segment).to(tl.int32), split)
+    length = tl.load(LENGTH + segment).to(tl.int32)
+    if SHARED is not None:
+        length += tl.load(SHARED + segment * 4 + 3).to(tl.int32)
+    own = tl.cdiv(length, split)
     d = tl.arange(0, DP)
     s = tl.arange(0, BS)
     part = segment.to(tl.int64) * splits * (n * G) + r
@@ -251,7 +293,7 @@ def receive(
                 r = tl.where(i < n, i * G + g, n * G)
                 q = _queries(Q, b, h, r, n, q_b, q_h, q_n, G, D, DP)
                 z = _logits(
-                    q, k, COL + row, j, length, first + i, scale, cap, CAUSAL, PRECISION
+                    q, k, COL + row, j, None, length, first + i, scale, cap, CAUSAL, PRECISION
                 )
                 lse = tl.load(LSE + r, mask=i < n, other=float("inf"))
                 total += tl.sum(tl.exp2((z - lse[:, None]) * POWERS[p]), 0)
@@ -269,6 +311,7 @@ def ragged_attention(
     start: Tensor,
     length: Tensor,
     lengths: Sequence[int],
+    shared: Tensor | None,
     first: int,
     scale: float,
     powers: Sequence[int] = (),
@@ -283,7 +326,9 @@ def ragged_attention(
         key, value: `[rows, d]`, contiguous, of the query's dtype.
         col: Logical column of every row, ascending in a segment, int32 `[rows]`.
         start, length: First row and number of rows of every segment, int64 `[B, H, 1]`.
-        lengths: `length` on the CPU.
+        lengths: Entries of every segment, on the CPU.
+        shared: Addresses of shared keys, values and columns, and the number of shared entries, which come before the
+            rows, int64 `[B * H, 4]`; None: nothing is shared, as it must be with `powers`.
         first: Logical column of the first query.
         scale: Factor of the logits, with a soft cap and sinks if the family has them.
         powers: Powers of the weights to sum over the queries.
@@ -305,7 +350,7 @@ def ragged_attention(
     size = {"H": heads, "G": group, "D": dim, "DP": _wide(dim)}
     how = {"CAUSAL": n > 1, "PRECISION": _precision(query.dtype.itemsize, size["DP"])}
     rows, segments = n * group, batch * heads
-    tile = _tile(rows, query.dtype.itemsize, size["DP"])
+    tile = _tile(rows, query.dtype.itemsize, size["DP"], shares=shared is not None)
     # With 4 entries a row, partial outputs take half as many bytes as keys of 16 bits.
     split = max(SMALL_SPLIT if interpreting() else SPLIT, 4 * rows)
     splits = max(1, triton.cdiv(longest, split))
@@ -316,13 +361,15 @@ def ragged_attention(
     sinks = None if sinks is None else sinks.to(query.device)
     scale = float(scale)
     attend[(segments, splits, triton.cdiv(rows, tile.queries))](
-        query, key, value, col, start, length, sinks, part, lse, n, first, split, scale, cap, *strides,
+        query, key, value, col, start, length, shared, sinks, part, lse, n, first, split, scale, cap, *strides,
         **size, **how, BM=tile.queries, BN=tile.entries, WHOLE=whole,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if not whole:
         parts, lse = lse, torch.empty(segments, rows, device=query.device)
-        combine[(segments, rows)](part, parts, length, out, lse, n, split, splits, **size, BS=PARTS, num_warps=4)
+        combine[(segments, rows)](
+            part, parts, length, shared, out, lse, n, split, splits, **size, BS=PARTS, num_warps=4
+        )
     if powers and entries:
         lse = lse.view(batch, heads, n, group)
         if valid is not None:
@@ -341,10 +388,11 @@ def _wide(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def _tile(rows: int, itemsize: int, wide: int) -> AttentionTile:
-    """The tile for `n G` rows of queries."""
+def _tile(rows: int, itemsize: int, wide: int, *, shares: bool = False) -> AttentionTile:
+    """The tile for `n G` rows of queries, which may read shared entries."""
     few, many = (HALF if itemsize == 2 else SINGLE)[max(wide, 64)]
-    tile = few if rows <= few.queries else many
+    would_spill = shares and itemsize == 4 and wide == 128
+    tile = few if rows <= few.queries or would_spill else many
     return tile._replace(entries=32) if interpreting() else tile
 
 
@@ -360,10 +408,11 @@ def compiled(arch: int) -> Iterator[Compiled]:
     segments |= {"first": "i32", "scale": "fp32", "SINK": "*fp32", "cap": "fp32"} | dict.fromkeys(strides, "i32")
     choices = [("bf16", dim) for dim in (64, 80, 96, 128, 256)]
     choices += [("fp32", dim) for dim in (64, 128, 256)]
-    # Sinks and a cap at once take more registers than either.
-    for (name, dim), rows, is_plain in product(choices, (4, 256), (True, False)):
+    # Sinks and a cap at once take more registers than either; with entries that are shared, they take the most.
+    variants = (True, False), (False, False), (False, True)
+    for (name, dim), rows, (is_plain, shares) in product(choices, (4, 256), variants):
         itemsize, wide = (2 if name == "bf16" else 4), _wide(dim)
-        tile, precision = _tile(rows, itemsize, wide), _precision(itemsize, wide)
+        tile, precision = _tile(rows, itemsize, wide, shares=shares), _precision(itemsize, wide)
         inputs = segments | dict.fromkeys("QKV", f"*{name}")
         size = {"H": 8, "G": 4, "D": dim, "DP": wide, "PRECISION": precision}
         size |= {"BM": tile.queries, "BN": tile.entries, "CAUSAL": rows > 4}
@@ -372,17 +421,17 @@ def compiled(arch: int) -> Iterator[Compiled]:
         shape = f"{name} d{dim} {tile.queries}x{tile.entries} w{tile.warps}"
         variant = (name, dim) != ("bf16", 128)
         yield Compiled(
-            f"ragged_attention attend {shape}{'' if is_plain else ' sinks cap'}",
+            f"ragged_attention attend {shape}{' shared' if shares else ''}{'' if is_plain else ' sinks cap'}",
             attend,
-            inputs | {"OUT": "*fp32", "split": "i32"},
-            size | {"WHOLE": False} | ({"SINK": None} if is_plain else {}),
+            inputs | {"SHARED": "*i64", "OUT": "*fp32", "split": "i32"},
+            size | {"WHOLE": False} | ({"SINK": None} if is_plain else {}) | ({} if shares else {"SHARED": None}),
             tile.warps,
             tile.stages,
             aligned=strides,
             expect=(*cores, ASYNC_COPY),
             variant=variant,
         )
-        if rows == 4:
+        if rows == 4 and not shares:
             yield Compiled(
                 f"ragged_attention receive {shape}{'' if is_plain else ' cap'}",
                 receive,
@@ -397,7 +446,7 @@ def compiled(arch: int) -> Iterator[Compiled]:
     yield Compiled(
         "ragged_attention combine d128 w4",
         combine,
-        {"PART": "*fp32", "PART_LSE": "*fp32", "LENGTH": "*i64", "OUT": "*bf16", "LSE": "*fp32"}
+        {"PART": "*fp32", "PART_LSE": "*fp32", "LENGTH": "*i64", "SHARED": "*i64", "OUT": "*bf16", "LSE": "*fp32"}
         | dict.fromkeys(("n", "split", "splits"), "i32"),
         {"H": 8, "G": 4, "D": 128, "DP": 128, "BS": PARTS},
         4,

@@ -15,6 +15,7 @@ from kvbench.engine.attend import attend
 from kvbench.engine.kernels.ragged_attention import ref
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.segments import starts
+from kvbench.engine.shared import can_share
 from kvbench.view.softmax import LogitScale
 from tests.kernels import DEVICES, INTERPRETED, scaled
 from tests.kvbench.engine.conftest import batch, build
@@ -186,6 +187,55 @@ def test_waiting_rows_add_no_mass_and_empty_segments_put_out_zero(device: str) -
     assert mass[1].shape == (0, 2)
 
 
+def sharing(group: int, n: int, dim: int, device: str, dtype: torch.dtype) -> Case:
+    """New queries of three sequences that read entries of one prefill; each begins with `b % n` of padding."""
+    torch.manual_seed(7 * n + group + dim)
+    key, value = torch.randn(2, 1, HEADS, 200, dim).to(device, dtype)
+    kept = (
+        torch.rand(3, HEADS, 200, device=device)
+        < torch.tensor([[0.9, 0.1], [0.0, 1.0], [0.4, 0.5]], device=device)[..., None]
+    )
+    valid = torch.arange(n) >= torch.arange(3)[:, None] % n
+    layer = RaggedLayer()
+    layer.lazy_initialization(key, value)
+    layer.share(key, value, kept, reserve=n)
+    layer.update(*torch.randn(2, 3, HEADS, n, dim).to(device, dtype))
+    ranks = (valid.long().cumsum(-1) - 1).clamp(min=0).to(device)
+    layer.append(ranks, None if bool(valid.all()) else valid.to(device), valid.sum(-1).tolist(), FIRST)
+    query = torch.randn(3, n, HEADS * group, dim).transpose(1, 2).to(dtype)
+    return Case(query, layer, valid)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("group", "n", "dim", "adds"),
+    [(1, 1, 16, ""), (2, 3, 64, ""), slow(4, 1, 128, ""), slow(7, 5, 6, ""), slow(2, 3, 32, "cap and sinks")],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float16)])
+def test_entries_of_a_prefill_are_read_in_place(
+    group: int, n: int, dim: int, adds: str, dtype: torch.dtype, device: str
+) -> None:
+    one = replace(sharing(group, n, dim, device, dtype), scale=logit_scale(adds, group) if adds else SCALE)
+    entries = one.layer.shared[0]
+    assert entries is not None
+    if not can_share(entries.key, entries.value, one.scale):
+        pytest.skip("native code computes neither float16 nor caps and sinks")
+    query, valid = one.query.to(device), one.valid.to(device)
+    in_place, _ = attend(query, one.layer, FIRST, one.scale, (), valid)
+    assert one.layer.is_shared and len(one.layer.col) < 3 * HEADS * 60, "nothing was copied"
+    copied = one.layer.with_own_rows()
+    own, _ = attend(query, copied, FIRST, one.scale, (), valid)
+    tokens = one.valid[:, None, :, None].expand(own.shape)
+    assert torch.equal(in_place.cpu()[tokens], own.cpu()[tokens]), "wherever the entries are"
+    expected, _ = replace(one, layer=replace_tensors(copied, device="cpu")).oracle()
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-3
+    assert scaled(in_place.cpu()[tokens], expected[tokens]) < tolerance
+    entries.addresses[:, 1] = entries.addresses[:, 1].flip(0)
+    one.layer.forget_bounds()
+    wrong, _ = attend(query, one.layer, FIRST, one.scale, (), valid)
+    assert scaled(wrong.cpu()[tokens], expected[tokens]) > 10 * tolerance, "a wrong address is not noticed"
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
 def test_sixteen_bits_are_rounded_once_or_twice(dtype: torch.dtype, unit: float, device: str) -> None:
@@ -283,7 +333,7 @@ def test_a_whole_response_is_that_of_the_default_path(
         return torch.cat(tokens, 1).tolist(), torch.cat(seen, 1)
 
     tokens, logits = answer()
-    monkeypatch.setattr(module, "by_triton", lambda x: False)
+    monkeypatch.setattr(module, "kernel_fits", lambda key, value: False)
     expected, near = answer()
     assert tokens == expected
     assert torch.allclose(logits, near, atol=1e-4)
