@@ -69,12 +69,14 @@ class ContextMemory:
     Attributes:
         weights: Of all parameters.
         full_cache: Of the full cache, with question and answer.
-        rows: Full caches that the planner decodes in one batch; 0 if not even one fits.
+        rows: Full caches that the planner decodes in one batch if each is a copy; 0 if not even one fits.
+        sharing_rows: The same if they read the prefill of their context.
     """
 
     weights: int
     full_cache: int
     rows: int
+    sharing_rows: int
 
 
 def context_memory(model: nn.Module, length: int, memory_bytes: int) -> ContextMemory:
@@ -83,9 +85,12 @@ def context_memory(model: nn.Module, length: int, memory_bytes: int) -> ContextM
     weights = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     for_caches = int(GPU_SHARE * (memory_bytes - weights))
     batching = Batching(model, "auto", max(1, for_caches))
-    batching.fit(length + ANSWER, [])
     full_cache = batching.token_bytes * (length + ANSWER)
-    return ContextMemory(weights, full_cache, batching.rows if for_caches > full_cache else 0)
+    rows = []
+    for batching.shares in (False, True):
+        batching.fit(length + ANSWER, [], own_tokens=ANSWER)
+        rows.append(batching.rows if for_caches > full_cache else 0)
+    return ContextMemory(weights, full_cache, *rows)
 
 
 def main() -> None:
@@ -101,13 +106,16 @@ def main() -> None:
     for length in options.length:
         for memory in options.memory:
             plan = context_memory(model, length, parse_memory(memory, "--memory"))
-            rows.append(TableRow((length, memory, plan.full_cache, 0.2 * plan.full_cache, plan.rows)))
+            rows.append(
+                TableRow((length, memory, plan.full_cache, 0.2 * plan.full_cache, plan.rows, plan.sharing_rows))
+            )
     columns = (
         Column("context", NumberFormat.COUNT, merged=True),
         Column("GPU", align="right"),
         Column("full cache", NumberFormat.BYTES),
         Column("at budget 0.2", NumberFormat.BYTES),
-        Column("rows of a batch", NumberFormat.COUNT),
+        Column("rows that are copies", NumberFormat.COUNT),
+        Column("rows that share", NumberFormat.COUNT),
     )
     title = f"Llama {options.model} in bfloat16, weights of {size(plan.weights)}"
     table = Table(title, columns, tuple(rows))

@@ -70,6 +70,7 @@ class Batching:
 
     Attributes:
         token_bytes: Bytes of a token in the full cache, over all layers and KV heads.
+        shares: Whether rows can read entries where they were prefilled.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Batching:
         self._segments = model_facts.layers * model_facts.kv_heads
         self.token_bytes = self._segments * entry_bytes
         probe = weight.new_empty(1, 1, 1, model_facts.head_dim)
-        self._shares = can_share(probe, probe, 1.0)
+        self.shares = can_share(probe, probe, 1.0)
         self._limit: float | None = None
         self._most = MOST if self.cpu or batch_size == "auto" else int(batch_size)
         self._steady = Steady(model) if self.cpu else None
@@ -135,7 +136,7 @@ class Batching:
         if self.prefills > 1:  # the batch itself, beside the sequence extracted from it
             cache_count -= self.prefills
         self._limit = None
-        if own_tokens is not None and self._shares:  # `has_room` counts the prefills that are held
+        if own_tokens is not None and self.shares:  # `has_room` counts the prefills that are held
             self._limit = cache_count * cache_bytes
             cache_count = self._limit / (own_tokens * self.token_bytes + tokens * self._segments * _INDEX_BYTES)
         row_count = max(1, min(int(cache_count / (1 + queues / 2)), self._most))

@@ -18,6 +18,7 @@ from benchmarks.gpu_page import PAYS, Results, write_page
 from benchmarks.long_context import ANSWER, context_memory, llama, without_weights
 from kvbench.engine.kernels.ragged_attention import ref
 from kvbench.engine.models import model_info
+from kvbench.runs.batching import MOST
 
 Row = dict[str, Any]
 FACTS = {"device": "GPU <b>1</b>", "torch": "2", "triton": "3", "memory": 80 << 30, "capability": "9.0", "cuda": "13"}
@@ -152,7 +153,7 @@ def test_varlen_attn_is_given_the_segments(query_count: int, monkeypatch: pytest
         return output
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented)
-    layer, query = kernels._segments(63, query_count)
+    layer, query = kernels._segments(63, query_count, shares=False)
     assert layer.key is not None and layer.value is not None
     exact = query.double(), layer.key.double(), layer.value.double()
     true, _ = ref.ragged_attention(*exact, layer.col, *layer.bounds(), 2 * 63, 128**-0.5)
@@ -211,7 +212,9 @@ def test_the_plan_of_a_context_is_its_bytes() -> None:
     plan = context_memory(model, 1000, 10**9)
     assert plan.weights == 2 * sum(parameter.numel() for parameter in model.parameters())
     assert plan.full_cache == info.layers * info.kv_heads * (2 * info.head_dim * 2 + 4) * (1000 + ANSWER)
-    assert plan.rows == 64
+    assert plan.rows == plan.sharing_rows == MOST
+    small = context_memory(model, 1000, plan.weights + 10 * plan.full_cache)
+    assert 1 <= small.rows < 5 < small.sharing_rows, "8 fit, of which 3 are spare"
     assert context_memory(model, 1000, plan.weights + plan.full_cache).rows == 0
     assert (
         llama("tiny", torch.device("cpu"), torch.float32)(torch.zeros(1, 3, dtype=torch.long)).logits.shape[-1] == 256
