@@ -17,7 +17,7 @@ from kvbench.runs.load import load_frames
 from kvbench.stats import Floats
 
 DRAWS = 500
-COUNTS = (1, 2, 4, 8, 12, 24)
+COUNTS = (1, 2, 4, 8, 12, 24, 84)
 METRICS = {"task score": None, "kl": "kl", "log_kl": "log_kl", "agreement": "agreement", "nll_diff": "nll_diff"}
 _COLUMNS = ("cell", "task", "policy", "budget", "moment", "sample_id", "score")
 

@@ -478,10 +478,11 @@ class RaggedLayer(CacheLayerMixin):
         sequence_layer.batch, sequence_layer.length, sequence_layer.room = 1, self.length[segments], self.room[segments]
         sequence_layer.start = [segment_start - first_row for segment_start in self.start[segments]]
         sequence_layer.coded, sequence_layer.order = self.coded[segments], self.order_of([sequence_index])
-        row_slice = slice(first_row, first_row + sum(sequence_layer.room))
-        sequence_layer.key = self.key[row_slice]
-        sequence_layer.value = self.value[row_slice]
-        sequence_layer.col = self.col[row_slice]
+        if self.col.shape[0]:  # cells that share a prefill have no rows yet, and slicing adds up over a grid
+            row_slice = slice(first_row, first_row + sum(sequence_layer.room))
+            sequence_layer.key = self.key[row_slice]
+            sequence_layer.value = self.value[row_slice]
+            sequence_layer.col = self.col[row_slice]
         sequence_layer.shared = self.shared[sequence_index : sequence_index + 1]
         sequence_layer.shared_start = self.shared_start[sequence_index : sequence_index + 1]
         sequence_layer.extras, sequence_layer.state = {}, []
