@@ -206,11 +206,10 @@ def leaderboard() -> Iterator[str]:
         yield f"| {method} | `{policy}` | {' | '.join(cells)} |"
 
 
-def closeness(means: pd.DataFrame) -> Iterator[str]:
-    """Distance from the full cache before the question, by policy, beside the points of the whole table."""
+def closeness() -> Iterator[str]:
+    """Distance from the full cache before the question, and points, by policy."""
     cells, _ = kvbench.load(FIDELITY)
-    points = {(r.policy, r.budget): 100 * r.score for r in means[means["moment"] == "context"].itertuples()}
-    close = cells[cells["policy"] != "full"].groupby(["policy", "budget"])[["kl", "agreement"]].mean()
+    close = cells[cells["policy"] != "full"].groupby(["policy", "budget"])[["kl", "agreement", "score"]].mean()
     budgets = sorted(set(close.index.get_level_values("budget")))
     heads = " | ".join(f"{b}: KL, nats | same top token | points" for b in budgets)
     yield f"| policy | {heads} |"
@@ -218,9 +217,8 @@ def closeness(means: pd.DataFrame) -> Iterator[str]:
     for name in close.xs(budgets[0], level="budget")["kl"].sort_values().index:
         row = []
         for budget in budgets:
-            kl, agreement = close.loc[(name, budget)]
-            score = points.get((name, budget))
-            row += [f"{kl:.2f}", f"{agreement:.0%}", "–" if score is None else f"{score:.0f}"]
+            kl, agreement, score = close.loc[(name, budget)]
+            row += [f"{kl:.2f}", f"{agreement:.0%}", f"{100 * score:.0f}"]
         yield f"| `{name}` | {' | '.join(row)} |"
 
 
@@ -290,7 +288,7 @@ def blocks() -> dict[str, str]:
         "leaderboard": leaderboard(),
         "fitted sizes": [sizes(fitted)],
         "fitted": overview(group_means(fitted, answers), Notes.of(fitted, answers)),
-        "fidelity": closeness(means),
+        "fidelity": closeness(),
         "bytes": over_bytes(),
         "decode": decoded(),
         "decode open": decoded_texts(),

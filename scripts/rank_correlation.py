@@ -8,6 +8,7 @@ that RUN does not have.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,12 @@ METRICS = {"task score": None, "kl": "kl", "log_kl": "log_kl", "agreement": "agr
 _COLUMNS = ("cell", "task", "policy", "budget", "moment", "sample_id", "score")
 
 
-def rank_correlations(run: Path, table: Path, *, draws: int = DRAWS) -> pd.DataFrame:
-    """Return mean and 10th percentile of Spearman's correlation, by budget, metric and number of contexts."""
+def rank_correlations(run: Path, table: Path, *, without: Collection[str] = (), draws: int = DRAWS) -> pd.DataFrame:
+    """Return mean and 10th percentile of Spearman's correlation, by budget, metric and number of contexts.
+
+    Args:
+        without: Policies to leave out, such as those that read another head profile in the two runs.
+    """
     rows = []
     samples = {label: _compressed(load_frames(run, _COLUMNS, metric=metric)) for label, metric in METRICS.items()}
     reference = _compressed(load_frames(table, _COLUMNS))
@@ -34,7 +39,7 @@ def rank_correlations(run: Path, table: Path, *, draws: int = DRAWS) -> pd.DataF
         for label, frame in samples.items():
             wide = frame[frame["budget"] == budget].pivot_table("score", ["task", "sample_id"], "policy")
             truth = reference[reference["budget"] == budget].pivot_table("score", "task", "policy").mean()
-            policies = [policy for policy in wide.columns if policy in truth.index]
+            policies = [policy for policy in wide.columns if policy in truth.index and policy not in without]
             sign = 1.0 if label in ("task score", "agreement") else -1.0
             for count in (count for count in COUNTS if count <= len(wide)):
                 values = sign * wide[policies].to_numpy(dtype=np.float64)
@@ -75,10 +80,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("table", type=Path)
+    parser.add_argument("--without", default="", help="policies to leave out, with commas")
     arguments = parser.parse_args()
-    for (budget, policy_count), rows in rank_correlations(arguments.run, arguments.table).groupby(
-        ["budget", "policies"], sort=False
-    ):
+    found = rank_correlations(arguments.run, arguments.table, without=arguments.without.split(","))
+    for (budget, policy_count), rows in found.groupby(["budget", "policies"], sort=False):
         counts = list(dict.fromkeys(rows["contexts"]))
         print(f"| {budget}, {policy_count} policies | {' | '.join(f'n = {count}' for count in counts)} |")
         print("| --- |" + " --: |" * len(counts))
