@@ -157,7 +157,7 @@ def measure_queries(
     finally:
         reporter.stop()
     return tensors, SummaryNotes(
-        model=reference.NAME if model == "reference" else model,
+        model=reference.versioned(model),
         revision=stage.jobs[0].cells[0].model_revision,
         task=",".join(dict.fromkeys(job.task.name for job in stage.jobs)),
         lengths=tuple(dict.fromkeys(job.task.length for job in stage.jobs)),
@@ -195,7 +195,7 @@ def measure_profile(model: str, kind: str, options: Mapping[str, Any], reporter:
         reporter.stop()
     score_sum = float(measurement.scores.sum())
     return HeadProfile(
-        model=reference.NAME if model == "reference" else model,
+        model=reference.versioned(model),
         revision=stage.jobs[0].cells[0].model_revision,
         kind=kind,
         layers=model_shape.layers,

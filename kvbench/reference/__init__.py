@@ -21,6 +21,11 @@ def path() -> Path:
     return Path(__file__).resolve().parent / NAME
 
 
+def versioned(model: str) -> str:
+    """Return the name by which artifacts know a model: `reference` stands for its current version."""
+    return NAME if model == MODEL.name else model
+
+
 MODEL = NamedModel(
     name="reference",
     summary="ships with kvbench, needs no network and no GPU; its scores are about policies only",

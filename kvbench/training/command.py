@@ -335,7 +335,7 @@ def _write(
         training_facts["held_out"] = agreement(student.eval(), held_out_items)
         messages.append(describe_agreement(training_facts["held_out"]))
     gates_facts = {
-        "base_model": reference.NAME if model == "reference" else model,
+        "base_model": reference.versioned(model),
         "base_revision": identity["weights"] or base_commit,
         "training": training_facts,
     }

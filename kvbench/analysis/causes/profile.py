@@ -40,7 +40,7 @@ def write_profiles(result: CausesResult, seed: int, folder: Path) -> list[Path]:
             continue
         cells = [sample.cell for sample in samples]
         profile = HeadProfile(
-            model=reference.NAME if model == "reference" else model,
+            model=reference.versioned(model),
             revision=cells[0].model_revision,
             kind=CAUSES,
             layers=layers,
