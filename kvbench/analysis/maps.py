@@ -21,6 +21,7 @@ from kvbench.tables.text import short, slug
 
 _MOST_ACROSS = 4
 _LEAST_PANEL = 0.9  # inches
+_HEIGHT = 7.0  # inches of all rows of maps, unless that leaves less than 0.8 for each
 _SIDE_MARGINS = 1.33  # inches for the axis on the left and the colour bar on the right
 
 
@@ -98,7 +99,7 @@ def head_maps(
         across,
         title=title if options.has_title else "",
         width=options.width or (COLUMN if across == 1 else PAGE * min(1.0, 0.3 + 0.23 * across)),
-        panel_height=min(3.2, max(0.8, 0.13 * layer_count)),
+        panel_height=min(3.2, max(0.8, min(0.13 * layer_count, _HEIGHT / len(panel_rows)))),
         x_label=x_label,
         y_label="layer",
         top_margin=0.18,
