@@ -1,7 +1,7 @@
 """Write the tables of SmolLM2 into docs/smollm2.md: `python docs/make_smollm2.py`.
 
-They come from results/smollm2, -fidelity, -fitted, -bytes, -decode and -decode-open, and results/leaderboard. With
-`--check` the page is only compared with the results.
+They come from results/smollm2, results/smollm2-* and results/leaderboard. With `--check` the page is only compared with
+the results.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ FIDELITY = ROOT / "results" / "smollm2-fidelity"
 FITTED = ROOT / "results" / "smollm2-fitted"
 BYTES = ROOT / "results" / "smollm2-bytes"
 DECODE = ROOT / "results" / "smollm2-decode"
+DECODE_COUNT = ROOT / "results" / "smollm2-decode-count"
 DECODE_OPEN = ROOT / "results" / "smollm2-decode-open"
 PAGE = ROOT / "docs" / "smollm2.md"
 BUDGETS = ("0.1", "0.2", "0.3", "0.5")
@@ -235,8 +236,8 @@ def over_bytes() -> Iterator[str]:
 
 
 def decoded() -> Iterator[str]:
-    """Scores of eviction while answers are generated, by task, and what the papers claim, paired by question."""
-    cells, samples = kvbench.load(DECODE)
+    """Scores of eviction while answers are generated, by task."""
+    cells, _ = kvbench.load(DECODE)
     budgets = sorted(set(cells["budget"]) - {"full"}, key=int)
     tasks = sorted(set(cells["task"]))
     full = {r.task: r for r in cells[cells["policy"] == "full"].itertuples()}
@@ -250,6 +251,24 @@ def decoded() -> Iterator[str]:
     ranges = [f"`{t}` {ranged(r.score, r.score_lo, r.score_hi)}" for t, r in full.items()]
     yield ""
     yield f"The full cache, with {int(cells['samples'].min())} questions for each task: {listed(ranges)}."
+
+
+def counted() -> Iterator[str]:
+    """Scores of counting while entries are evicted, and what the papers claim, paired by question."""
+    cells, samples = kvbench.load(DECODE_COUNT)
+    budgets = sorted(set(cells["budget"]) - {"full"}, key=int)
+    found = {(r.policy, r.budget): r for r in cells.itertuples()}
+    means = cells[cells["policy"] != "full"].groupby("policy")["score"].mean().sort_values(ascending=False)
+    yield f"| policy | {' | '.join(budgets)} |"
+    yield f"| --- |{' --: |' * len(budgets)}"
+    for name in means.index:
+        rows = [found[name, budget] for budget in budgets]
+        points = [ranged(r.score, r.score_lo, r.score_hi) for r in rows]
+        yield f"| `{name.removesuffix(BUFFER)}` | {' | '.join(points)} |"
+    full = found["full", "full"]
+    questions = int(cells["samples"].min())
+    yield ""
+    yield f"The full cache, on the {questions} questions: {ranged(full.score, full.score_lo, full.score_hi)}."
     yield ""
     yield f"| policy | against | {' | '.join(budgets)} |"
     yield f"| --- | --- |{' --: |' * len(budgets)}"
@@ -291,6 +310,7 @@ def blocks() -> dict[str, str]:
         "fidelity": closeness(),
         "bytes": over_bytes(),
         "decode": decoded(),
+        "decode count": counted(),
         "decode open": decoded_texts(),
     }
     return {name: "\n".join(lines) for name, lines in made.items()}
