@@ -14,6 +14,8 @@ from kvbench.engine.kernels.ragged_attention import kernel_fits, reads_in_place
 from kvbench.engine.layer import RaggedLayer
 from kvbench.view.softmax import attention_weights, capped, is_plain, sinks_of
 
+_FEW = 32
+"""Queries per sequence up to which native code is preferred to a CPU's matrix instructions."""
 _BLOCK = 1 << 23
 """Maximum number of float32 attention weights held at once per sequence, if weights are materialised."""
 
@@ -49,7 +51,8 @@ def attend(
     if kernel_fits(layer.key, layer.value) and not needs_gradient:
         readable = layer if reads_in_place(layer.key) and not powers else layer.with_own_rows()
         return _attend_kernel(query, readable, first_column, scale, powers, valid_queries)
-    is_native = is_plain(scale) and native.can_attend(query, layer.key, layer.value)
+    is_fast = query.shape[2] <= _FEW or not native.has_matrix_code(query.dtype)
+    is_native = is_fast and is_plain(scale) and native.can_attend(query, layer.key, layer.value)
     layer = layer.with_own_rows() if powers or not is_native else layer
     assert layer.key is not None and layer.value is not None
     if is_native and set(powers) <= set(native.POWERS):

@@ -417,7 +417,11 @@ def _dense_sequence(layer: Any, sequence_slice: slice, tokens: int) -> Any:
             sequence_layer.key[sequence_slice, :, -tokens:],
             sequence_layer.value[sequence_slice, :, -tokens:],
         )
-        sequence_layer.key, sequence_layer.value = (tensor.contiguous() for tensor in key_value)
+        # A view of the batch would keep all of it: cells that share this sequence outlive the others.
+        sequence_layer.key, sequence_layer.value = (
+            tensor.clone(memory_format=torch.contiguous_format) if layer.batch > 1 else tensor.contiguous()
+            for tensor in key_value
+        )
         sequence_layer.batch, sequence_layer.seen = 1, tokens
     elif isinstance(sequence_layer, DynamicSlidingWindowLayer) and sequence_layer.is_initialized:
         assert sequence_layer.keys is not None and sequence_layer.values is not None

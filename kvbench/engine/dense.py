@@ -66,7 +66,7 @@ def causal_attention(
         Output `[B, H_q, n, d_v]`, and by power what every key receives, float32 `[B, H_q, n]`: by native code only,
         which has the weights at hand.
     """
-    if is_plain(scale) and native.can_attend_causally(query, key, value):
+    if is_plain(scale) and set(powers) <= set(native.POWERS) and native.can_attend_causally(query, key, value):
         return native.causal_attention(query, key, value, scale, powers)
     return dense_attention(query, key, value, None, scale, is_causal=query.shape[2] > 1), {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ class RaggedLayer(CacheLayerMixin):
         self.shared_start: list[int] = []
         self.reserved = 0
         self._addresses: Tensor | None = None
+        self._shared_lengths: list[int] | None = None
         self._bounds: tuple[Tensor, Tensor] | None = None
         self._appended: tuple[Tensor, Tensor | None] = (self.col, None)
         self.pending: tuple[Tensor, Tensor] | None = None
@@ -239,9 +241,11 @@ class RaggedLayer(CacheLayerMixin):
         return any(entries is not None for entries in self.shared)
 
     def _shared_counts(self) -> list[int]:
-        return [
-            0 if entries is None else entries.lengths[head] for entries in self.shared for head in range(self.heads)
-        ]
+        if self._shared_lengths is None:
+            nothing = [0] * self.heads
+            lengths = (nothing if entries is None else entries.lengths for entries in self.shared)
+            self._shared_lengths = [*chain.from_iterable(lengths)]
+        return self._shared_lengths
 
     def entry_counts(self) -> list[int]:
         """Return the entries of every segment: rows and shared ones."""
@@ -383,8 +387,8 @@ class RaggedLayer(CacheLayerMixin):
         self.extras[need][target_rows] = flat_values if is_token is None else flat_values[is_token]
 
     def forget_bounds(self) -> None:
-        """Discard the device copy of start and length, and the addresses, after a change on the CPU."""
-        self._bounds = self._addresses = None
+        """Discard the device copy of start and length, and what is shared, after a change on the CPU."""
+        self._bounds = self._addresses = self._shared_lengths = None
 
     def rows(self) -> Tensor:
         """Return the rows of all live entries, segment by segment, int64 `[entries]`."""

@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -172,12 +172,13 @@ def ragged_attention(
     segment_starts, segment_lengths = segment_starts.contiguous(), segment_lengths.contiguous()
     segments = segment_starts.numel()
     kv_heads, value_dim = segments // batch_size, value.shape[-1]
-    output = torch.empty(batch_size, query_count, query_heads, value_dim, dtype=query.dtype)
+    output = query.new_empty(batch_size, query_count, query_heads, value_dim)
     sums, sums_to = {}, None
     if powers:
         entry_ends = segment_lengths.flatten().cumsum(0)
         first_entries = entry_ends - segment_lengths.flatten()
-        sums = {power: torch.zeros(int(entry_ends[-1]), query_heads // kv_heads) for power in powers}
+        sums_shape = (int(entry_ends[-1]), query_heads // kv_heads)
+        sums = {power: query.new_zeros(sums_shape, dtype=torch.float32) for power in powers}
         counted = None if valid_queries is None else valid_queries.contiguous()
         addresses = (*(sums.get(power) for power in POWERS), first_entries, counted)
         sums_to = (_POINTER * 4)(*(None if tensor is None else tensor.data_ptr() for tensor in addresses))
@@ -248,8 +249,13 @@ def _in_threads(compute: Callable[..., int], parts: Sequence[tuple[int, ...]], t
         for part in parts:
             _check(compute(*part))
         return
-    for failed in _threads(torch.get_num_threads()).map(compute, *zip(*parts, strict=True)):
-        _check(failed)
+    pool = _threads(torch.get_num_threads())
+    futures = [pool.submit(compute, *part) for part in parts]
+    try:
+        for future in futures:
+            _check(future.result())
+    finally:  # an interrupted caller frees what the others still use
+        wait(futures)
 
 
 def can_attend_causally(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -262,14 +268,15 @@ def can_attend_causally(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and key.is_contiguous()
         and value.is_contiguous()
         and can_attend(query, key, value)
-        and not (query.dtype == torch.bfloat16 and _multiplies_bfloat16())
+        and not (torch.is_grad_enabled() and (key.requires_grad or value.requires_grad))
+        and not has_matrix_code(query.dtype)
     )
 
 
 @functools.cache
-def _multiplies_bfloat16() -> bool:
-    """Return whether this CPU has matrix instructions (AMX), which torch uses and `kernels.c` does not."""
-    return "amx_bf16" in _cpu_features()
+def has_matrix_code(dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies matrices by instructions of this CPU (AMX) that `kernels.c` does not use."""
+    return dtype == torch.bfloat16 and "amx_bf16" in _cpu_features()
 
 
 def causal_attention(
@@ -290,17 +297,17 @@ def causal_attention(
     batch_size, query_heads, token_count, head_dim = query.shape
     kv_heads = key.shape[1]
     query = query if query.stride(-1) == 1 else query.contiguous()
-    output = torch.empty(batch_size, token_count, query_heads, head_dim, dtype=query.dtype)
+    output = query.new_empty(batch_size, token_count, query_heads, head_dim)
     block_size = -(-max(_CAUSAL_BLOCK, -(-token_count // _CAUSAL_BLOCKS)) // 4) * 4
     block_starts = range(0, token_count, block_size)
-    columns = torch.arange(token_count, dtype=torch.int32).repeat(kv_heads)
-    first_rows = torch.arange(kv_heads) * token_count
+    columns = torch.arange(token_count, dtype=torch.int32, device=query.device).repeat(kv_heads)
+    first_rows = torch.arange(kv_heads, device=query.device) * token_count
     sums_shape = (len(block_starts), batch_size, kv_heads, token_count, query_heads // kv_heads)
-    sums = {power: torch.zeros(sums_shape) for power in powers}
+    sums = {power: query.new_zeros(sums_shape, dtype=torch.float32) for power in powers}
 
     def compute(sequence: int, block: int, first_head: int, last_head: int) -> int:
         start, stop = block_starts[block], min(block_starts[block] + block_size, token_count)
-        rows = (key[sequence], value[sequence], columns, first_rows, torch.full((kv_heads,), stop))
+        rows = (key[sequence], value[sequence], columns, first_rows, torch.full_like(first_rows, stop))
         sums_to = None
         if sums:
             parts = [sums[power][block, sequence].data_ptr() if power in sums else None for power in POWERS]

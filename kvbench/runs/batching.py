@@ -59,7 +59,8 @@ class Batching:
 
     The number of rows is a step of a ladder, 8, 16, 24, 32, 48 and so on, chosen by what the batch holds. On a CPU the
     bits of a response must not depend on what else is decoded: where matrix products of these sizes disagree
-    (`Steady`), 24 and 48 are left out, and if the others disagree, every batch of a task has the same number of rows.
+    (`Steady`), those between powers of two are left out, then the largest; if even 32 rows disagree with fewer, every
+    batch of a task has the same number of rows.
 
     Args:
         model: The model on its devices.
@@ -140,29 +141,46 @@ class Batching:
             self._limit = cache_count * cache_bytes
             cache_count = self._limit / (own_tokens * self.token_bytes + tokens * self._segments * _INDEX_BYTES)
         row_count = max(1, min(int(cache_count / (1 + queues / 2)), self._most))
-        self.counts, self._queued = _ladder(row_count), _ladder(max(1, row_count // 2))
-        self.asking = self._counts_for(max(widths, default=1))  # groups no larger than needed leave fewer rows vacant
+        self._climb(row_count, widths)
         if self._steady is None:
             return
         steady = self._steady
-        fed_tokens = {batch_rows * width for batch_rows in {*self.counts, *self.asking} for width in widths if width}
-        head_rows = {*self.counts}
-        for width in {*trunk_widths, *branch_widths}:
-            row_counts = self._counts_for(width)
-            fed_tokens |= {batch_rows * width for batch_rows in row_counts}
-            head_rows |= {*row_counts, *(batch_rows * width for batch_rows in row_counts if width in branch_widths)}
-        is_steady = all(steady.at(batch_rows, with_head=True) for batch_rows in head_rows)
-        if not (is_steady and all(map(steady.at, fed_tokens))):
-            row_count = min(row_count, _FIXED)
-            self.counts, self.asking = (row_count,), (max(1, row_count // 2),)
-            self._queued = self.asking
-            return
+        while not self._is_steady(steady, widths, trunk_widths, branch_widths):
+            if len(self.counts) == 1 or self.counts[-2] < _FIXED:
+                row_count = min(row_count, _FIXED)
+                self.counts, self.asking = (row_count,), (max(1, row_count // 2),)
+                self._queued = self.asking
+                return
+            self._climb(self.counts[-2], widths)
         between = [
             batch_rows
             for batch_rows in _between(self.counts)
             if steady.at(batch_rows, with_head=True) and all(steady.at(batch_rows * width) for width in widths)
         ]
         self.counts = tuple(sorted({*self.counts, *between}))
+
+    def _climb(self, row_count: int, widths: Collection[int]) -> None:
+        """Set the ladders of batches of at most `row_count` rows."""
+        self.counts, self._queued = _ladder(row_count), _ladder(max(1, row_count // 2))
+        self.asking = self._counts_for(max(widths, default=1))  # groups no larger than needed leave fewer rows vacant
+
+    def _is_steady(
+        self,
+        steady: Steady,
+        widths: Collection[int],
+        trunk_widths: Collection[int],
+        branch_widths: Collection[int],
+    ) -> bool:
+        """Return whether a row has the same bits at every step of the ladders; see `fit` for the widths."""
+        fed_tokens = {batch_rows * width for batch_rows in {*self.counts, *self.asking} for width in widths if width}
+        head_rows = {*self.counts}
+        for width in {*trunk_widths, *branch_widths}:
+            row_counts = self._counts_for(width)
+            fed_tokens |= {batch_rows * width for batch_rows in row_counts}
+            head_rows |= {*row_counts, *(batch_rows * width for batch_rows in row_counts if width in branch_widths)}
+        return all(steady.at(batch_rows, with_head=True) for batch_rows in head_rows) and all(
+            map(steady.at, fed_tokens)
+        )
 
     def _prefills(self, tokens: int) -> int:
         """Return how many contexts of at most `tokens` tokens to prefill together if memory allows it."""
@@ -215,8 +233,10 @@ class Batching:
         max_rows = self.rows
         if isinstance(self.batch_size, int):
             max_rows = min(max_rows, self.batch_size)
-        if self.cpu or row_count >= max_rows:
-            return row_count < max_rows and (self._limit is None or self._held(waiting_caches) <= self._limit)
+        waiting_caches = list(waiting_caches)
+        is_within = self._limit is None or self._held(waiting_caches) <= self._limit
+        if self.cpu or row_count >= max_rows or not is_within:
+            return row_count < max_rows and is_within
         # Own rows are copied into one batch, so those of waiting caches can take a third of the free memory.
         own_bytes, prefills = 0, dict[int, int]()
         for cache in waiting_caches:

@@ -277,12 +277,26 @@ def test_prompts_that_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not native.can_attend_causally(query.clone().requires_grad_(), key, value)
     other = Prompts(9, dim=48)
     assert not native.can_attend_causally(other.query, other.key, other.value)
+    assert not native.can_attend_causally(query, key.clone().requires_grad_(), value)
+    assert not native.can_attend_causally(query, key, value.clone().requires_grad_())
     short = [x.bfloat16() for x in (query, key, value)]
+    monkeypatch.setattr(native, "has_matrix_code", native.has_matrix_code.__wrapped__)  # not from its cache
     for features, is_native in (("avx512_bf16", True), ("avx512_bf16 amx_bf16", False)):
-        native._multiplies_bfloat16.cache_clear()
         monkeypatch.setattr(native, "_cpu_features", lambda features=features: features)
         assert native.can_attend_causally(*short) is is_native
-    native._multiplies_bfloat16.cache_clear()
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_sums_are_in_float32_whatever_torch_makes_by_default(default: torch.dtype) -> None:
+    case, segments = Prompts(150), CASES[2]
+    expected, expected_sums = case.attend(1, 2), segments.sums((1, 2), None)
+    torch.set_default_dtype(default)
+    try:
+        found, found_sums = case.attend(1, 2), segments.sums((1, 2), None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in ((found, expected), (found_sums, expected_sums)):
+        assert torch.equal(one[0], other[0]) and all(torch.equal(one[1][power], other[1][power]) for power in (1, 2))
 
 
 # --- selection -----------------------------------------------------------------------------------

@@ -60,6 +60,16 @@ def test_rows_in_between_are_left_out_where_bits_depend_on_them(
     assert (plan.counts, plan.asking) == ((8, 16, 32, 48, 64, 96, 128), (8, 16, 32, 64))
 
 
+@pytest.mark.parametrize("unsteady", [128, 128 * 7])
+def test_the_largest_rows_are_left_out_where_bits_depend_on_them(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, unsteady: int
+) -> None:
+    monkeypatch.setattr(Steady, "at", lambda self, rows, with_head=False: rows != unsteady)
+    plan = Batching(tiny_llama, "auto", 10**9)
+    plan.fit(100, [7])
+    assert (plan.counts, plan.asking) == ((8, 16, 24, 32, 48, 64), (8, 16, 32))
+
+
 @pytest.mark.parametrize("unsteady", [16, 8 * 7])
 def test_a_batch_always_has_equally_many_rows_where_bits_depend_on_them(
     tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, unsteady: int
@@ -141,7 +151,10 @@ def test_on_a_gpu_a_prefill_that_cells_share_counts_once(tiny_llama: Any, monkey
 
     assert plan.has_room(1, cells(3, 100, 100)) and not plan.has_room(1, cells(4, 100, 100)), "300 own, 100 shared"
     assert plan.has_room(1, cells(6, 10, 800)) and not plan.has_room(1, cells(7, 10, 800))
-    free[0] = 150
+    plan._limit = 8 * plan.token_bytes
+    monkeypatch.setattr(plan, "_held", lambda caches: len(caches) * plan.token_bytes)
+    assert not plan.has_room(1, iter(cells(9, 1, 1))) and plan.has_room(1, iter(cells(8, 1, 1))), "rows to come"
+    plan._limit, free[0] = None, 150
     assert plan.has_room(1, cells(5, 10, 800)) and not plan.has_room(1, cells(6, 10, 800)), "the prefill is not free"
 
 

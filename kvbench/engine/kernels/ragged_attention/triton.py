@@ -64,7 +64,7 @@ HALF = {
 """For 16-bit K and V, by head dimension, rounded up to a power of 2, at least 64."""
 SINGLE = {
     64: (AttentionTile(16, 32, 4, 3), AttentionTile(32, 32, 4, 3)),
-    128: (AttentionTile(16, 32, 4, 3), AttentionTile(32, 32, 8, 3)),
+    128: (AttentionTile(16, 32, 4, 3), AttentionTile(16, 32, 4, 3)),  # 32x32 spills with shared entries
     256: (AttentionTile(16, 32, 8, 2), AttentionTile(16, 16, 8, 2)),
 }
 """For float32."""
@@ -350,7 +350,7 @@ def ragged_attention(
     size = {"H": heads, "G": group, "D": dim, "DP": _wide(dim)}
     how = {"CAUSAL": n > 1, "PRECISION": _precision(query.dtype.itemsize, size["DP"])}
     rows, segments = n * group, batch * heads
-    tile = _tile(rows, query.dtype.itemsize, size["DP"], shares=shared is not None)
+    tile = _tile(rows, query.dtype.itemsize, size["DP"])
     # With 4 entries a row, partial outputs take half as many bytes as keys of 16 bits.
     split = max(SMALL_SPLIT if interpreting() else SPLIT, 4 * rows)
     splits = max(1, triton.cdiv(longest, split))
@@ -388,11 +388,10 @@ def _wide(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def _tile(rows: int, itemsize: int, wide: int, *, shares: bool = False) -> AttentionTile:
-    """The tile for `n G` rows of queries, which may read shared entries."""
+def _tile(rows: int, itemsize: int, wide: int) -> AttentionTile:
+    """The tile for `n G` rows of queries."""
     few, many = (HALF if itemsize == 2 else SINGLE)[max(wide, 64)]
-    would_spill = shares and itemsize == 4 and wide == 128
-    tile = few if rows <= few.queries or would_spill else many
+    tile = few if rows <= few.queries else many
     return tile._replace(entries=32) if interpreting() else tile
 
 
@@ -412,13 +411,13 @@ def compiled(arch: int) -> Iterator[Compiled]:
     variants = (True, False), (False, False), (False, True)
     for (name, dim), rows, (is_plain, shares) in product(choices, (4, 256), variants):
         itemsize, wide = (2 if name == "bf16" else 4), _wide(dim)
-        tile, precision = _tile(rows, itemsize, wide, shares=shares), _precision(itemsize, wide)
+        tile, precision = _tile(rows, itemsize, wide), _precision(itemsize, wide)
         inputs = segments | dict.fromkeys("QKV", f"*{name}")
         size = {"H": 8, "G": 4, "D": dim, "DP": wide, "PRECISION": precision}
         size |= {"BM": tile.queries, "BN": tile.entries, "CAUSAL": rows > 4}
         size |= {"cap": None} if is_plain else {}
         cores = ("HGMMA|HMMA",) if wide <= 128 or itemsize == 2 else ()
-        shape = f"{name} d{dim} {tile.queries}x{tile.entries} w{tile.warps}"
+        shape = f"{name} d{dim} {tile.queries}x{tile.entries} w{tile.warps}{' causal' if rows > 4 else ''}"
         variant = (name, dim) != ("bf16", 128)
         yield Compiled(
             f"ragged_attention attend {shape}{' shared' if shares else ''}{'' if is_plain else ' sinks cap'}",
