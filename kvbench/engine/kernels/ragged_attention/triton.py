@@ -3,11 +3,12 @@
 A segment is what one sequence holds for one KV head: entries in the prefill that it shares with other
 sequences, by their columns there, and then rows of its own of a packed `[rows, d]`. K and V are read
 where they lie, and once for all query heads of the group: the rows of a tile are the group's heads
-times the new queries. An entry costs the same reads in both places, but for its column, and tiles are
-the same, so that the result does not depend on where entries lie. The segment is cut in splits of `SPLIT` entries, one
-program each (`attend`), whose partial outputs are then added up (`combine`). Where a segment is cut
-depends on nothing but the number of queries, so the result of a sequence does not depend on the
-rest of the batch.
+times the new queries. Tiles are the same wherever entries lie, and so is the result; a shared entry
+costs the read of its column as well.
+
+The segment is cut in splits of `SPLIT` entries, one program each (`attend`), whose partial outputs are
+then added up (`combine`). Where a segment is cut depends on nothing but the number of queries, so the
+result of a sequence does not depend on the rest of the batch.
 
 A second pass over the keys (`receive`) sums up the weights that every entry received, from logits
 made anew and the logarithm of the sum of exponentials that the first pass leaves behind.
