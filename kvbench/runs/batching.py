@@ -233,10 +233,13 @@ class Batching:
         max_rows = self.rows
         if isinstance(self.batch_size, int):
             max_rows = min(max_rows, self.batch_size)
+        if row_count >= max_rows:
+            return False
         waiting_caches = list(waiting_caches)
-        is_within = self._limit is None or self._held(waiting_caches) <= self._limit
-        if self.cpu or row_count >= max_rows or not is_within:
-            return row_count < max_rows and is_within
+        if self._limit is not None and self._held(waiting_caches) > self._limit:
+            return False
+        if self.cpu:
+            return True
         # Own rows are copied into one batch, so those of waiting caches can take a third of the free memory.
         own_bytes, prefills = 0, dict[int, int]()
         for cache in waiting_caches:

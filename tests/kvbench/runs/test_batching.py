@@ -50,24 +50,27 @@ def test_rows_follow_what_is_decoded_where_bits_do_not_depend_on_them(
     assert plan.rows_for(4) == 64, "which does not concern batches that feed fewer tokens"
 
 
-@pytest.mark.parametrize("unsteady", [24, 24 * 7])
-def test_rows_in_between_are_left_out_where_bits_depend_on_them(
-    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, unsteady: int
+@pytest.mark.parametrize(
+    ("left_out", "counts", "asking"),
+    [
+        (24, (8, 16, 32, 48, 64, 96, 128), (8, 16, 32, 64)),
+        (128, (8, 16, 24, 32, 48, 64), (8, 16, 32)),
+    ],
+    ids=["in between", "the largest"],
+)
+@pytest.mark.parametrize("width", [1, 7])
+def test_rows_are_left_out_where_bits_depend_on_them(
+    tiny_llama: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    left_out: int,
+    counts: tuple[int, ...],
+    asking: tuple[int, ...],
+    width: int,
 ) -> None:
-    monkeypatch.setattr(Steady, "at", lambda self, rows, with_head=False: rows != unsteady)
+    monkeypatch.setattr(Steady, "at", lambda self, rows, with_head=False: rows != left_out * width)
     plan = Batching(tiny_llama, "auto", 10**9)
     plan.fit(100, [7])
-    assert (plan.counts, plan.asking) == ((8, 16, 32, 48, 64, 96, 128), (8, 16, 32, 64))
-
-
-@pytest.mark.parametrize("unsteady", [128, 128 * 7])
-def test_the_largest_rows_are_left_out_where_bits_depend_on_them(
-    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, unsteady: int
-) -> None:
-    monkeypatch.setattr(Steady, "at", lambda self, rows, with_head=False: rows != unsteady)
-    plan = Batching(tiny_llama, "auto", 10**9)
-    plan.fit(100, [7])
-    assert (plan.counts, plan.asking) == ((8, 16, 24, 32, 48, 64), (8, 16, 32))
+    assert (plan.counts, plan.asking) == (counts, asking)
 
 
 @pytest.mark.parametrize("unsteady", [16, 8 * 7])
