@@ -24,7 +24,8 @@ from kvbench.budget import Budget
 from kvbench.engine.decode import Batch
 from kvbench.engine.driver import engine
 from kvbench.engine.loading import load_model
-from kvbench.engine.models import decoder_of, model_info
+from kvbench.engine.model_check import measure_model
+from kvbench.engine.models import cache_inputs, decoder_of, model_info
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import UserError
 from kvbench.parts import TopK, Uniform
@@ -206,9 +207,9 @@ class Checks:
         budget = "full" if policy_name == "full" else BUDGET
         with kvbench.attach(self.model, policy_name, budget) as cache:
             arguments = {} if token_mask is None else {"attention_mask": token_mask}
-            logits = [self.model(input_ids=chunks[0], past_key_values=cache, use_cache=True, **arguments).logits]
+            logits = [self.model(input_ids=chunks[0], **cache_inputs(self.model, cache), **arguments).logits]
             kept = cache.kept()
-            logits += [self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits for ids in chunks[1:]]
+            logits += [self.model(input_ids=ids, **cache_inputs(self.model, cache)).logits for ids in chunks[1:]]
         return logits, kept
 
     def oracle(self, kept: Sequence[Tensor | None], chunks: Sequence[Tensor], mask: Tensor | None = None) -> Tensor:
@@ -235,8 +236,17 @@ class Checks:
         return bool(self.stock[1].full_layers)
 
     def prefill(self) -> float:
-        """Compare the logits of the context with the full cache."""
-        return difference(self.full[0], self.stock[0][0])
+        """Compare the logits of the context with the full cache.
+
+        Raises:
+            UserError: kvbench refuses the model, or transformers itself cannot run it, which a run would say, too.
+        """
+        try:
+            expected = self.stock[0][0]
+        except Exception:  # the code of a family can raise anything
+            measure_model(self.model)
+            raise
+        return difference(self.full[0], expected)
 
     def decode(self) -> float:
         """Compare the logits of single steps with the full cache; the oracle must agree with the stock model."""
@@ -335,7 +345,7 @@ class Checks:
         logits, kept = [], []
         with kvbench.attach(self.model, DECODING, DECODING_BUDGET, moment="decode") as attached_cache:
             for ids in self.steps:
-                logits.append(self.model(input_ids=ids, past_key_values=attached_cache, use_cache=True).logits)
+                logits.append(self.model(input_ids=ids, **cache_inputs(self.model, attached_cache)).logits)
                 kept.append(attached_cache.kept())
         cache = StockCache(self.model)
         expected = []

@@ -181,7 +181,8 @@ FAMILIES: tuple[Family, ...] = (
     *_families(
         PLAIN,
         "llama qwen2 qwen3 smollm3 glm glm4 starcoder2 phi3 ernie4_5 hunyuan_v1_dense seed_oss nemotron arcee "
-        "bitnet apertus helium olmo olmo2 gemma internlm3 iquestcoder jais2 nanochat ministral3",
+        "bitnet apertus helium olmo olmo2 gemma internlm3 iquestcoder jais2 nanochat ministral3 "
+        "exaone apertus1p5_text",
     ),
     Family("mistral", PLAIN, {"sliding_window": None}),
     Family("cohere", PLAIN, {"logit_scale": 2.0}),
@@ -191,7 +192,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("granitemoeshared", MOE, {**LOCAL_EXPERTS, "shared_intermediate_size": 32}),
     *_families(MOE, "qwen3_moe olmoe flex_olmo", EXPERTS),
     Family("qwen2_moe", MOE, SHARED_EXPERT),
-    *_families(MOE, "glm4_moe dots1 solar_open", {**ROUTED_EXPERTS, "n_shared_experts": 1}),
+    *_families(MOE, "glm4_moe dots1 solar_open sarvam_moe", {**ROUTED_EXPERTS, "n_shared_experts": 1}),
     Family("hunyuan_v1_moe", MOE, {"num_experts": 4, "moe_topk": 2}),
     Family(
         "ernie4_5_moe",
@@ -330,6 +331,7 @@ FAMILIES: tuple[Family, ...] = (
             "moe_shared_expert_intermediate_size": 32,
         },
     ),
+    Family("lara_mini", HYBRIDS, {**DELTA_NET, **SHARED_EXPERT}),
     Family("zaya", HYBRIDS, {"moe_intermediate_size": 32, "num_experts": 4, "router_hidden_size": 16}),
     Family("minimax", HYBRIDS, {**HYBRID, **LOCAL_EXPERTS, "block_size": 16}),
     Family(
@@ -358,6 +360,7 @@ FAMILIES: tuple[Family, ...] = (
     *_families(LATENTS, "deepseek_v2 deepseek_v3", {**LATENT, **ROUTED_EXPERTS, "first_k_dense_replace": 1}),
     *_families(LATENTS, "glm4_moe_lite axk1", {**LATENT, **ROUTED_EXPERTS}),
     *_families(LATENTS, "minicpm3 youtu", LATENT),
+    Family("sarvam_mla", LATENTS, {**LATENT, **ROUTED_EXPERTS, "q_lora_rank": None}),
     Family(
         "kimi_linear",
         LATENTS,
@@ -558,6 +561,25 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("inkling_text", OTHER, {**ROUTED_EXPERTS}),
     Family("inkling2_text", OTHER, {**ROUTED_EXPERTS}),
+    Family(
+        "inkling2_loop_text",
+        OTHER,
+        {
+            **ROUTED_EXPERTS,
+            "n_layers_per_attn_res_block": 1,
+            "loop_layer_index_start": 1,
+            "loop_layer_index_end": 2,
+            "loop_gate_rank": 8,
+        },
+    ),
+    *(
+        Family(
+            f"dory{suffix}",
+            OTHER,
+            {**SLIDING, "n_input_layers": 1, "n_output_layers": 1, "recurrent_kv_cache_mode": mode},
+        )
+        for suffix, mode in (("", "per_loop"), ("+last_loop", "last_loop"))
+    ),
     Family(
         "qwen4_exp_text",
         OTHER,

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import eager_mask
 
+from kvbench.engine.models import cache_inputs
+
 ORACLE = "masked-float64"
 """The oracle's name among the attention functions of transformers."""
 
@@ -148,7 +150,7 @@ def stock_logits(
                 columns = F.pad(columns, (0, chunk.shape[1]), value=1)
             positions = (columns.cumsum(-1) - 1).clamp(min=0)
             arguments = {"attention_mask": columns, "position_ids": positions[:, -chunk.shape[1] :]}
-        outputs = model(input_ids=chunk, past_key_values=cache, use_cache=True, **arguments)
+        outputs = model(input_ids=chunk, **cache_inputs(model, cache), **arguments)
         chunk_logits.append(outputs.logits)
     return chunk_logits
 

@@ -449,8 +449,9 @@ class Attachment:
         # A forward interrupted by Ctrl-C leaves this state behind, because torch then runs no hooks.
         self._active = None
         del _ACTIVE[self._outer_depth :]
-        cache = keywords.get("past_key_values")
-        if not isinstance(cache, RaggedCache):
+        # The keyword depends on the version of transformers and of the model's code.
+        cache = next((given for given in (*keywords.values(), *arguments) if isinstance(given, RaggedCache)), None)
+        if cache is None:
             return None
         cache.ready()
         image_masks = None

@@ -5,8 +5,6 @@ It serves `kvbench.attach`, prefixes and their cells, head profiles and analyses
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -19,7 +17,7 @@ from kvbench.engine.contract import family_of
 from kvbench.engine.encoding import encoding_once
 from kvbench.engine.evict import after_forward
 from kvbench.engine.layer import RaggedLayer
-from kvbench.engine.models import decoder_of, head_of, rotary_model
+from kvbench.engine.models import cache_inputs, decoder_of, head_of, input_names, rotary_model
 from kvbench.engine.observers import SurprisalObserver, is_built_in, measured, observer_for, sums_all
 from kvbench.engine.showing import ViewBuilder
 from kvbench.engine.vision import mask_inputs, media_positions
@@ -191,7 +189,7 @@ def forward(
     position_shift: Tensor | None = None
     if rotary_model(model) is not None:
         model_inputs["position_ids"], position_shift = _positions(model, cache, token_ids, token_mask, model_inputs)
-    elif cache.valid is not None and token_mask is None and not cache.padded and takes_positions(model):
+    elif cache.valid is not None and token_mask is None and not cache.padded and "position_ids" in input_names(model):
         # As `generate` does: Bamba counts from 0 in every forward without them.
         start, end = cache.valid.shape[1], cache.valid.shape[1] + token_ids.shape[1]
         model_inputs["position_ids"] = torch.arange(start, end, device=token_ids.device)[None]
@@ -204,9 +202,8 @@ def forward(
         logits: Tensor = model(
             input_ids=token_ids,
             attention_mask=None if token_mask is None else token_mask.long(),
-            past_key_values=cache,
-            use_cache=True,
             logits_to_keep=logit_count or 1,
+            **cache_inputs(model, cache),
             **model_inputs,
         ).logits
     if position_shift is not None:
@@ -214,16 +211,6 @@ def forward(
     if listener := model.__dict__.get(_LISTENER):
         listener(token_ids.numel() if token_count is None else token_count)
     return logits[:, -1] if logit_count is None else logits
-
-
-def takes_positions(model: nn.Module) -> bool:
-    """Return whether a model's forward takes positions."""
-    return _has_positions(type(model).forward)
-
-
-@functools.cache
-def _has_positions(forward_function: Callable[..., object]) -> bool:
-    return "position_ids" in inspect.signature(forward_function).parameters
 
 
 def _positions(

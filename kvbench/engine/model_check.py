@@ -26,8 +26,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvbench.budget import Budget
 from kvbench.engine.contract import family_of
-from kvbench.engine.driver import engine, feed_one_by_one, takes_positions
-from kvbench.engine.models import decoder_of, is_attention
+from kvbench.engine.driver import engine, feed_one_by_one
+from kvbench.engine.models import cache_inputs, decoder_of, input_names, is_attention
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import UserError, first_lines, out_of_memory
 from kvbench.files import State, cache_dir, digest_of, file_digests, replacing, state_of
@@ -39,6 +39,8 @@ _ONE_BY_ONE = (_PROMPT, *[1] * _STEPS)
 _CHUNK = (_PROMPT, _STEPS)
 _WHOLE = (_TEXT,)
 """Tokens of each forward, in three ways to run the same text."""
+
+_NOT_RUN = "transformers itself cannot run it"
 
 _LIMIT, _HALF_LIMIT = 1e-3, 5e-2
 """Largest relative error in float32, and with rounded weights or activations.
@@ -225,11 +227,15 @@ def measure_model(model: nn.Module) -> ModelCheck:
     weights = [parameter for parameter in decoder.parameters() if parameter.is_floating_point()]
     is_exact = all(weight.dtype in (torch.float32, torch.float64) for weight in weights) and not _is_quantised(model)
     token_ids = _text(decoder)
-    positions = torch.arange(_TEXT, device=token_ids.device)[None] if takes_positions(decoder) else None
+    positions = torch.arange(_TEXT, device=token_ids.device)[None] if "position_ids" in input_names(decoder) else None
+
+    if model is not decoder:  # what is around the decoder can fail by itself
+        with _explained(model, _NOT_RUN):
+            model(input_ids=token_ids[:, :1], use_cache=False)
 
     def run_stock(widths: Sequence[int]) -> None:
         cache = DynamicCache(config=decoder.config)
-        with _explained(decoder, "transformers itself cannot run it"):
+        with _explained(decoder, _NOT_RUN):
             _run(decoder, token_ids, positions, widths, cache)
 
     attention_records = [_Record(module) for module in decoder.modules() if is_attention(module)]
@@ -295,7 +301,7 @@ def _run(decoder: Any, token_ids: Tensor, positions: Tensor | None, widths: Sequ
     for width in widths:
         columns = slice(column, column := column + width)
         inputs = {} if positions is None else {"position_ids": positions[:, columns]}
-        decoder(input_ids=token_ids[:, columns], past_key_values=cache, use_cache=True, **inputs)
+        decoder(input_ids=token_ids[:, columns], **cache_inputs(decoder, cache), **inputs)
 
 
 @contextmanager

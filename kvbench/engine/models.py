@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable
@@ -66,6 +67,24 @@ def _find_decoder(model: Any) -> nn.Module:
         if holds_all and isinstance(module, PreTrainedModel):
             decoder = module
     return decoder
+
+
+def input_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of what a model's forward takes."""
+    return _parameter_names(type(model).forward)
+
+
+@functools.cache
+def _parameter_names(forward_function: Callable[..., object]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward_function).parameters)
+
+
+def cache_inputs(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """Return the keywords that make a forward read a cache and extend it.
+
+    transformers calls the cache `cache` from 5.24 on, and `past_key_values` before; remote code still says the latter.
+    """
+    return {"cache" if "cache" in input_names(model) else "past_key_values": cache, "use_cache": True}
 
 
 def full_layer_ids(model: nn.Module) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from kvbench.engine.evict import (
 )
 from kvbench.engine.eviction_state import first_budget
 from kvbench.engine.layer import RaggedLayer
-from kvbench.engine.models import decoder_of, model_info, visual_ids
+from kvbench.engine.models import cache_inputs, decoder_of, model_info, visual_ids
 from kvbench.engine.pruning import pruning_of, watching
 from kvbench.engine.replay import ReplayCache, observe_replays
 from kvbench.engine.vision import Pixels
@@ -318,8 +318,8 @@ def kept(
         if pixels:
             forward(model, cache, input_ids, attention_mask, pixels=pixels)
         else:
-            arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
-            decoder_of(model)(input_ids=input_ids, attention_mask=attention_mask, **arguments)
+            decoder = decoder_of(model)
+            decoder(input_ids=input_ids, attention_mask=attention_mask, **cache_inputs(decoder, cache))
         return [None if layer_mask is None else layer_mask.to(input_ids.device) for layer_mask in cache.kept()]
 
 
@@ -365,8 +365,8 @@ def entries_read(
     with _attached(model, parsed_policy, Budget.parse(budget), seed=seed, watch=record_masks) as cache:
         token_ids, token_mask = input_ids, attention_mask
         for _ in range(2):  # the context, then the first token of the answer
-            arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
-            logits = model(input_ids=token_ids, attention_mask=token_mask, logits_to_keep=1, **arguments).logits
+            inputs = cache_inputs(model, cache)
+            logits = model(input_ids=token_ids, attention_mask=token_mask, logits_to_keep=1, **inputs).logits
             token_ids = logits[:, -1:].argmax(-1)
             token_mask = None if token_mask is None else F.pad(token_mask, (0, 1), value=1)
     mask_iterator = iter([layer_masks[layer_index] for layer_index in sorted(layer_masks)])

@@ -69,6 +69,19 @@ def test_full_budget_equals_the_plain_model(family: Any) -> None:
     assert worst(ours, full) < 1e-5 * max(1.0, float(full[0].abs().max()))
 
 
+def test_the_cache_is_found_by_name_and_by_position(llama: Any) -> None:
+    """transformers renamed `past_key_values` to `cache`, and a model's own code may pass it without a name."""
+    ids, _ = batch(1, CONTEXT, [0])
+    expected = kvbench.kept(llama, ids, RAGGED, 0.3, seed=3)
+    for is_named in (True, False):
+        with kvbench.attach(llama, RAGGED, 0.3, seed=3) as cache:
+            if is_named:
+                llama.model(ids, past_key_values=cache, use_cache=True)
+            else:
+                llama.model(ids, None, None, cache, use_cache=True)
+            assert all(torch.equal(a, b) for a, b in zip(cache.kept(), expected, strict=True))
+
+
 def test_one_entry_per_head(llama: Any) -> None:
     ours, theirs, _, cache = run(llama, [0, 5], 1, policy="random")
     assert worst(ours, theirs) < 1e-4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,7 +59,7 @@ def test_eager_attention_is_used_and_equals_sdpa(family: str, monkeypatch: pytes
         if "sink" in name:
             parameter.data.normal_(std=2.0)
     attention_class = next(type(m) for m in model.modules() if type(m).__name__.endswith("Attention"))
-    module_globals: Any = attention_class.forward.__globals__
+    module_globals: Any = inspect.unwrap(attention_class.forward).__globals__
     calls = []
 
     def counted(*arguments: Any, **keywords: Any) -> Any:

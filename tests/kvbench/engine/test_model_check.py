@@ -101,6 +101,17 @@ def test_a_family_that_cannot_run_is_refused_in_one_line(llama: Any, monkeypatch
         measure_model(llama)
 
 
+def test_a_model_whose_own_code_fails_around_its_decoder_is_refused_in_one_line(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any, **keywords: Any) -> Any:
+        raise AttributeError("no image\nhere")
+
+    monkeypatch.setattr(llama.lm_head, "forward", broken)
+    with pytest.raises(UserError, match=r"^llama: transformers itself cannot run it: AttributeError: no image$"):
+        measure_model(llama)
+
+
 @pytest.mark.usefixtures("wrong_scale")
 def test_a_model_that_passed_before_is_not_tested_again(llama: Any) -> None:
     model_check._store(CHECKED, {"limit": 1e-3, "one_by_one": False})
