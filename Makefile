@@ -159,7 +159,7 @@ $(OLDEST)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)
 	grep -vE '^(transformers|tokenizers|huggingface_hub|safetensors)==' constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python $(PIP_INSTALL) -c $(OLDEST)/constraints.txt $(TORCH)
-	$(OLDEST)/bin/python $(PIP_INSTALL) -c $(OLDEST)/constraints.txt 'transformers==5.17.*' -e '.[test]'
+	$(OLDEST)/bin/python $(PIP_INSTALL) -c $(OLDEST)/constraints.txt 'transformers==5.23.*' -e '.[test]'
 	touch $@
 
 # The wheel, installed into an environment of its own and used outside the checkout. It is built from

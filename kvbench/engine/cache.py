@@ -105,10 +105,6 @@ class RaggedCache(Cache):
         """Empty the cache."""
         super().reset()  # type: ignore[no-untyped-call]
         for layer in self.layers:
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                # transformers 5.17 only zeroes these tensors in its own reset.
-                layer.keys = layer.values = None
-                layer.is_initialized, layer.cumulative_length = False, 0
             if isinstance(layer, LinearAttentionLayer):
                 reset_states(layer)
         self.reset_sequences()

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from packaging.version import Version
 from tokenizers import pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -30,9 +29,6 @@ from kvbench.named import is_gguf, model_digest, resolve_model
 
 PACKAGES = ("gguf", "accelerate")
 """Packages that transformers needs to read a GGUF file."""
-
-OLDEST_TRANSFORMERS = "5.23"
-"""5.17 gets BOS, EOS and leading spaces of byte-level tokenizers wrong. Versions in between are untested."""
 
 _CONVERSION = 1
 """Version of the conversion; copies from other versions are ignored."""
@@ -135,11 +131,6 @@ def _copies(model: str, gguf_path: Path) -> Path:
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
         raise UserError(f"model {model}: a GGUF file needs {' and '.join(missing)}; run pip install 'kvbench[gguf]'")
-    if Version(version("transformers")) < Version(OLDEST_TRANSFORMERS):
-        raise UserError(
-            f"model {model}: a GGUF file needs transformers {OLDEST_TRANSFORMERS} or later; run "
-            "pip install --upgrade transformers"
-        )
     software_name = f"v{_CONVERSION}-transformers-{version('transformers')}-gguf-{version('gguf')}"
     return cache_dir() / "gguf" / model_digest(str(gguf_path)) / software_name
 

@@ -152,6 +152,7 @@ def _check_same_grid(grid: Grid, folder: Path, *, extend: bool) -> Grid | None:
     grid_path = folder / GRID
     if not grid_path.exists():
         return None
+    _check_responses(folder)
     if (stored_grid := Grid.from_yaml(grid_path)).digest == grid.digest:
         return stored_grid
     option_names = grid.lacks(stored_grid) if extend else grid.differs(stored_grid)
@@ -164,6 +165,16 @@ def _check_same_grid(grid: Grid, folder: Path, *, extend: bool) -> Grid | None:
         f"{grid.path} holds the results of another grid ({grid_file}), with other {', '.join(option_names)}; "
         f"{extend_hint}choose another --out, or discard them with --fresh"
     )
+
+
+def _check_responses(folder: Path) -> None:
+    """Refuse tables without the responses that they were made from, because a run would replace them."""
+    responses_path = folder / RESPONSES
+    if (not responses_path.exists() or not responses_path.stat().st_size) and rows_of_cells(folder)[0]:
+        raise UserError(
+            f"{folder} has tables but no {RESPONSES} to go on from; put that file back, choose another "
+            "--out, or discard the tables with --fresh"
+        )
 
 
 def _with_held(
@@ -235,6 +246,8 @@ def describe(grid: Grid, notify: Say, *, fresh: bool = False, reporter: Reporter
     _check_writable(grid.path)
     planned = plan(grid, notify, reporter=reporter)
     lines = []
+    if not fresh:
+        _check_responses(folder)
     exists = not fresh and (folder / RESPONSES).exists()
     store = RunStore(folder, fidelity=grid.fidelity) if exists else None
     try:

@@ -8,14 +8,9 @@ from typing import Any
 
 import gguf
 import numpy as np
-import pytest
 import torch
-import transformers
 from numpy.typing import NDArray
-from packaging.version import Version
 from torch import Tensor
-
-from kvbench.engine.gguf import OLDEST_TRANSFORMERS
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -32,12 +27,6 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm",
 }
 CONTROL, NORMAL = 3, 1
-
-readable = pytest.mark.skipif(
-    Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS),
-    reason=f"GGUF files need transformers {OLDEST_TRANSFORMERS}",
-)
-"""For tests that convert a file."""
 
 
 def gguf_name(name: str) -> str:

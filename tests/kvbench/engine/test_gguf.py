@@ -25,9 +25,8 @@ from kvbench.files import cache_dir
 from kvbench.named import model_digest, resolve_model
 from tests.tiny import byte_tokenizer, random_llama
 
-from ..gguf_files import dequantised_q8_0, readable, write_llama
+from ..gguf_files import dequantised_q8_0, write_llama
 
-pytestmark = readable
 CPU = torch.device("cpu")
 TEXT = "The special number is 1234567.\n\n2. the  34 words"
 Write = Callable[..., Path]
@@ -313,12 +312,6 @@ def test_missing_packages_are_named(write: Write, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(conversion.importlib.util, "find_spec", lambda name: None)
     expected = "a GGUF file needs gguf and accelerate; run pip install 'kvbench[gguf]'"
     assert refused(path) == expected
-
-
-def test_an_old_transformers_is_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, version = write(), conversion.version
-    monkeypatch.setattr(conversion, "version", lambda name: "5.17.0" if name == "transformers" else version(name))
-    assert refused(path).startswith("a GGUF file needs transformers 5.23 or later; run pip ")
 
 
 # --- the command ----------------------------------------------------------------------------------

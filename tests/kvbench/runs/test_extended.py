@@ -77,6 +77,21 @@ def test_only_more_of_the_same_extends_a_run(
     assert {path.name: path.read_bytes() for path in grid.path.iterdir() if path.name in held} == (held)
 
 
+@pytest.mark.parametrize("flags", ["", "--dry-run"])
+def test_tables_without_responses_are_not_replaced(
+    flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = small_grid(tmp_path / "run", **SMALL, samples=1)
+    execute(grid)
+    (grid.path / "responses.jsonl").unlink()
+    tables = {path: path.read_bytes() for path in grid.path.glob("*.parquet")}
+    assert call([*extended(grid.path), *flags.split()]) == 2
+    says = capsys.readouterr().err
+    assert "has tables but no responses.jsonl to go on from; put that file back, choose another --out" in says
+    assert {path: path.read_bytes() for path in tables} == tables and len(tables) == 3
+    assert call([*extended(grid.path)[:-1], "--fresh", *flags.split()]) == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
