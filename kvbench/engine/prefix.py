@@ -21,11 +21,11 @@ from kvbench.engine.linear import combine_states
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.engine.observers import observer_for
 from kvbench.engine.pruning import Pruning, watching
-from kvbench.engine.replay import observe_replays
+from kvbench.engine.replay import UNTOLD, observe_replays
 from kvbench.engine.shared import can_share
 from kvbench.engine.showing import PrefixCache
 from kvbench.engine.threads import now
-from kvbench.errors import BudgetError, out_of_memory
+from kvbench.errors import BudgetError, UserError, out_of_memory
 from kvbench.moments import Moment
 from kvbench.plugin import AnswerAttention, Policy, Replay
 from kvbench.view import ModelInfo, Need
@@ -67,7 +67,7 @@ class Prefix:
 
     Args:
         model: The model, inside `engine`.
-        needs: Observations required by the cells' policies.
+        needs: Observations required by the cells' policies. Those of what follows are left to `told`.
         pruning: Visual token pruning, for the only cell of this prefix.
 
     Attributes:
@@ -81,7 +81,7 @@ class Prefix:
         self.model = model
         self.info: ModelInfo = model_info(model)
         self.cache = RaggedCache(decoder_of(model).config)
-        start_observers(self.cache, frozenset(needs), self.info)
+        start_observers(self.cache, frozenset(need for need in needs if not need.informed), self.info)
         self.cache.pruning = pruning
         self.device = next(model.parameters()).device
         self.seconds = 0.0
@@ -169,7 +169,7 @@ class Prefix:
     def told(self, policy: Policy, following: Mapping[str, Tensor]) -> Prefix:
         """Return a copy for a policy that may see what follows; see `RaggedCache.following`.
 
-        It observes what the policy needs. Its informed needs are the only ones that the prefix itself may lack.
+        It observes what the policy needs. Its informed needs are the only ones that the prefix itself lacks.
         """
         informed_prefix = self.fork()
         cache = informed_prefix.cache
@@ -369,6 +369,8 @@ class Prefix:
         """
         if not any(isinstance(need, Replay | AnswerAttention) for need in policy.needs):
             return 0.0
+        if policy.is_informed and not self.cache.following:
+            raise UserError(UNTOLD)
         started = now(self.device)
         if observe_replays(self.model, self.cache, self.info):
             self._replays += now(self.device) - started

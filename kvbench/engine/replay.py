@@ -20,6 +20,9 @@ from kvbench.plugin import AnswerAttention, Replay
 from kvbench.view import ModelInfo
 from kvbench.view.softmax import attention_weights, capped
 
+UNTOLD = "the policy sees question and answer; use it with kvbench run, or give kvbench.kept the following tokens"
+"""Message of a policy that sees what follows the cache, where that is unknown."""
+
 LEAD = 8
 """Number of tokens replayed before a chunk to give the model its context."""
 
@@ -103,9 +106,7 @@ def _answered(model: nn.Module, cache: RaggedCache, need: AnswerAttention) -> di
     if following_ids is None:
         if cache.following:
             raise UserError("the sample has no reference answer; use target=full")
-        raise UserError(
-            "the policy sees question and answer; use it with kvbench run, or give kvbench.kept the following tokens"
-        )
+        raise UserError(UNTOLD)
     _check_text(cache)
     column_count = cache.valid.shape[1]
     received = {

@@ -81,8 +81,8 @@ class _Context:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What these cells need to have observed, except what they see of the answers."""
-        return frozenset(need for cell, _ in self.shared for need in cell.policy.needs if not need.informed)
+        """What these cells need to have observed."""
+        return frozenset(need for cell, _ in self.shared for need in cell.policy.needs)
 
 
 @torch.no_grad()
@@ -161,7 +161,9 @@ class _Contexts:
             self._without_context(context)
             return
         if self.worker.fidelity or any(cell.policy.is_informed for cell, _ in context.wanted):
-            self.full_answers = FullAnswers(self.worker, context.ids, context.media)
+            self.full_answers = FullAnswers(
+                self.worker, self.worker.tokenizer, self.worker.stop, context.ids, context.media
+            )
         self._whole(context, prefilled)
         for cell, cell_prompts in context.wanted:
             if prunes(cell.policy):

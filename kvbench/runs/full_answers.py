@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from kvbench.benchmark import Medium
-from kvbench.engine.decode import BLOCK
+from kvbench.engine.decode import BLOCK, Stop
 from kvbench.engine.fidelity import SHORT_ANSWER, FullAnswer, answer_greedily
 from kvbench.engine.prefix import Prefix
 from kvbench.harness.protocol import Request
 from kvbench.runs.answers import Prompt
 from kvbench.runs.continuations import branch_width
-from kvbench.runs.worker import Worker
+from kvbench.runs.worker import ModelRunner
 
 
 def answer_limit(request: Request, tokenizer: Any) -> int:
@@ -38,13 +38,23 @@ class FullAnswers:
     """The full cache's greedy answers to questions about one context, each generated when it is first needed.
 
     Args:
-        worker: The model.
+        runner: The model.
+        tokenizer: Its tokenizer.
+        stop: Returns the stop condition of the answers to a prompt.
         context_ids: Tokens of the context.
         media: Its images and videos.
     """
 
-    def __init__(self, worker: Worker, context_ids: Sequence[int], media: Sequence[Medium]) -> None:
-        self.worker, self.context_ids, self.media = worker, context_ids, media
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tokenizer: Any,
+        stop: Callable[[Prompt], Stop],
+        context_ids: Sequence[int],
+        media: Sequence[Medium],
+    ) -> None:
+        self.runner, self.tokenizer, self.stop = runner, tokenizer, stop
+        self.context_ids, self.media = context_ids, media
         self._prefilled: tuple[Prefix, Tensor] | None = None
         self._answers: dict[tuple[object, ...], FullAnswer] = {}
 
@@ -54,17 +64,16 @@ class FullAnswers:
 
     def of(self, prompt: Prompt) -> FullAnswer:
         """Return the answer to a prompt about the context."""
-        worker = self.worker
-        limit = answer_limit(prompt.request, worker.tokenizer)
+        limit = answer_limit(prompt.request, self.tokenizer)
         key = (prompt.question_ids, limit, prompt.request.until)
         if key not in self._answers:
             if self._prefilled is None:
-                self._prefilled = worker.prefill(self.context_ids, (), self.media)
+                self._prefilled = self.runner.prefill(self.context_ids, (), self.media)
             prefix, logits = self._prefilled
             prefix = unobserved(prefix)
             if prompt.question_ids:
-                logits = prefix.extend(worker.tensor(prompt.question_ids))
-            self._answers[key] = answer_greedily(prefix, logits, limit, worker.stop(prompt))
+                logits = prefix.extend(self.runner.tensor(prompt.question_ids))
+            self._answers[key] = answer_greedily(prefix, logits, limit, self.stop(prompt))
         return self._answers[key]
 
     def following(self, prompt: Prompt, *, question_fed: bool) -> dict[str, Tensor]:
@@ -74,12 +83,12 @@ class FullAnswers:
             prompt: The prompt.
             question_fed: Whether the question is in the cache already.
         """
-        worker, request = self.worker, prompt.request
+        runner, request = self.runner, prompt.request
         question_ids = () if question_fed else prompt.question_ids
-        following = {"full": worker.tensor([*question_ids, *self.of(prompt).tokens[:-1]])}
+        following = {"full": runner.tensor([*question_ids, *self.of(prompt).tokens[:-1]])}
         if request.target:
-            reference = worker.tokenizer(", ".join(request.target), add_special_tokens=False)["input_ids"]
-            following["reference"] = worker.tensor([*question_ids, *reference])
+            reference = self.tokenizer(", ".join(request.target), add_special_tokens=False)["input_ids"]
+            following["reference"] = runner.tensor([*question_ids, *reference])
         return {target: token_ids.long() for target, token_ids in following.items()}
 
 

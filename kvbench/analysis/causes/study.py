@@ -23,7 +23,7 @@ from kvbench.analysis.causes.swaps import Swap, compare_policies
 from kvbench.analysis.causes.trials import Trial, Trials, Unit, in_units
 from kvbench.analysis.common import analysis_runner, contexts, kept_masks, stages
 from kvbench.engine.cache import RaggedCache
-from kvbench.engine.decode import end_tokens, greedy
+from kvbench.engine.decode import Stop, end_tokens, greedy
 from kvbench.engine.models import full_layer_ids, model_info
 from kvbench.engine.prefix import Prefix
 from kvbench.errors import UserError
@@ -31,6 +31,7 @@ from kvbench.plugin import Policy
 from kvbench.progress import Reporter
 from kvbench.runs.answers import Prompt, stop_of
 from kvbench.runs.cell import Cell
+from kvbench.runs.full_answers import FullAnswers
 from kvbench.runs.grid import Grid
 from kvbench.runs.planning import Job, Stage
 from kvbench.runs.worker import ModelRunner
@@ -204,6 +205,7 @@ class _Examiner:
         self.runner, self.job, self.options, self.result = runner, job, options, result
         self.model_name, self.tokenizer = stage.model, stage.tokenizer
         self.answers = answers
+        self.run_answers: FullAnswers  # about the context that is being examined
         self.opening = common_opening([prompt.context_ids for prompt in job.prompts])
         self.ends = end_tokens(runner.model, stage.tokenizer)
         self.needs = frozenset(need for cell in job.cells for need in cell.policy.needs)
@@ -218,8 +220,11 @@ class _Examiner:
         self.result.unanswered += len(asked) - len(answered)
         if not answered:
             return
-        prefix, _ = self.runner.prefill(answered[0].context_ids, self.needs)
+        context_ids = answered[0].context_ids
+        prefix, logits = self.runner.prefill(context_ids, self.needs)
         _check_maskable(prefix.cache, self.model_name)
+        self.run_answers = FullAnswers(self.runner, self.tokenizer, self._stop, context_ids, ())
+        self.run_answers.share(prefix, logits)
         for prompt in answered:
             self._question(prefix, prompt, full_answers[_key(prompt)])
 
@@ -249,13 +254,11 @@ class _Examiner:
 
     def _full_answer(self, prefix: Prefix, logits: Tensor, prompt: Prompt) -> JudgedAnswer:
         """Answer with the full cache, up to the token after the last reference answer."""
-        request = prompt.request
-        stop = stop_of(request, self.tokenizer, self.ends, None)
-        targets = [target for target in request.target if target]
+        targets = [target for target in prompt.request.target if target]
         ids: list[int] = []
         lengths: list[int] = []  # of the text after each token
         tokens_after = 0
-        for token in greedy(prefix, logits, prompt.limit, stop):
+        for token in greedy(prefix, logits, prompt.limit, self._stop(prompt)):
             ids.append(token)
             text = self._text(ids)
             lengths.append(len(text))
@@ -272,6 +275,9 @@ class _Examiner:
             last = next(index for index, length in enumerate(lengths) if length >= begin + len(target))
             judged |= {index for index in range(first, last + 2) if index < len(ids)}
         return JudgedAnswer(ids, sorted(judged) or list(range(len(ids))), text)
+
+    def _stop(self, prompt: Prompt) -> Stop:
+        return stop_of(prompt.request, self.tokenizer, self.ends, None)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -299,8 +305,12 @@ class _Examiner:
                 self.runner.model, dense, answer.ids[step:-1], answer.ids[step + 1 :], _later(answer.judged, step + 1)
             )
         else:
-            source = extended if cell.moment == "question" else prefix
-            cache = self.runner.compress(source, cell, prompt, len(prompt.question_ids) + len(answer.ids))
+            source = shown = extended if cell.moment == "question" else prefix
+            if cell.policy.is_informed:
+                following = self.run_answers.following(prompt, question_fed=cell.moment == "question")
+                shown = source.told(cell.policy, following)
+            cache = self.runner.compress(shown, cell, prompt, len(prompt.question_ids) + len(answer.ids))
+            source.cache.modified_in_place |= shown.modified_in_place  # they share keys and values
             source.restore()
             if cache is None:
                 return None

@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import kvbench
 from kvbench import cli
 from kvbench.analysis.causes import study, write
 from kvbench.analysis.causes.diagnosis import RIGHT
@@ -19,12 +20,14 @@ from kvbench.analysis.causes.lost import RunAnswers
 from kvbench.analysis.causes.options import CausesOptions
 from kvbench.analysis.causes.page import write_pages
 from kvbench.engine.driver import forward
+from kvbench.engine.loading import load_model
 from kvbench.engine.masks import masked_copies
 from kvbench.errors import UserError
 from kvbench.profiles.files import read
 from kvbench.progress import Silent
 from kvbench.runs.grid import Grid
 from kvbench.runs.runner import execute
+from tests.kvbench.runs.test_fidelity import plain
 
 BASE = {"models": "reference", "tasks": "niah_single_2", "lengths": 160, "samples": 2, "dtype": "float32"}
 
@@ -183,3 +186,23 @@ def test_a_run_without_the_full_cache_is_refused(tmp_path: Path) -> None:
 
 def test_a_judged_index_counts_from_the_first_token_that_the_cache_decides() -> None:
     assert study._later([0, 1, 4], 1) == [0, 3]
+
+
+def test_a_policy_that_sees_the_answer_is_examined_beside_others(tmp_path: Path) -> None:
+    """Its kept entries are those of the run, and it does not disturb another policy with a replay."""
+    values = {**BASE, "policies": ["oracle", "kvzip"], "budgets": "0.1", "moments": "context,question"}
+    execute(Grid.from_dict({**values, "out": str(tmp_path)}))
+    result = examined(tmp_path, CausesOptions(units="layers", against="oracle"))
+    assert result.failed == {}
+    cells = {(sample.cell.policy.name, sample.cell.moment) for sample in result.samples}
+    assert cells == {(name, moment) for name in ("oracle", "kvzip") for moment in ("context", "question")}
+    assert any(sample.swap is not None for sample in result.samples)
+    model = load_model("reference", None, torch.device("cpu"), torch.float32)
+    for sample in result.samples:
+        if sample.cell.policy.name == "oracle":
+            sees_question = sample.cell.moment == "question"
+            seen = sample.prompt.ids if sees_question else sample.prompt.context_ids
+            question = () if sees_question else sample.prompt.question_ids
+            following = torch.tensor([[*question, *plain(model, sample.prompt)[0][:-1]]])
+            kept = kvbench.kept(model, torch.tensor([seen]), "oracle", 0.1, following=following)
+            assert torch.equal(sample.kept, torch.cat([mask for mask in kept if mask is not None]))
