@@ -75,8 +75,23 @@ def gumbel(states: Sequence[int], vocabulary_size: int, device: torch.device) ->
     return -torch.log(-torch.log(uniform))
 
 
-def choose(logits: Tensor, draws: Sequence[Draw | None], steps: Sequence[int]) -> list[int]:
-    """Choose the next token of every row; -1 where the logits are NaN or infinite.
+def most_likely(logits: Tensor) -> Tensor:
+    """Return the index of the largest number of every row, int64: the first of equal ones; NaN is larger than any.
+
+    Args:
+        logits: `[..., V]`.
+    """
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    # numpy's takes a tenth of the time or less.
+    numbers = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    return torch.from_numpy(numbers.detach().numpy().argmax(-1))
+
+
+def choose(
+    logits: Tensor, draws: Sequence[Draw | None], steps: Sequence[int], rows: Sequence[int] | None = None
+) -> list[int]:
+    """Choose the next token of rows; -1 where the logits are NaN or infinite.
 
     Logits of -inf are allowed unless all are: some models mask tokens with them.
 
@@ -84,10 +99,13 @@ def choose(logits: Tensor, draws: Sequence[Draw | None], steps: Sequence[int]) -
         logits: `[N, V]`.
         draws: Sampling of each row; None: greedy.
         steps: Number of tokens generated so far in each row.
+        rows: The rows to choose for, in this order, without copying their logits; None: all.
     """
-    best_tokens = logits.argmax(-1)  # NaN is larger than any number
+    rows = range(len(logits)) if rows is None else rows
+    best_tokens = most_likely(logits)
     is_finite = logits.gather(-1, best_tokens[:, None])[:, 0].isfinite()
-    token_ids: list[int] = best_tokens.where(is_finite, -1).tolist()
+    row_tokens: list[int] = best_tokens.where(is_finite, -1).tolist()
+    token_ids = [row_tokens[row] for row in rows]
     sampling_groups: dict[Sampling, list[int]] = {}
     for row_index, draw in enumerate(draws):
         if draw is not None and token_ids[row_index] >= 0:
@@ -95,7 +113,8 @@ def choose(logits: Tensor, draws: Sequence[Draw | None], steps: Sequence[int]) -
     for sampling, row_indices in sampling_groups.items():
         states = [draw.state(steps[row_index]) for row_index in row_indices if (draw := draws[row_index]) is not None]
         noise = gumbel(states, logits.shape[-1], logits.device)
-        sampled_tokens = (warped(logits[row_indices], sampling).double() + noise).argmax(-1).tolist()
+        row_logits = logits[[rows[row_index] for row_index in row_indices]]
+        sampled_tokens = most_likely(warped(row_logits, sampling).double() + noise).tolist()
         for row_index, token_id in zip(row_indices, sampled_tokens, strict=True):
             token_ids[row_index] = token_id
     return token_ids

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.decode import DecodeRow, Stop
-from kvbench.engine.draw import choose
+from kvbench.engine.draw import choose, most_likely
 from kvbench.engine.measure import log_probabilities
 from kvbench.engine.prefix import Prefix
 
@@ -92,7 +92,7 @@ class FidelityRow(DecodeRow):
         terms = torch.where(probabilities > 0, probabilities * (full_log_probs - log_probs), 0.0)
         self.divergences += terms.sum(-1).clamp(min=0).tolist()
         token_ids = torch.tensor(self.given[first : first + len(log_probs)], device=logits.device)
-        self.agreements += (log_probs.argmax(-1) == token_ids).tolist()
+        self.agreements += (most_likely(log_probs) == token_ids).tolist()
         differences = (full_log_probs - log_probs).gather(1, token_ids[:, None])[:, 0]
         self.nll_differences += differences.tolist()
         super().measure(logits)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import BLOCK, Batch
+from kvbench.engine.draw import most_likely
 from kvbench.engine.driver import forward
 from kvbench.engine.models import decoder_of
 
@@ -65,7 +66,7 @@ class MeasuredText:
             predicting = log_probs[-len(target_ids) :]
             token_ids = torch.tensor(target_ids, device=log_probs.device)
             self.loglikelihood += float(predicting.gather(1, token_ids[:, None]).sum())
-            self.is_greedy &= bool((predicting.argmax(-1) == token_ids).all())
+            self.is_greedy &= bool((most_likely(predicting) == token_ids).all())
 
 
 def log_probabilities(logits: Tensor) -> Tensor:

@@ -170,13 +170,22 @@ class Pool(Generic[_Owner]):
             self.active[slot].logits = logits[question_index : question_index + 1]
             self.active[slot].seconds += seconds / len(slots)
 
-    def _choose(self, slots: Sequence[int], logits: Tensor) -> Iterator[Pooled[_Owner]]:
-        """Choose the next token of rows, `logits` `[rows, vocabulary]`; yield the rows that end."""
+    def _choose(
+        self, slots: Sequence[int], logits: Tensor, rows: Sequence[int] | None = None
+    ) -> Iterator[Pooled[_Owner]]:
+        """Choose the next token of slots; yield the rows that end.
+
+        Args:
+            slots: The slots.
+            logits: `[rows, vocabulary]`.
+            rows: The row of every slot; None: in their order.
+        """
         decode_rows = [self.active[slot].row for slot in slots]
         next_tokens = choose(
             logits,
             [decode_row.draw for decode_row in decode_rows],
             [len(decode_row.tokens) for decode_row in decode_rows],
+            rows,
         )
         for slot, decode_row, token_id in zip(slots, decode_rows, next_tokens, strict=True):
             decode_row.push(token_id)
@@ -199,4 +208,4 @@ class Pool(Generic[_Owner]):
         seconds = (now(self.device) - started) / len(slots)
         for response in self.active.values():
             response.seconds += seconds
-        yield from self._choose(slots, logits[slots])
+        yield from self._choose(slots, logits, slots)

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
 )
 
 from kvbench.decoding import Sampling
-from kvbench.engine.draw import Draw, choose, gumbel, warped
+from kvbench.engine.draw import Draw, choose, gumbel, most_likely, warped
 
 SAMPLINGS = [
     Sampling(0.6, 0.95, 20),
@@ -79,6 +79,23 @@ def test_a_token_depends_on_nothing_but_its_own_row() -> None:
     assert together == alone
     assert together[2] == int(raw[2].argmax())
     assert choose(raw.flip(0), draws[::-1], steps[::-1]) == together[::-1]
+    rows = [4, 1, 0]
+    assert choose(raw, [draws[i] for i in rows], [steps[i] for i in rows], rows) == [together[i] for i in rows]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_the_most_likely_token_is_the_first_of_equal_ones_and_nan_wins(dtype: torch.dtype) -> None:
+    raw = logits(5, 301, ties=True).to(dtype)
+    raw[1] = 0.5
+    raw[2, 7], raw[2, 200] = math.nan, math.inf
+    raw[3] = -math.inf
+    found = most_likely(raw)
+    assert found.dtype == torch.int64 and found.tolist() == [
+        next(i for i, x in enumerate(row) if math.isnan(x) or (x == max(row) and not any(map(math.isnan, row))))
+        for row in raw.tolist()
+    ]
+    assert most_likely(raw[:, None]).shape == (5, 1)
+    assert choose(raw, [None] * 5, [0] * 5)[1:4] == [0, -1, -1]
 
 
 def test_every_part_of_the_key_and_the_step_change_the_noise() -> None:
