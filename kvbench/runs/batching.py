@@ -59,8 +59,8 @@ class Batching:
 
     The number of rows is a step of a ladder, 8, 16, 24, 32, 48 and so on, chosen by what the batch holds. On a CPU the
     bits of a response must not depend on what else is decoded: where matrix products of these sizes disagree
-    (`Steady`), those between powers of two are left out, then the largest; if even 32 rows disagree with fewer, every
-    batch of a task has the same number of rows.
+    (`Steady`), those between powers of two are left out, then the largest. If even 32 rows disagree with fewer, the
+    ladder begins at 16 or 32; if it cannot, every batch of a task has the same number of rows.
 
     Args:
         model: The model on its devices.
@@ -141,45 +141,53 @@ class Batching:
             self._limit = cache_count * cache_bytes
             cache_count = self._limit / (own_tokens * self.token_bytes + tokens * self._segments * _INDEX_BYTES)
         row_count = max(1, min(int(cache_count / (1 + queues / 2)), self._most))
-        self._climb(row_count, widths)
         if self._steady is None:
+            self._climb(row_count, LEAST[0], widths)
             return
         steady = self._steady
-        while not self._is_steady(steady, widths, trunk_widths, branch_widths):
-            if len(self.counts) == 1 or self.counts[-2] < _FIXED:
-                row_count = min(row_count, _FIXED)
-                self.counts, self.asking = (row_count,), (max(1, row_count // 2),)
-                self._queued = self.asking
-                return
-            self._climb(self.counts[-2], widths)
+        for least in LEAST:
+            self._climb(row_count, least, widths)
+            while not (is_steady := self._is_steady(steady, least, widths, trunk_widths, branch_widths)):
+                if len(self.counts) == 1 or self.counts[-2] < _FIXED:
+                    break
+                self._climb(self.counts[-2], least, widths)
+            if is_steady:
+                break
+        else:
+            row_count = min(row_count, _FIXED)
+            self.counts, self.asking = (row_count,), (max(1, row_count // 2),)
+            self._queued = self.asking
+            return
         between = [
             batch_rows
             for batch_rows in _between(self.counts)
-            if steady.at(batch_rows, with_head=True) and all(steady.at(batch_rows * width) for width in widths)
+            if steady.at(batch_rows, least, with_head=True)
+            and all(steady.at(batch_rows * width, least) for width in widths)
         ]
         self.counts = tuple(sorted({*self.counts, *between}))
 
-    def _climb(self, row_count: int, widths: Collection[int]) -> None:
-        """Set the ladders of batches of at most `row_count` rows."""
-        self.counts, self._queued = _ladder(row_count), _ladder(max(1, row_count // 2))
+    def _climb(self, row_count: int, least: int, widths: Collection[int]) -> None:
+        """Set the ladders of batches of at most `row_count` rows, and of `least` if they can have fewer."""
+        self.counts, self._queued = _ladder(row_count, least), _ladder(max(1, row_count // 2), least)
         self.asking = self._counts_for(max(widths, default=1))  # groups no larger than needed leave fewer rows vacant
 
     def _is_steady(
         self,
         steady: Steady,
+        least: int,
         widths: Collection[int],
         trunk_widths: Collection[int],
         branch_widths: Collection[int],
     ) -> bool:
-        """Return whether a row has the same bits at every step of the ladders; see `fit` for the widths."""
+        """Return whether a row has the same bits at every step of the ladders from `least` on; see `fit` for widths."""
         fed_tokens = {batch_rows * width for batch_rows in {*self.counts, *self.asking} for width in widths if width}
         head_rows = {*self.counts}
         for width in {*trunk_widths, *branch_widths}:
             row_counts = self._counts_for(width)
             fed_tokens |= {batch_rows * width for batch_rows in row_counts}
             head_rows |= {*row_counts, *(batch_rows * width for batch_rows in row_counts if width in branch_widths)}
-        return all(steady.at(batch_rows, with_head=True) for batch_rows in head_rows) and all(
-            map(steady.at, fed_tokens)
+        return all(steady.at(batch_rows, least, with_head=True) for batch_rows in head_rows) and all(
+            steady.at(token_count, least) for token_count in fed_tokens
         )
 
     def _prefills(self, tokens: int) -> int:
@@ -265,12 +273,12 @@ class Batching:
         return int((tokens + sum(prefills.values())) * self.token_bytes + indices * self._segments * _INDEX_BYTES)
 
 
-def _ladder(row_count: int) -> tuple[int, ...]:
-    """Return the row counts of a batch of at most `row_count` rows, ascending."""
-    steps = takewhile(lambda step: step < row_count, (LEAST << exponent for exponent in count()))
+def _ladder(row_count: int, least: int) -> tuple[int, ...]:
+    """Return the row counts of a batch of at most `row_count` rows, ascending from `least` if that is fewer."""
+    steps = takewhile(lambda step: step < row_count, (least << exponent for exponent in count()))
     return (*steps, row_count)
 
 
 def _between(row_counts: tuple[int, ...]) -> list[int]:
     """Return row counts in the middle between those of a ladder."""
-    return [(low + high) // 2 for low, high in pairwise(row_counts) if low >= 2 * LEAST]
+    return [(low + high) // 2 for low, high in pairwise(row_counts) if low >= 2 * LEAST[0]]

@@ -27,22 +27,22 @@ def test_it_finds_the_size_from_which_a_layer_rounds_differently(
 ) -> None:
     model = build("llama")
     before = Steady(model)
-    assert before.at(LEAST, with_head=True) and not before.at(LEAST - 1)
+    assert all(before.at(least, least, with_head=True) and not before.at(least - 1, least) for least in LEAST)
     monkeypatch.setattr(nn.Linear, "forward", Halved.forward)
     steady = Steady(model)
-    assert steady.at(LEAST) and steady.at(2 * LEAST)
-    assert not steady.at(104)
+    assert steady.at(8, 8) and steady.at(96, 8) and steady.at(96, 32)
+    assert not steady.at(104, 8) and not steady.at(104, 32)
 
 
 def test_matrices_outside_of_linear_layers_are_not_steady() -> None:
     model = build("llama")
-    assert Steady(model).at(LEAST)
+    assert Steady(model).at(8, 8)
     model.model.layers[0].experts = nn.ParameterList([torch.zeros(2, 3, 4)])
-    assert not Steady(model).at(LEAST)
+    assert not Steady(model).at(8, 8)
 
 
 def test_other_kinds_of_linear_layers_are_not_steady() -> None:
     model = build("llama")
     layer = model.model.layers[0].mlp.down_proj
     model.model.layers[0].mlp.down_proj = Halved(layer.in_features, layer.out_features)
-    assert not Steady(model).at(LEAST)
+    assert not Steady(model).at(8, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,7 @@ def test_rows_are_what_fits_beside_the_caches_that_wait(tiny_llama: Any) -> None
 def test_rows_follow_what_is_decoded_where_bits_do_not_depend_on_them(
     tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Steady, "at", lambda self, rows, with_head=False: True)
+    monkeypatch.setattr(Steady, "at", lambda self, rows, least, with_head=False: True)
     plan = Batching(tiny_llama, 3, 10**9)
     plan.fit(100, [5])
     assert (plan.counts, plan.asking) == ((8, 16, 24, 32, 48, 64, 96, 128), (8, 16, 32, 64))
@@ -67,21 +68,38 @@ def test_rows_are_left_out_where_bits_depend_on_them(
     asking: tuple[int, ...],
     width: int,
 ) -> None:
-    monkeypatch.setattr(Steady, "at", lambda self, rows, with_head=False: rows != left_out * width)
+    monkeypatch.setattr(Steady, "at", lambda self, rows, least, with_head=False: rows != left_out * width)
     plan = Batching(tiny_llama, "auto", 10**9)
     plan.fit(100, [7])
     assert (plan.counts, plan.asking) == (counts, asking)
 
 
-@pytest.mark.parametrize("unsteady", [16, 8 * 7])
-def test_a_batch_always_has_equally_many_rows_where_bits_depend_on_them(
-    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, unsteady: int
+@pytest.mark.parametrize(
+    ("other_bits", "counts", "asking"),
+    [
+        (range(16), (16, 24, 32, 48, 64, 96, 128), (16, 32, 64)),
+        (range(17), (32, 48, 64, 96, 128), (32, 64)),
+        ((*range(16), 128), (16, 24, 32, 48, 64), (16, 32)),
+        (range(33), (32,), (16,)),
+        (range(14 * 7), (32,), (16,)),
+    ],
+    ids=["from 16 rows", "from 32", "from 16, but not 128", "all", "those of questions"],
+)
+def test_more_rows_are_the_least_where_bits_of_few_are_others(
+    tiny_llama: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    other_bits: Collection[int],
+    counts: tuple[int, ...],
+    asking: tuple[int, ...],
 ) -> None:
-    monkeypatch.setattr(Steady, "at", lambda self, rows, with_head=False: rows != unsteady)
+    def at(self: Steady, rows: int, least: int, with_head: bool = False) -> bool:
+        return rows >= least and (rows in other_bits) == (least in other_bits)
+
+    monkeypatch.setattr(Steady, "at", at)
     plan = Batching(tiny_llama, "auto", 10**9)
     plan.fit(100, [7])
-    assert (plan.counts, plan.asking) == ((32,), (16,))
-    assert plan.slots(2) == 32
+    assert (plan.counts, plan.asking) == (counts, asking)
+    assert plan.slots(2) == counts[0]
 
 
 def test_contexts_are_prefilled_together_where_it_is_asked_for_and_fits(tiny_llama: Any) -> None:
