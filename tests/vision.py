@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 KINDS = ("qwen2_vl", "qwen3_vl", "llava")
 WRAPPERS = ("qwen3_5", "mistral3", "internvl", "gemma4")
 """Further kinds."""
-VIDEO_PROCESSORS = ("internvl", "gemma4")
+NEED_TORCHVISION = ("internvl", "gemma4", "mistral3")
 """Kinds whose processors need torchvision."""
 
 SPECIAL = (
@@ -353,7 +353,7 @@ def save(kind: str, folder: Path) -> str:
     """Write a model folder, as a user would have it."""
     model(kind).save_pretrained(folder)
     processor(kind).tokenizer.save_pretrained(folder)
-    if kind in ("llava", "mistral3", *VIDEO_PROCESSORS):
+    if kind in ("llava", *NEED_TORCHVISION):
         processor(kind).save_pretrained(folder)
     else:  # a processor that was made for images only has a class of its own
         processor(kind).image_processor.save_pretrained(folder)

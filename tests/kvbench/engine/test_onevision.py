@@ -44,7 +44,7 @@ def family(request: pytest.FixtureRequest) -> str:
 def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     if not vision.installed("torchvision"):
         pytest.skip("the processors need torchvision")
-    if family in vision.VIDEO_PROCESSORS:
+    if family in vision.NEED_TORCHVISION:
         return vision.save(family, tmp_path_factory.mktemp(family))
     words = vision.tokenizer(vision.LLAVA_TEMPLATE)
     words.add_special_tokens({"additional_special_tokens": ["<video>"]})

@@ -31,10 +31,14 @@ def item(kind: str, color: str, words: str, size: tuple[int, int] = (64, 48)) ->
     return {"input_ids": ids, "supervised": supervised, **pixels}
 
 
+def _skip_without_torchvision(kind: str) -> None:
+    if kind in vision.NEED_TORCHVISION and not vision.installed("torchvision"):
+        pytest.skip(f"the processor of {kind} needs torchvision")
+
+
 @pytest.mark.parametrize("kind", ["qwen2_vl", "llava", *slow_but(vision.WRAPPERS, "gemma4")])
 def test_gates_that_forget_nothing_leave_the_model_with_its_images(kind: str) -> None:
-    if kind in vision.VIDEO_PROCESSORS and not vision.installed("torchvision"):
-        pytest.skip(f"the processor of {kind} needs torchvision")
+    _skip_without_torchvision(kind)
     student = _student(vision.model(kind), bias=60.0)
     batch = collate([item(kind, "red", "what is that")])
     result = student(**batch)
@@ -53,6 +57,7 @@ def test_gates_that_forget_nothing_leave_the_model_with_its_images(kind: str) ->
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "llava", "mistral3"])
 def test_a_padded_batch_equals_its_sequences(kind: str) -> None:
+    _skip_without_torchvision(kind)
     student = _student(vision.model(kind), bias=2.0)
     items = [
         item(kind, "red", "what is that"),
