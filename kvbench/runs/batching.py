@@ -146,12 +146,7 @@ class Batching:
             return
         steady = self._steady
         for least in LEAST:
-            self._climb(row_count, least, widths)
-            while not (is_steady := self._is_steady(steady, least, widths, trunk_widths, branch_widths)):
-                if len(self.counts) == 1 or self.counts[-2] < _FIXED:
-                    break
-                self._climb(self.counts[-2], least, widths)
-            if is_steady:
+            if self._settles(steady, least, row_count, widths, trunk_widths, branch_widths):
                 break
         else:
             row_count = min(row_count, _FIXED)
@@ -170,6 +165,23 @@ class Batching:
         """Set the ladders of batches of at most `row_count` rows, and of `least` if they can have fewer."""
         self.counts, self._queued = _ladder(row_count, least), _ladder(max(1, row_count // 2), least)
         self.asking = self._counts_for(max(widths, default=1))  # groups no larger than needed leave fewer rows vacant
+
+    def _settles(
+        self,
+        steady: Steady,
+        least: int,
+        row_count: int,
+        widths: Collection[int],
+        trunk_widths: Collection[int],
+        branch_widths: Collection[int],
+    ) -> bool:
+        """Set the ladders from `least` on, without the largest steps that disagree; return whether the others agree."""
+        self._climb(row_count, least, widths)
+        while not self._is_steady(steady, least, widths, trunk_widths, branch_widths):
+            if len(self.counts) == 1 or self.counts[-2] < _FIXED:
+                return False
+            self._climb(self.counts[-2], least, widths)
+        return True
 
     def _is_steady(
         self,
