@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvbench.plugin import AnswerAttention, Replay
 from kvbench.view import AttentionMass, ModelInfo, Need, Observer, PerToken, Queries
@@ -21,6 +22,9 @@ _BLOCK = 1 << 22
 
 _CPU_BLOCK = 1 << 18
 """The same limit on a CPU, where a block should fit into a core's cache."""
+
+_WAITING = 16
+"""Maximum number of single queries that wait to be moved to the last ones of their layer."""
 
 
 def observer_for(need: Need, info: ModelInfo) -> Observer:
@@ -53,10 +57,10 @@ def measured(need: PerToken, layer: int, *observed: Tensor, model: ModelInfo) ->
 
 
 class _Last(NamedTuple):
-    """The last queries of a layer.
+    """Queries of a layer, newest last.
 
     Attributes:
-        query: `[B, H_q, w, d]`, zero-padded at the front if a sequence has fewer.
+        query: `[B, H_q, w, d]`.
         seen: Mask of existing queries, bool `[B, w]`.
     """
 
@@ -85,7 +89,7 @@ class QueryObserver(LayerObserver):
 
     def __init__(self, window: int) -> None:
         self.window = window
-        self._held: dict[int, _Last] = {}
+        self._held: dict[int, tuple[_Last, ...]] = {}
 
     @torch.no_grad()
     def update(
@@ -99,41 +103,41 @@ class QueryObserver(LayerObserver):
         scale: float,
     ) -> None:
         """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
-        batch, heads, new_tokens, head_dim = q.shape
-        last_queries = self._held.get(layer)
-        if last_queries is None:
-            no_queries = q.new_zeros(batch, heads, self.window, head_dim)
-            last_queries = _Last(no_queries, valid.new_zeros(batch, self.window))
-        if new_tokens == 1:  # decoding: one query takes the place of the oldest
-            shifted = torch.cat([last_queries.query[:, :, 1:], q], 2)
-            shifted_seen = torch.cat([last_queries.seen[:, 1:], valid[:, -1:]], 1)
-            is_new = valid[:, -1]
-            self._held[layer] = _Last(
-                torch.where(is_new[:, None, None, None], shifted, last_queries.query),
-                torch.where(is_new[:, None], shifted_seen, last_queries.seen),
-            )
-            return
-        # Padding may lie between old and new queries. A stable sort by existence moves the existing queries to the end
-        # and keeps their order.
-        is_query = torch.cat([last_queries.seen, valid[:, valid.shape[1] - new_tokens :]], 1)
-        query_order = is_query.long().argsort(dim=-1, stable=True)[:, -self.window :]
-        is_query = is_query.gather(1, query_order)
-        gather_index = query_order[:, None, :, None].expand(-1, heads, -1, head_dim)
-        old_queries = last_queries.query.gather(2, gather_index.clamp(max=self.window - 1))
-        new_queries = q.gather(2, (gather_index - self.window).clamp(min=0))
-        queries = torch.where(gather_index < self.window, old_queries, new_queries)
-        self._held[layer] = _Last(queries.masked_fill(~is_query[:, None, :, None], 0.0), is_query)
+        new_tokens = q.shape[2]
+        is_query = valid[:, valid.shape[1] - new_tokens :].clone()
+        self._held[layer] = (*self._held.get(layer, ()), _Last(q.detach(), is_query))
+        # Decoding adds one query at a time: they are moved to the end when they are read, not at every step.
+        if new_tokens > 1 or len(self._held[layer]) > _WAITING:
+            self.last(layer)
+
+    @torch.no_grad()
+    def last(self, layer: int) -> _Last:
+        """Return the last `window` queries, zero-padded at the front if a sequence has fewer, and their mask."""
+        parts = self._held[layer]
+        if len(parts) == 1 and parts[0].seen.shape[1] == self.window:
+            return parts[0]
+        query = torch.cat([part.query for part in parts], 2)
+        seen = torch.cat([part.seen for part in parts], 1)
+        missing = max(0, self.window - seen.shape[1])
+        query, seen = pad(query, (0, 0, missing, 0)), pad(seen, (missing, 0))
+        # Padding may lie between queries. A stable sort by existence moves the existing ones to the end and keeps
+        # their order.
+        query_order = seen.long().argsort(dim=-1, stable=True)[:, -self.window :]
+        seen = seen.gather(1, query_order)
+        query = query.gather(2, query_order[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
+        self._held[layer] = (_Last(query.masked_fill(~seen[:, None, :, None], 0.0), seen),)
+        return self._held[layer][0]
 
     def read(self, layer: int) -> Tensor:
         """Return the last queries, `[B, H_q, window, d]`, newest last; missing ones are zero."""
-        return self._held[layer].query
+        return self.last(layer).query
 
     def sequence(self, row: int, tokens: int) -> Self:
         """Return the observer of one sequence; see `kvbench.plugin.Separable`."""
         separated, sequence_slice = copy.copy(self), slice(row, row + 1)
         separated._held = {
-            layer_index: _Last(layer_state.query[sequence_slice], layer_state.seen[sequence_slice])
-            for layer_index, layer_state in self._held.items()
+            layer_index: (_Last(*(state[sequence_slice] for state in self.last(layer_index))),)
+            for layer_index in self._held
         }
         return separated
 
@@ -142,11 +146,7 @@ class QueryObserver(LayerObserver):
         """Join the sequences of several observers in one batch."""
         stacked = cls(parts[0].window)
         for layer in parts[0]._held:
-            layer_states = [observer._held[layer] for observer in parts]
-            stacked._held[layer] = _Last(
-                torch.cat([layer_state.query for layer_state in layer_states]),
-                torch.cat([layer_state.seen for layer_state in layer_states]),
-            )
+            stacked._held[layer] = (_Last(*map(torch.cat, zip(*(part.last(layer) for part in parts), strict=True))),)
         return stacked
 
 
@@ -201,7 +201,7 @@ class MassObserver(_BesideEntries):
             # The window has moved, and the share of the queries that left it is not known separately. Recompute the
             # sum: `observe` rows, which costs less than the chunk's own attention.
             self._queries.update(layer, q, k, v, hidden, valid, scale)
-            last_queries = self._queries._held[layer]
+            last_queries = self._queries.last(layer)
             distances = torch.arange(last_queries.seen.shape[1] - 1, -1, -1, device=q.device)
             query_positions = (valid.sum(-1)[:, None] - 1 - distances).masked_fill(~last_queries.seen, -1)
             self._held[layer] = column_sums(last_queries.query, k, query_positions, key_positions, scale, self.power)

@@ -59,8 +59,9 @@ class Batching:
 
     The number of rows is a step of a ladder, 8, 16, 24, 32, 48 and so on, chosen by what the batch holds. On a CPU the
     bits of a response must not depend on what else is decoded: where matrix products of these sizes disagree
-    (`Steady`), those between powers of two are left out, then the largest. If even 32 rows disagree with fewer, the
-    ladder begins at 16 or 32; if it cannot, every batch of a task has the same number of rows.
+    (`Steady`), those between powers of two are left out, then the largest. A ladder begins at 8 rows, or at 16, 32 or
+    48 where that doubles its largest step; if none agrees, every batch of a task has the same number of rows. Batches
+    that feed no question have a ladder of their own, because products of question tokens have more sizes to agree.
 
     Args:
         model: The model on its devices.
@@ -98,6 +99,7 @@ class Batching:
         self._steady = Steady(model) if self.cpu else None
         self.counts: tuple[int, ...] = (self._most,)
         self.asking: tuple[int, ...] = self.counts
+        self._fed: tuple[int, ...] = self.counts
         self._queued: tuple[int, ...] = self.counts
         self.prefills = 1
 
@@ -117,6 +119,7 @@ class Batching:
         widths: Collection[int],
         trunk_widths: Collection[int] = (),
         branch_widths: Collection[int] = (),
+        given_widths: Collection[int] = (),
         queues: int = 1,
         media_bytes: int = 0,
         own_tokens: int | None = None,
@@ -125,8 +128,9 @@ class Batching:
 
         Args:
             tokens: Tokens of its longest prompt and answer.
-            widths: Numbers of tokens fed to a row at once, other than 1.
+            widths: Numbers of question tokens fed to a row at once.
             trunk_widths, branch_widths: The same for batches of `rows_for`; the tokens of branches all get logits.
+            given_widths: Numbers of tokens of given answers fed to a row at once.
             queues: Number of queues, and of batches of `rows_for` that copy one.
             media_bytes: Bytes kept of media; see `kvbench.engine.vision.remembered_bytes`.
             own_tokens: Tokens of a row that reads the others where they were prefilled; None: rows hold all of them.
@@ -141,18 +145,38 @@ class Batching:
             self._limit = cache_count * cache_bytes
             cache_count = self._limit / (own_tokens * self.token_bytes + tokens * self._segments * _INDEX_BYTES)
         row_count = max(1, min(int(cache_count / (1 + queues / 2)), self._most))
+        self._choose(row_count, given_widths)
+        self._fed = self.counts
+        self._choose(row_count, {*widths, *given_widths}, trunk_widths, branch_widths)
+
+    def _choose(
+        self,
+        row_count: int,
+        widths: Collection[int],
+        trunk_widths: Collection[int] = (),
+        branch_widths: Collection[int] = (),
+    ) -> None:
+        """Choose the ladders of batches of at most `row_count` rows; see `fit` for widths.
+
+        A ladder that begins later is chosen if it has at least twice as many rows.
+        """
         if self._steady is None:
             self._climb(row_count, LEAST[0], widths)
             return
         steady = self._steady
-        for least in LEAST:
-            if self._settles(steady, least, row_count, widths, trunk_widths, branch_widths):
+        least = most = 0
+        for candidate in LEAST:
+            top = self._top(steady, candidate, row_count, widths, trunk_widths, branch_widths)
+            if top >= 2 * most:
+                least, most = candidate, top
+            if 2 * most > row_count:
                 break
-        else:
+        if not most:
             row_count = min(row_count, _FIXED)
             self.counts, self.asking = (row_count,), (max(1, row_count // 2),)
             self._queued = self.asking
             return
+        self._climb(most, least, widths)
         between = [
             batch_rows
             for batch_rows in _between(self.counts)
@@ -166,7 +190,7 @@ class Batching:
         self.counts, self._queued = _ladder(row_count, least), _ladder(max(1, row_count // 2), least)
         self.asking = self._counts_for(max(widths, default=1))  # groups no larger than needed leave fewer rows vacant
 
-    def _settles(
+    def _top(
         self,
         steady: Steady,
         least: int,
@@ -174,14 +198,14 @@ class Batching:
         widths: Collection[int],
         trunk_widths: Collection[int],
         branch_widths: Collection[int],
-    ) -> bool:
-        """Set the ladders from `least` on, without the largest steps that disagree; return whether the others agree."""
+    ) -> int:
+        """Set the ladders from `least` on without the largest steps that disagree; return the top, 0 if all do."""
         self._climb(row_count, least, widths)
         while not self._is_steady(steady, least, widths, trunk_widths, branch_widths):
             if len(self.counts) == 1 or self.counts[-2] < _FIXED:
-                return False
+                return 0
             self._climb(self.counts[-2], least, widths)
-        return True
+        return self.rows
 
     def _is_steady(
         self,
@@ -224,15 +248,15 @@ class Batching:
         self.prefill_batch = 1
         self._most = max(1, self.rows // 2)
         self.counts, self.asking = (self._most,), (max(1, self._most // 2),)
-        self._queued = self.asking
+        self._fed, self._queued = self.counts, self.asking
         for gpu in self._gpus:
             with torch.cuda.device(gpu):
                 torch.cuda.empty_cache()
         return True
 
-    def slots(self, row_count: int) -> int:
-        """Return the batch size for decoding `row_count` responses."""
-        return smallest_count(self.counts, row_count) if self.cpu else row_count
+    def slots(self, row_count: int, question_fed: bool = False) -> int:
+        """Return the batch size for decoding `row_count` responses, whose questions the caches may hold already."""
+        return smallest_count(self._fed if question_fed else self.counts, row_count) if self.cpu else row_count
 
     def _counts_for(self, width: int) -> tuple[int, ...]:
         """Return the row counts of a batch that feeds `width` tokens to caches of the queue, ascending."""
@@ -248,9 +272,9 @@ class Batching:
         """Return the batch size for feeding `width` tokens to `row_count` caches of the queue."""
         return smallest_count(self._counts_for(width), row_count) if self.cpu else row_count
 
-    def has_room(self, row_count: int, waiting_caches: Iterable[RaggedCache]) -> bool:
-        """Return whether a batch of `row_count` can grow, given all caches that wait to be decoded."""
-        max_rows = self.rows
+    def has_room(self, row_count: int, waiting_caches: Iterable[RaggedCache], question_fed: bool = False) -> bool:
+        """Return whether a batch of `row_count` can grow, given all caches that wait to be decoded; see `slots`."""
+        max_rows = self._fed[-1] if question_fed else self.rows
         if isinstance(self.batch_size, int):
             max_rows = min(max_rows, self.batch_size)
         if row_count >= max_rows:

@@ -131,9 +131,10 @@ class _Contexts:
             trunk_widths |= {max(self.width, columns) for columns in branch_widths}
         worker.batching.fit(
             longest_context + self.reserve,
-            [self.width, *([BLOCK] if has_given else [])],
+            [self.width],
             trunk_widths,
             branch_widths,
+            given_widths=[BLOCK] if has_given else [],
             queues=3 if worker.fidelity else 1,
             media_bytes=remembered_bytes(sum(visual_tokens.values())),
             own_tokens=self.reserve,
@@ -437,7 +438,7 @@ class _Contexts:
             return
         waiting = self.queues.setdefault(queue, [])
         waiting.append(PendingAnswer(cell, prompt, row, cache, response, logits))
-        if not self.worker.batching.has_room(len(waiting), self._waiting_caches()):
+        if not self.worker.batching.has_room(len(waiting), self._waiting_caches(), queue.question_fed):
             self._flush(queue)
 
     def _queue(self, cell: Cell, cache: RaggedCache, logits: Tensor | None) -> _Queue:
@@ -523,7 +524,7 @@ class _Contexts:
         """Decode answers in one batch."""
         worker = self.worker
         start_time = now(worker.device)
-        batch, logits = self._prompted(answers, question_fed, worker.batching.slots(len(answers)))
+        batch, logits = self._prompted(answers, question_fed, worker.batching.slots(len(answers), question_fed))
         rows = [answer.row for answer in answers]
         if rows[0].given:
             batch.measure(rows, logits)

@@ -80,10 +80,11 @@ def test_rows_are_left_out_where_bits_depend_on_them(
         (range(16), (16, 24, 32, 48, 64, 96, 128), (16, 32, 64)),
         (range(17), (32, 48, 64, 96, 128), (32, 64)),
         ((*range(16), 128), (16, 24, 32, 48, 64), (16, 32)),
-        (range(33), (32,), (16,)),
+        (range(33), (48, 72, 96, 112, 128), (48, 64)),
+        (range(225, 10**6), (8, 16, 24, 32), (8, 16)),
         (range(14 * 7), (32,), (16,)),
     ],
-    ids=["from 16 rows", "from 32", "from 16, but not 128", "all", "those of questions"],
+    ids=["from 16 rows", "from 32", "from 16, but not 128", "from 48", "up to 32", "those of questions"],
 )
 def test_more_rows_are_the_least_where_bits_of_few_are_others(
     tiny_llama: Any,
@@ -100,6 +101,19 @@ def test_more_rows_are_the_least_where_bits_of_few_are_others(
     plan.fit(100, [7])
     assert (plan.counts, plan.asking) == (counts, asking)
     assert plan.slots(2) == counts[0]
+
+
+def test_batches_that_feed_no_question_have_rows_of_their_own(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Steady, "at", lambda self, rows, least, with_head=False: with_head and (rows > 32) == (least > 32)
+    )
+    plan = Batching(tiny_llama, "auto", 10**9)
+    plan.fit(100, [7])
+    assert (plan.counts, plan.slots(5)) == ((32,), 32)
+    assert [plan.slots(row_count, question_fed=True) for row_count in (5, 49, 128)] == [48, 72, 128]
+    assert plan.has_room(127, [], question_fed=True) and not plan.has_room(127, [])
+    plan.fit(100, [], given_widths=[7])
+    assert plan.slots(5, question_fed=True) == 32, "given answers are fed to such batches"
 
 
 def test_contexts_are_prefilled_together_where_it_is_asked_for_and_fits(tiny_llama: Any) -> None:
