@@ -21,7 +21,7 @@ class LowBeforeQuestion(NamedTuple):
         policies: Policies that rate entries by the last queries and lose most of the score before the question.
         after: Mean score of each of them after the question, if it was run there and scores are in [0, 1].
         better: The policy with the best mean score before the question, if it is above theirs and does not rate by the
-            last queries.
+            last queries. No informed policy.
     """
 
     policies: list[str]
@@ -35,7 +35,7 @@ def low_before_question(results: Results) -> LowBeforeQuestion:
     Only tasks on which the full cache is above chance count, and only differences whose interval does not contain 0.
     """
     cells = results.cells
-    is_counted = (cells["status"] == "ok") & (cells["policy"] != "full")
+    is_counted = (cells["status"] == "ok") & (cells["policy"] != "full") & ~cells["informed"].astype(bool)
     for column in ("is_mean", "higher_is_better", "discriminative"):
         is_counted &= cells[column].astype(bool)
     rows_before = cells[is_counted & (cells["moment"] == "context")]

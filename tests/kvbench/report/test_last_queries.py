@@ -46,6 +46,8 @@ def test_low_policies_are_named_with_what_they_have_after_the_question_and_what_
     assert found.policies == ["criticalkv", "snapkv"]  # random is low too, but does not go by queries
     assert found.after == pytest.approx({"criticalkv": 0.75, "snapkv": 0.8})
     assert found.better == "keydiff"
+    informed = cells.assign(informed=cells["informed"] | (cells["policy"] == "keydiff"))
+    assert low_before_question(prepare(informed)).better is None, "no advice that needs the answer"
 
 
 def test_nothing_is_said_of_policies_that_do_well_or_were_run_after_the_question(frames) -> None:  # type: ignore[no-untyped-def]
