@@ -24,6 +24,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -396,7 +397,7 @@ class Policy:
         part_kinds = ("score", "allocate", "select", "merge", "read")
         return {part_kind: component for part_kind in part_kinds if (component := getattr(self, part_kind)) is not None}
 
-    @property
+    @cached_property
     def needs(self) -> frozenset[Need]:
         """All observations that the parts require from the engine."""
         channel_needs: set[Need] = set() if self.key_channels == 1 else {CHANNEL_QUERIES}

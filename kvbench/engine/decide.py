@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -11,18 +12,25 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.eviction_state import goes_on
-from kvbench.engine.showing import CachedScores, ViewBuilder
+from kvbench.engine.showing import CachedScores, Flags, ViewBuilder
 from kvbench.engine.threads import now
 from kvbench.errors import BudgetError
 from kvbench.parts import apportion
 from kvbench.plugin import (
     AttentionMass,
     Need,
+    Queries,
     Scored,
     Scores,
     View,
 )
-from kvbench.view.shown import checked_scores
+from kvbench.view.shown import LayerNeeded, checked_scores
+
+_TOGETHER = 1 << 19
+"""Maximum number of attention weights of observed queries in the layers that a policy sees at once.
+
+They should fit into a core's cache.
+"""
 
 
 class Decision(NamedTuple):
@@ -48,7 +56,7 @@ class EvictionStep(ViewBuilder):
         super().__post_init__()
         self.total = [head_budget * self.info.layers * self.info.kv_heads for head_budget in self.budget]
         self.by_layer = self.policy.allocate.scope != "model"
-        self._flags: list[tuple[str, Tensor]] = []
+        self._flags: list[Flags] = []
 
     @property
     def at_once(self) -> bool:
@@ -102,30 +110,101 @@ class EvictionStep(ViewBuilder):
 
     def layer(self, view: View) -> Decision:
         """Decide for one layer (scopes `head` and `layer`)."""
-        view, scores = self._prepared(view)
-        layer_budgets = self.shares[:, view.layer].to(view.col.device)
-        head_budgets = self.policy.allocate.allocate([Scored(view, scores)], layer_budgets)
-        decision = self._select(view, scores, head_budgets[:, 0])
+        layer_indices = (view.layer,)
+        (decision,) = self._by_layer(layer_indices, self._prepared(view, layer_indices))
         self.untouched()
         return decision
 
     def model(self, views: list[View]) -> list[Decision]:
         """Decide for all layers together (scope `model`)."""
-        scored = [self._prepared(layer_view) for layer_view in views]
+        return self._by_model([((view.layer,), self._prepared(view, (view.layer,))) for view in views])
+
+    def again(self) -> list[Decision]:
+        """Decide for all layers of a packed cache.
+
+        Layers of one shape are shown together, as far as they are small and no part reads which layer it sees: most
+        of the time goes into calls. How many are small depends on nothing but the sequences of this step, and so do
+        the bits of its decisions.
+        """
+        groups = [group for layer_indices in self._groups() for group in self._scored(layer_indices)]
+        if not self.by_layer:
+            return self._by_model(groups)
+        decisions = [decision for group in groups for decision in self._by_layer(*group)]
+        self.untouched()
+        return decisions
+
+    def _scored(self, layer_indices: list[int]) -> list[tuple[Sequence[int], Scored]]:
+        """Score packed layers together, or one by one if the score reads which layer it sees."""
+        view = self.several(layer_indices)
+        extras = dict(view.extras)
+        try:
+            return [(layer_indices, self._prepared(view, layer_indices))]
+        except LayerNeeded:
+            view.extras = extras
+            return [
+                ([layer_index], self._prepared(view.of_layer(layer_index, own), [layer_index]))
+                for layer_index, own in self._slices(layer_indices)
+            ]
+
+    def _by_layer(self, layer_indices: Sequence[int], scored: Scored) -> list[Decision]:
+        layer_budgets = self.shares[:, layer_indices].t().reshape(-1).to(scored.view.col.device)
+        try:
+            head_budgets = self.policy.allocate.allocate([scored], layer_budgets)[:, 0]
+        except LayerNeeded:
+            singles = self._singles(layer_indices, scored)
+            return [decision for group in singles for decision in self._by_layer(*group)]
+        return self._select(layer_indices, scored, head_budgets)
+
+    def _by_model(self, groups: Sequence[tuple[Sequence[int], Scored]]) -> list[Decision]:
         total_budgets = torch.tensor(self.total, device=self.length.device)
-        head_budgets = self.policy.allocate.allocate(_gathered(scored, total_budgets.device), total_budgets)
-        layer_choices = zip(scored, head_budgets.unbind(1), strict=True)
+        singles = [scored for group in groups for _, scored in self._singles(*group)]
+        head_budgets = self.policy.allocate.allocate(_gathered(singles, total_budgets.device), total_budgets)
         decisions = [
-            self._select(layer_view, layer_scores, layer_budgets.to(layer_view.col.device))
-            for (layer_view, layer_scores), layer_budgets in layer_choices
+            decision
+            for layer_indices, scored in groups
+            for decision in self._select(
+                layer_indices,
+                scored,
+                head_budgets[:, layer_indices].transpose(0, 1).flatten(0, 1).to(scored.view.col.device),
+            )
         ]
         self.untouched()
         return decisions
 
+    def _singles(self, layer_indices: Sequence[int], scored: Scored) -> list[tuple[Sequence[int], Scored]]:
+        """Split views and scores into those of single layers."""
+        if len(layer_indices) == 1:
+            return [(layer_indices, scored)]
+        view, scores = scored
+        return [
+            ([layer_index], Scored(view.of_layer(layer_index, own), Scores(scores.value[own], scores.protect[own])))
+            for layer_index, own in self._slices(layer_indices)
+        ]
+
+    def _slices(self, layer_indices: Sequence[int]) -> Iterator[tuple[int, slice]]:
+        """Yield layers and the places of their sequences in a view of all of them."""
+        count = len(self.budget)
+        for position, layer_index in enumerate(layer_indices):
+            yield layer_index, slice(position * count, (position + 1) * count)
+
+    def _groups(self) -> Iterator[list[int]]:
+        """Group neighbouring layers that can be shown together."""
+        window = max([1, *(need.window for need in self.policy.needs if isinstance(need, Queries))])
+        group: list[int] = []
+        size = 0
+        for layer_index, layer in enumerate(self.cache.ragged):
+            layer_size = len(self.budget) * self.info.kv_heads * self.info.group * layer.longest(self.rows) * window
+            if group and (not layer.is_like(self.cache.ragged[group[0]]) or size + layer_size > _TOGETHER):
+                yield group
+                group, size = [], 0
+            group.append(layer_index)
+            size += layer_size
+        yield group
+
     def keep_everything(self, view: View) -> Decision:
         """Keep everything in one layer; the policy still initialises its per-entry state."""
         if self.policy.score is not None and self.policy.score.extras:
-            self._score(view)
+            self._score(view, (view.layer,))
         self.untouched()
         return Decision(view.valid.expand(len(self.budget), -1, -1), self._extras(view))
 
@@ -142,10 +221,10 @@ class EvictionStep(ViewBuilder):
         """
         if self._flags:
             device = self.length.device
-            flag_values = torch.stack([flag.to(device) for _, flag in self._flags]).tolist()
-            for (message, _), is_wrong in zip(self._flags, flag_values, strict=True):
-                if is_wrong:
-                    raise BudgetError(f"{self.policy}: {message}")
+            messages = [message for flags in self._flags for message in flags.messages]
+            is_wrong = torch.cat([flags.errors.to(device) for flags in self._flags]).tolist()
+            if any(is_wrong):
+                raise BudgetError(f"{self.policy}: {messages[is_wrong.index(True)]}")
         for sequence, entry_count in enumerate(entry_counts):
             if entry_count != self.total[sequence]:
                 raise BudgetError(
@@ -153,27 +232,27 @@ class EvictionStep(ViewBuilder):
                     f"{self.budget[sequence]} per head allows exactly {self.total[sequence]}"
                 )
 
-    def _prepared(self, view: View) -> Scored:
-        """Score one layer; with several budgets, repeat view and scores once per budget."""
-        scores = self._score(view)
+    def _prepared(self, view: View, layer_indices: Sequence[int]) -> Scored:
+        """Score a view of some layers; with several budgets, repeat view and scores once per budget."""
+        scores = self._score(view, layer_indices)
         if self.spread:
             budgets = self.mean.to(view.col.device)
             if view.read_budget:
-                others = self._score(view.for_budgets(budgets[1:]))
+                others = self._score(view.for_budgets(budgets[1:]), layer_indices)
                 scores = Scores(torch.cat([scores.value, others.value]), torch.cat([scores.protect, others.protect]))
             else:
                 scores = Scores(*(x.expand(len(budgets), -1, -1) for x in (scores.value, scores.protect)))
             view = view.for_budgets(budgets)
         return Scored(view, self.policy.select.prepare(view, scores))
 
-    def _score(self, view: View) -> Scores:
+    def _score(self, view: View, layer_indices: Sequence[int]) -> Scores:
         score = self.policy.score
         assert score is not None
         cached = None if self.shared is None else self.shared.scores.get((view.layer, score))
         if cached is not None:
             view.extras = {extra_name: extra.clone() for extra_name, extra in cached.extras.items()}
             self.saved += cached.seconds
-            self._flags.append(cached.flag)
+            self._flags.append(cached.flags)
             return self._shown_scores(_copied(cached.scores))
         started = now(view.col.device)
         try:
@@ -181,15 +260,14 @@ class EvictionStep(ViewBuilder):
         except BudgetError as error:
             raise BudgetError(f"{self.policy}: {error}") from error
         scores = Scores(returned.value.float(), returned.protect)
-        all_finite = (scores.value.isfinite() | ~view.valid).all()
-        flag = (f"a score of layer {view.layer} is not finite", ~all_finite)
-        self._flags.append(flag)
+        flags = _flags("a score of layer {} is not finite", ~scores.value.isfinite() & view.valid, layer_indices)
+        self._flags.append(flags)
         if self.shared is not None and not view.read_budget and len(view.length) == self.cache.batch:
             seconds = now(view.col.device) - started
             self.shared_seconds += seconds
             # A selector may write to its scores, so give it copies.
             extras = {extra_name: extra.clone() for extra_name, extra in view.extras.items()}
-            cached_scores = CachedScores(_copied(scores), extras, seconds, flag)
+            cached_scores = CachedScores(_copied(scores), extras, seconds, flags)
             self.shared.scores[view.layer, score] = cached_scores
         return self._shown_scores(scores)
 
@@ -199,27 +277,56 @@ class EvictionStep(ViewBuilder):
         self._changes.show("protect", scores.protect)
         return scores
 
-    def _select(self, view: View, scores: Scores, head_budgets: Tensor) -> Decision:
-        entry_mask = self.policy.select.select(view, scores, head_budgets)
-        is_wrong = (entry_mask & ~view.valid).any() | (entry_mask.sum(-1) != head_budgets).any()
-        message = f"in layer {view.layer} the selector did not keep exactly each head's budget"
-        self._flags.append((message, is_wrong))
+    def _select(self, layer_indices: Sequence[int], scored: Scored, head_budgets: Tensor) -> list[Decision]:
+        """Select and merge the entries of some layers; return one decision per layer."""
+        view, scores = scored
+        try:
+            entry_mask = self.policy.select.select(view, scores, head_budgets)
+            is_wrong = (entry_mask & ~view.valid).any(-1) | (entry_mask.sum(-1) != head_budgets)
+            message = "in layer {} the selector did not keep exactly each head's budget"
+            self._flags.append(_flags(message, is_wrong, layer_indices))
+            key, value = self._merged(view, entry_mask, layer_indices)
+        except LayerNeeded:
+            places = zip(self._singles(layer_indices, scored), self._slices(layer_indices), strict=True)
+            return [decision for group, (_, own) in places for decision in self._select(*group, head_budgets[own])]
+        extras = self._extras(view)
+        if not self.row_indices:  # a dense layer
+            return [Decision(entry_mask, extras, key, value)]
+        return [
+            Decision(
+                entry_mask[own, :, :width],
+                {name: extra[own, :, :width] for name, extra in extras.items()},
+                None if key is None else key[own, :, :width],
+                None if value is None else value[own, :, :width],
+            )
+            for (_, own), width in zip(self._slices(layer_indices), map(self._width, layer_indices), strict=True)
+        ]
+
+    def _width(self, layer_index: int) -> int:
+        """Return the entries of the longest segment of a packed layer; forget the rows that fill up shorter layers."""
+        width = self.cache.ragged[layer_index].longest(self.rows)
+        self.row_indices[layer_index] = self.row_indices[layer_index][..., :width]
+        return width
+
+    def _merged(
+        self, view: View, entry_mask: Tensor, layer_indices: Sequence[int]
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
         if self.policy.merge is None:
-            return Decision(entry_mask, self._extras(view))
-        layer_states = self.cache.ragged[view.layer].state
-        sequence_states = (
-            layer_states
-            if self.rows is None or not layer_states
-            else [layer_states[sequence_index] for sequence_index in self.rows]
-        )
+            return None, None
+        sequence_states: list[dict[str, Tensor]] = []
+        for layer_index in layer_indices:
+            layer_states = self.cache.ragged[layer_index].state
+            chosen = self.rows is not None and layer_states
+            sequence_states += [layer_states[row] for row in self.rows or ()] if chosen else layer_states
         state_names = sequence_states[0] if sequence_states else ()
         state = {
             state_name: torch.cat([sequence_state[state_name] for sequence_state in sequence_states])
             for state_name in state_names
         }
-        key, value = self.policy.merge.merge(view, entry_mask, state)
-        self.states[view.layer] = state
-        return Decision(entry_mask, self._extras(view), key, value)
+        merged = self.policy.merge.merge(view, entry_mask, state)
+        for layer_index, own in self._slices(layer_indices):
+            self.states[layer_index] = {state_name: tensor[own] for state_name, tensor in state.items()}
+        return merged
 
     def state_of(self, layer_index: int) -> list[dict[str, Tensor]]:
         """Return the merger state of a layer, one item per sequence of this step."""
@@ -229,6 +336,12 @@ class EvictionStep(ViewBuilder):
             {state_name: tensor[sequence_index : sequence_index + 1] for state_name, tensor in state.items()}
             for sequence_index in sequence_indices
         ]
+
+
+def _flags(message: str, is_wrong: Tensor, layer_indices: Sequence[int]) -> Flags:
+    """Return the flags of some layers, where `is_wrong` is bool `[layers * B, ...]`."""
+    errors = is_wrong.reshape(len(layer_indices), -1).any(-1)
+    return Flags([message.format(layer_index) for layer_index in layer_indices], errors)
 
 
 def _copied(scores: Scores) -> Scores:

@@ -305,14 +305,7 @@ def _by_merger_state(cache: RaggedCache, sequence_indices: Sequence[int]) -> lis
 
 def _evict_groups(eviction_steps: Sequence[EvictionStep], cache: RaggedCache) -> None:
     """Run the eviction steps of disjoint groups of sequences in one packing per layer."""
-    step_decisions: list[list[Decision]] = []
-    for eviction_step in eviction_steps:
-        views = [eviction_step.view(layer, layer_index) for layer_index, layer in enumerate(cache.ragged)]
-        step_decisions.append(
-            [eviction_step.layer(layer_view) for layer_view in views]
-            if eviction_step.by_layer
-            else eviction_step.model(views)
-        )
+    step_decisions = [eviction_step.again() for eviction_step in eviction_steps]
     evicted_rows = [sequence_index for eviction_step in eviction_steps for sequence_index in eviction_step.rows or ()]
     for layer_index, layer in enumerate(cache.ragged):
         _, layer_mask = layer.padded_rows()
@@ -320,7 +313,7 @@ def _evict_groups(eviction_steps: Sequence[EvictionStep], cache: RaggedCache) ->
         for eviction_step, decisions in zip(eviction_steps, step_decisions, strict=True):
             assert eviction_step.rows is not None
             decision, merger_states = decisions[layer_index], eviction_step.state_of(layer_index)
-            row_indices, _ = layer.padded_rows(eviction_step.rows)
+            row_indices = eviction_step.row_indices[layer_index]
             kept_rows = row_indices[decision.keep]
             for extra_name, extra in decision.extras.items():
                 if isinstance(extra_name, str):  # the layer already holds ongoing observations

@@ -145,7 +145,7 @@ class RaggedLayer(CacheLayerMixin):
         entry_mask: Tensor,
         columns: Tensor,
         extras: Mapping[str | Need, Tensor],
-        reserve: int | None = None,
+        reserve: int | list[int] | None = None,
     ) -> None:
         """Keep only the chosen entries and free everything else.
 
@@ -155,7 +155,7 @@ class RaggedLayer(CacheLayerMixin):
             entry_mask: Entries to keep, bool `[B, H, n]`.
             columns: Logical columns, `[B, H, n]` or `[1, H, n]`, ascending along the last axis.
             extras: Per-entry state, `[B, H, n, ...]` each.
-            reserve: Free rows behind every segment; None derives it from the number of kept entries.
+            reserve: Free rows behind every segment or each; None derives it from the number of kept entries.
         """
         self.batch, self.heads, column_count = entry_mask.shape
         flat_mask = entry_mask.reshape(-1, column_count)
@@ -324,7 +324,10 @@ class RaggedLayer(CacheLayerMixin):
             entry_mask = torch.where(is_evicted, entry_mask, live_mask)
         extras = {extra_name: extra[row_indices] for extra_name, extra in self.extras.items()}
         key, value, coded_counts = self.key, self.value, self.coded
-        self.pack(key[row_indices], value[row_indices], entry_mask, self.col[row_indices], extras)
+        kept_counts = entry_mask.flatten(0, 1).sum(-1).tolist()
+        # As many free rows as before, because as many entries will follow.
+        reserve = [max(8, room - kept) for room, kept in zip(self.room, kept_counts, strict=True)]
+        self.pack(key[row_indices], value[row_indices], entry_mask, self.col[row_indices], extras, reserve)
         if self.coding is not None and sequence_indices is not None:  # re-encode only the evicted sequences
             other_sequences = [
                 sequence_index for sequence_index in range(self.batch) if sequence_index not in sequence_indices
@@ -398,27 +401,42 @@ class RaggedLayer(CacheLayerMixin):
     def _own_rows(self) -> Tensor:
         return runs(self.start, self.length, self.col.device)
 
-    def padded_rows(self, sequence_indices: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    def is_like(self, other: RaggedLayer) -> bool:
+        """Return whether the entries of two packed layers can be joined in one tensor."""
+        return (self.device, self.dtype, self.heads, self.dim, self.value_dim, self.scale, [*self.extras]) == (
+            *(other.device, other.dtype, other.heads, other.dim, other.value_dim, other.scale),
+            [*other.extras],
+        )
+
+    def longest(self, sequence_indices: Sequence[int] | None = None) -> int:
+        """Return the entries of the longest segment of some sequences; None: of all."""
+        if sequence_indices is None:
+            return max(self.length)
+        return max(
+            max(self.length[sequence_index * self.heads : (sequence_index + 1) * self.heads])
+            for sequence_index in sequence_indices
+        )
+
+    def padded_rows(
+        self, sequence_indices: Sequence[int] | None = None, width: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the rows of the live entries as a padded tensor.
 
         Args:
             sequence_indices: Sequences to return; None: all.
+            width: Length of the last axis, `n`; None: that of the longest segment of these sequences.
 
         Returns:
-            Row indices int64 `[B, H, n]` (padded with valid rows) and the mask of live entries, bool `[B, H, n]`; `n`
-            is the longest segment of these sequences.
+            Row indices int64 `[B, H, n]` (padded with valid rows) and the mask of live entries, bool `[B, H, n]`.
         """
         self.materialise()
         segment_starts, segment_lengths = self.bounds()
-        longest = max(self.length)
         if sequence_indices is not None:
             selected = torch.tensor(sequence_indices, device=self.col.device)
             segment_starts, segment_lengths = segment_starts[selected], segment_lengths[selected]
-            longest = max(
-                max(self.length[sequence_index * self.heads : (sequence_index + 1) * self.heads])
-                for sequence_index in sequence_indices
-            )
-        offsets = torch.arange(longest, device=self.col.device)
+        if width is None:
+            width = self.longest(sequence_indices)
+        offsets = torch.arange(width, device=self.col.device)
         live_mask = offsets < segment_lengths
         row_indices = segment_starts + torch.where(live_mask, offsets, 0)
         return row_indices.clamp(max=max(len(self.col) - 1, 0)), live_mask

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -39,6 +39,7 @@ class ViewBuilder:
         length: Tokens of every sequence, int64 `[B]`; one per budget.
         mean: `budget` as a tensor, int64 `[B]`.
         spread: Whether there are several budgets for the only sequence.
+        row_indices: Rows of the viewed entries of packed layers, int64 `[B, H, n]`, by layer.
     """
 
     policy: Policy
@@ -55,6 +56,7 @@ class ViewBuilder:
     shared_seconds: float = 0.0
 
     def __post_init__(self) -> None:
+        self.row_indices: dict[int, Tensor] = {}
         self._index = None
         if self.rows is not None:
             self._index = torch.tensor(self.rows, device=self.seeds.device)
@@ -97,69 +99,126 @@ class ViewBuilder:
             Exception: An observer that the policy needs has failed.
         """
         assert layer.key is not None and layer.value is not None and self.cache.valid is not None
-        score = self.policy.score
-        extras: dict[str, Tensor] = {}
         if layer.packed:
-            row_indices, entry_mask = layer.padded_rows(self.rows)
-            key, value = layer.read(row_indices, self.rows)
-            entry_columns = layer.col[row_indices].long()
-            extras = {
-                extra_name: extra[row_indices]
-                for extra_name, extra in layer.extras.items()
-                if isinstance(extra_name, str)
-            }
-        else:
-            row_indices = None
-            dense_key, dense_value, token_mask = layer.key, layer.value, self.cache.valid
-            key = self._fixed("key", lambda: self._own(dense_key), layer_index)
-            value = self._fixed("value", lambda: self._own(dense_value), layer_index)
-            device, entry_shape = key.device, key.shape[:3]
-            entry_columns = self._fixed(
-                "col",
-                lambda: torch.arange(entry_shape[2], device=device).expand(entry_shape),
-                device,
-                entry_shape,
-            )
-            entry_mask = self._fixed(
-                "valid",
-                lambda: self._own(token_mask).to(device)[:, None].expand(entry_shape),
-                device,
-                entry_shape,
-            )
-            for field_name, dtype in ({} if score is None else score.extras).items():
-                extras[field_name] = torch.zeros(key.shape[:3], dtype=dtype, device=key.device)
+            return self.several([layer_index])
+        extras: dict[str, Tensor] = {}
+        dense_key, dense_value, token_mask = layer.key, layer.value, self.cache.valid
+        key = self._fixed("key", lambda: self._own(dense_key), layer_index)
+        value = self._fixed("value", lambda: self._own(dense_value), layer_index)
+        device, entry_shape = key.device, key.shape[:3]
+        entry_columns = self._fixed(
+            "col",
+            lambda: torch.arange(entry_shape[2], device=device).expand(entry_shape),
+            device,
+            entry_shape,
+        )
+        entry_mask = self._fixed(
+            "valid",
+            lambda: self._own(token_mask).to(device)[:, None].expand(entry_shape),
+            device,
+            entry_shape,
+        )
+        score = self.policy.score
+        for field_name, dtype in ({} if score is None else score.extras).items():
+            extras[field_name] = torch.zeros(key.shape[:3], dtype=dtype, device=key.device)
         observations: dict[Need, Tensor] = {}
         for need in self.policy.needs:
-            observation = self._observed(need, layer, layer_index, entry_columns, row_indices)
+            observation = self._observed(need, layer, layer_index, entry_columns, None)
             if observation is not None:
                 observations[need] = observation
-        entry_key = (entry_columns.device, entry_columns.shape)
-        make_field = (lambda field_name, make_tensor: make_tensor()) if layer.packed else partial(self._each, entry_key)
-        view = View(
-            layer=layer_index,
-            moment=self.moment,
-            length=self.length[: len(key)].to(key.device),
-            col=entry_columns,
-            position=make_field("position", lambda: self.cache.positions(entry_columns, self._index)),
-            valid=entry_mask,
-            key=key,
-            value=value,
-            obs=observations,
-            extras=extras,
-            model=self._shown_model,
-            scale=layer.scale,
-            seed=self._own(self.seeds).to(key.device),
-            budget=self.mean[: len(key)].to(key.device),
-            turns_ago=make_field("turns_ago", lambda: self._turns_ago(entry_columns)),
-            visual=make_field("visual", lambda: self._marked(self.cache.visual, entry_columns)),
-            pruned=make_field("pruned", lambda: self._marked(self.cache.pruned, entry_columns)),
-            final=self.final,
-            coming=self.coming,
-            asked=0 if layer.packed else self.cache.asked,
-            share=None if layer.packed or self.shared is None else partial(self._once, layer_index),
+        make_field = partial(self._each, (entry_columns.device, entry_columns.shape))
+        return self._shown(
+            View(
+                layer=layer_index,
+                moment=self.moment,
+                length=self.length[: len(key)].to(key.device),
+                col=entry_columns,
+                position=make_field("position", lambda: self.cache.positions(entry_columns, self._index)),
+                valid=entry_mask,
+                key=key,
+                value=value,
+                obs=observations,
+                extras=extras,
+                model=self._shown_model,
+                scale=layer.scale,
+                seed=self._own(self.seeds).to(key.device),
+                budget=self.mean[: len(key)].to(key.device),
+                turns_ago=make_field("turns_ago", lambda: self._turns_ago(entry_columns)),
+                visual=make_field("visual", lambda: self._marked(self.cache.visual, entry_columns)),
+                pruned=make_field("pruned", lambda: self._marked(self.cache.pruned, entry_columns)),
+                final=self.final,
+                coming=self.coming,
+                asked=self.cache.asked,
+                share=None if self.shared is None else partial(self._once, layer_index),
+            )
         )
+
+    def several(self, layer_indices: Sequence[int]) -> View:
+        """Return one view of several packed layers of equal shapes; its sequences are those of one layer after another.
+
+        Raises:
+            Exception: An observer that the policy needs has failed.
+        """
+        layers = [self.cache.ragged[layer_index] for layer_index in layer_indices]
+        width = max(layer.longest(self.rows) for layer in layers)
+        padded = [layer.padded_rows(self.rows, width) for layer in layers]
+        self.row_indices |= {index: rows for index, (rows, _) in zip(layer_indices, padded, strict=True)}
+        layer_rows = [(layer, rows) for layer, (rows, _) in zip(layers, padded, strict=True)]
+        keys, values = zip(*(layer.read(rows, self.rows) for layer, rows in layer_rows), strict=True)
+        key, value = joined(keys), joined(values)
+        layer_columns = [layer.col[rows].long() for layer, rows in layer_rows]
+        entry_columns = joined(layer_columns)
+        count = len(layers)
+        own_columns = entry_columns  # [B, L * H, n]
+        if count > 1:
+            own_columns = entry_columns.unflatten(0, (count, -1)).transpose(0, 1).flatten(1, 2)
+
+        def by_layer(entries: Tensor) -> Tensor:
+            return entries if count == 1 else entries.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
+
+        observations: dict[Need, Tensor] = {}
+        for need in self.policy.needs:
+            parts = [
+                self._observed(need, layer, layer_index, columns, rows)
+                for layer_index, columns, (layer, rows) in zip(layer_indices, layer_columns, layer_rows, strict=True)
+            ]
+            found = [part for part in parts if part is not None]
+            if found:
+                observations[need] = joined(found)
+        own = (self.length, self._own(self.seeds), self.mean)
+        length, seed, budget = (joined([tensor.to(key.device)] * count) for tensor in own)
+        return self._shown(
+            View(
+                layer=layer_indices[0] if count == 1 else None,
+                moment=self.moment,
+                length=length,
+                col=entry_columns,
+                position=by_layer(self.cache.positions(own_columns, self._index)),
+                valid=joined([live for _, live in padded]),
+                key=key,
+                value=value,
+                obs=observations,
+                extras={
+                    name: joined([layer.extras[name][rows] for layer, rows in layer_rows])
+                    for name in layers[0].extras
+                    if isinstance(name, str)
+                },
+                model=self._shown_model,
+                scale=layers[0].scale,
+                seed=seed,
+                budget=budget,
+                turns_ago=by_layer(self._turns_ago(own_columns)),
+                visual=by_layer(self._marked(self.cache.visual, own_columns)),
+                pruned=by_layer(self._marked(self.cache.pruned, own_columns)),
+                final=self.final,
+                coming=self.coming,
+            )
+        )
+
+    def _shown(self, view: View) -> View:
+        """Record the tensors of a view, which the policy must not modify; the ledger watches those of a prefill."""
         for field_label, tensor in view.tensors():
-            if self.shared is None or field_label in _PER_POLICY:  # the ledger watches the others
+            if self.shared is None or field_label in _PER_POLICY:
                 self._changes.show(field_label, tensor)
         return view
 
@@ -244,16 +303,25 @@ def _noted(read_weight: Callable[[int], Tensor], changes: Changes, layer_index: 
     return weight_copy
 
 
-class CachedScores(NamedTuple):
-    """Scores of one layer that later cells can copy, and their computation time in seconds.
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Join the tensors of several layers, one layer after another."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
-    `flag` holds an error message and whether the error occurred.
-    """
+
+class Flags(NamedTuple):
+    """Whether an error has occurred in each of some layers, bool `[layers]`, and its message for each of them."""
+
+    messages: list[str]
+    errors: Tensor
+
+
+class CachedScores(NamedTuple):
+    """Scores of one layer that later cells can copy, their computation time in seconds, and whether they are wrong."""
 
     scores: Scores
     extras: dict[str, Tensor]
     seconds: float
-    flag: tuple[str, Tensor]
+    flags: Flags
 
 
 @dataclass

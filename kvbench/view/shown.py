@@ -17,13 +17,17 @@ from kvbench.view.needs import ModelInfo, Need, Queries
 from kvbench.view.softmax import attention_weights, capped
 
 
+class LayerNeeded(Exception):
+    """A part of a policy has asked which layer it sees while it sees several at once."""
+
+
 class View:
     """One layer at one moment, for the sequences of one policy.
 
-    Entries are in column order, so the last valid one is the newest.
+    Entries are in column order, so the last valid one is the newest. At a later eviction step, the sequences can be
+    those of several layers, one layer after the other, as long as no part reads `layer`.
 
     Attributes:
-        layer: Index among the full-attention layers, `0 <= layer < model.layers`.
         moment: When the cache is compressed.
         length: Tokens processed per sequence, without padding, int64 `[B]`.
         col: Logical column of every entry, int64 `[B, H, n]` (padding counts; see `position`).
@@ -52,7 +56,7 @@ class View:
     def __init__(
         self,
         *,
-        layer: int,
+        layer: int | None,
         moment: Moment,
         length: Tensor,
         col: Tensor,
@@ -74,7 +78,7 @@ class View:
         asked: int = 0,
         share: Callable[[Hashable, Callable[[], Tensor]], Tensor] | None = None,
     ) -> None:
-        self.layer = layer
+        self._layer = layer
         self.moment: Moment = moment
         self.length = length
         self.col = col
@@ -97,6 +101,17 @@ class View:
         self.asked = asked
         self._share = share
         self._alone: View | None = None
+
+    @property
+    def layer(self) -> int:
+        """Index among the full-attention layers, `0 <= layer < model.layers`.
+
+        Raises:
+            LayerNeeded: This view has several layers. kvbench catches it and shows them one by one.
+        """
+        if self._layer is None:
+            raise LayerNeeded
+        return self._layer
 
     def once(self, name: Hashable, make: Callable[[View], Tensor]) -> Tensor:
         """Compute a tensor once for all cells of a prefill; it must not be modified in place.
@@ -129,6 +144,16 @@ class View:
         }
         budget_view._budget, budget_view.read_budget, budget_view._alone = budget, False, self
         return budget_view
+
+    def of_layer(self, layer: int, sequences: slice) -> View:
+        """Return a view of one layer, which has these sequences of this view."""
+        layer_view = copy.copy(self)
+        for field_name in _BY_SEQUENCE:
+            setattr(layer_view, field_name, getattr(self, field_name)[sequences])
+        layer_view.obs = {need: tensor[sequences] for need, tensor in self.obs.items()}
+        layer_view.extras = {name: tensor[sequences] for name, tensor in self.extras.items()}
+        layer_view._budget, layer_view._layer = self._budget[sequences], layer
+        return layer_view
 
     def tensors(self) -> list[tuple[object, Tensor]]:
         """Return the tensors that must not be modified in place, by name or need: all but `extras`."""

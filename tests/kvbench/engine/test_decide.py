@@ -1,0 +1,97 @@
+"""Later eviction steps show several layers to a policy at once, and decide as if it saw them one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvbench
+from kvbench.engine import decide
+from kvbench.errors import BudgetError
+from kvbench.parts import FunctionScore, TopK, Uniform
+from kvbench.plugin import Policy, View
+
+from .conftest import batch, step
+
+SPECS = (
+    "h2o",
+    "streaming_llm",
+    "snapkv:window=4",
+    "rkv:window=4",
+    "adakv:window=4",
+    "pyramidkv:window=4",
+    "cake:window=4",
+    "d2o",
+    "cam",
+    "roco",
+    "scissorhands:window=2",
+    "random",
+    "snapkv:window=4:bits=4:group_size=4:residual=2",
+    "h2o:allocate=global",
+)
+
+
+@torch.no_grad()
+def decoded(model: Any, policy: Any, padding: list[int], budget: int = 7) -> tuple[list[Any], list[Tensor]]:
+    """What is kept after every step of decoding, and the logits."""
+    kept, logits = [], []
+    ids, mask = batch(len(padding), 33, padding)
+    with kvbench.attach(model, policy, budget, moment="decode") as cache:
+        logits.append(step(model, cache, ids[:, :23], mask, 0))
+        for column in range(23, 33):
+            logits.append(step(model, cache, ids[:, column : column + 1], mask, column))
+            kept.append(cache.kept())
+    return kept, logits
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("padding", [[0], [0, 4, 14]], ids=["alone", "padded"])
+def test_layers_together_are_decided_as_alone(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, spec: str, padding: list[int]
+) -> None:
+    together, logits = decoded(llama, f"{spec}:buffer=3", padding)
+    monkeypatch.setattr(decide, "_TOGETHER", 0)
+    alone, other_logits = decoded(llama, f"{spec}:buffer=3", padding)
+    assert str(together) == str(alone)
+    for ours, theirs in zip(logits, other_logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def spied(calls: list[tuple[int, bool]], *, asks: bool) -> Policy:
+    def score(v: View) -> Tensor:
+        value = v.key.float().square().sum(-1)
+        calls.append((len(v.key), asks))
+        return value + v.layer if asks else value
+
+    return Policy("spied", FunctionScore.of(score), Uniform(), TopK(), buffer=0)
+
+
+def test_a_score_sees_all_layers_in_one_call_unless_it_asks_which_one(llama: Any) -> None:
+    calls: list[tuple[int, bool]] = []
+    decoded(llama, spied(calls, asks=False), [0])
+    assert [size for size, _ in calls] == [1, 1, 1, *[3] * 10], "the prefill layer by layer, then 3 layers a step"
+    calls.clear()
+    decoded(llama, spied(calls, asks=True), [0])
+    assert [size for size, _ in calls] == [1, 1, 1, *[3, 1, 1, 1] * 10]
+
+
+def test_small_caches_only_are_shown_together(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, bool]] = []
+    monkeypatch.setattr(decide, "_TOGETHER", 2 * 8 * llama.config.num_attention_heads)
+    decoded(llama, spied(calls, asks=False), [0])
+    assert [size for size, _ in calls[3:5]] == [2, 1]
+
+
+def test_a_wrong_layer_is_named_though_it_was_shown_with_others(llama: Any) -> None:
+    def score(v: View) -> Tensor:
+        value = v.key.float().square().sum(-1)
+        if len(value) == 3:
+            value[1, 0, 0] = torch.nan
+        return value
+
+    policy = Policy("wrong", FunctionScore.of(score), Uniform(), TopK(), buffer=0)
+    with pytest.raises(BudgetError, match="a score of layer 1 is not finite"):
+        decoded(llama, policy, [0])
