@@ -410,10 +410,9 @@ def _interval(
         return bounded_interval(cluster_means, cluster_sizes, signed=signed)
     if len(cluster_sizes) == 1:
         return -math.inf, math.inf
-    if not is_bounded and len(cluster_sizes) <= len(T) + 1:
-        # Wilson's interval needs bounded scores, and a bootstrap of few contexts is too narrow.
+    if not is_bounded and few_contexts(len(cluster_sizes)):
         mean_score = float(cluster_totals.sum() / cluster_sizes.sum())
-        half_width = T[len(cluster_sizes) - 2] * clustered_se(cluster_totals, cluster_sizes)
+        half_width = student_half_width(cluster_totals, cluster_sizes)
         return mean_score - half_width, mean_score + half_width
     # Drawn sums are divided by drawn sizes, because contexts may differ in their number of scores.
     drawn_means = resampled(
@@ -425,6 +424,20 @@ def _interval(
     tail_probability = tail(len(cluster_sizes)) if signed or not is_bounded else 0.025
     lower_bound, upper_bound = np.quantile(drawn_means, [tail_probability, 1 - tail_probability])
     return float(lower_bound), float(upper_bound)
+
+
+def few_contexts(context_count: int) -> bool:
+    """Return whether a bootstrap of so many contexts is too narrow for a score without bounds."""
+    return context_count <= len(T) + 1
+
+
+def student_half_width(cluster_totals: Floats, cluster_sizes: Floats) -> float:
+    """Return half the width of Student's 95% interval of a mean over all scores, from at least two contexts.
+
+    Args:
+        cluster_totals, cluster_sizes: As for `clustered_se`.
+    """
+    return student_quantile(len(cluster_sizes) - 1) * clustered_se(cluster_totals, cluster_sizes)
 
 
 def clustered_se(cluster_totals: Floats, cluster_sizes: Floats) -> float:

@@ -14,7 +14,17 @@ import pandas as pd
 
 from kvbench.report.sorted_samples import Samples
 from kvbench.runs.schema import CELL_COLUMNS, UNBOUNDED
-from kvbench.stats import DRAWS, Difference, Floats, bounded_interval, few_vary, resampled, tail
+from kvbench.stats import (
+    DRAWS,
+    Difference,
+    Floats,
+    bounded_interval,
+    few_contexts,
+    few_vary,
+    resampled,
+    student_half_width,
+    tail,
+)
 
 SETTING = ["model", "model_revision", "group", "length", "seed"]
 CONFIG = ["policy", "budget", "moment"]
@@ -81,7 +91,8 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
     if not has_several_tasks:  # a single task is not a mean, so it is always included
         mean_tasks = sorted(is_informative.index)
     ok_cells = ok_cells[ok_cells["task"].isin(mean_tasks)]
-    unit_by_task = ok_cells.groupby("task")["score"].agg(lambda task_scores: bool(task_scores.between(0, 1).all()))
+    is_unit = ok_cells["score"].between(0, 1) & ~ok_cells["metric"].isin(UNBOUNDED)
+    unit_by_task = is_unit.groupby(ok_cells["task"]).all()
     if not mean_tasks or ok_cells["higher_is_better"].nunique() != 1 or unit_by_task.nunique() != 1:
         return []
     configs = list(group_cells[CONFIG].drop_duplicates().itertuples(index=False, name=None))
@@ -206,8 +217,8 @@ class _Strata:
 
     The uncertainty has two parts. Tasks in which many contexts vary add their resampled means, and quantiles are taken
     of the sum. Tasks in which few vary have no useful resamples: they add the squared distances from their mean to the
-    ends of `bounded_interval`, below and above. `interval` combines the two parts by square-and-add, as they are
-    independent.
+    ends of `bounded_interval` or, without bounds, of Student's interval. `interval` combines the two parts by
+    square-and-add, as they are independent.
     """
 
     def __init__(self, column_count: int, draw_count: int) -> None:
@@ -259,6 +270,13 @@ class _Strata:
                 mean_draws[:, column_index] = task_mean[column_index]
             elif len(context_means) == 1:  # a single context with an unbounded score has no interval
                 self.below[column_index] = self.above[column_index] = np.inf
+            elif not is_bounded and few_contexts(len(context_means)):
+                half_width = student_half_width(
+                    context_totals[is_nonempty, column_index], context_sizes[is_nonempty, column_index]
+                )
+                self.below[column_index] += half_width**2
+                self.above[column_index] += half_width**2
+                mean_draws[:, column_index] = task_mean[column_index]
             elif signed or not is_bounded:
                 self.tail[column_index] = tail(len(context_means))
         self.count += 1

@@ -24,6 +24,7 @@ from kvbench.report.frames import (
 )
 from kvbench.report.front import HELD, READ, MemoryMetric, front
 from kvbench.report.overall import CONFIG
+from kvbench.runs.schema import FIDELITY
 from kvbench.tables.numbers import NumberFormat, score_kind
 from kvbench.tables.table import Column, Compared, Interval, Name, Phrase, TableCell
 
@@ -187,6 +188,13 @@ class Panel:
             lambda score_row: None if score_row["policy"] == "full" else _interval(score_row, "diff"),
             failed,
         )
+
+    def distances(self, frame: pd.DataFrame) -> list[Filled]:
+        """Return the column of the KL divergence from the full cache; none if it was not measured or is the score."""
+        if frame["metric"].isin(FIDELITY).any() or not frame["kl"].notna().any():
+            return []
+        distance_column = Column("KL, nats", NumberFormat.NUMBER)
+        return [self.column(distance_column, frame, lambda row: None if row["policy"] == "full" else row["kl"], None)]
 
     def compared(self, frame: pd.DataFrame, column_title: Phrase) -> Filled:
         """Return one column of scores with their paired differences from full."""

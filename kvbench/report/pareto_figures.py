@@ -369,12 +369,13 @@ def _has_log_scores(cell_rows: pd.DataFrame) -> bool:
 def _score_limits(cell_rows: pd.DataFrame, unit_scaled: bool, log_scores: bool) -> tuple[float, float]:
     """Return limits of the score axis that include every interval, at least 10 points apart.
 
-    On a logarithmic axis they include every score above 0 and the intervals' upper ends.
+    On a logarithmic axis they include every compressed cache's score and the intervals' upper ends: the full cache's
+    distance from itself is a rounding error, many decades below.
     """
     score_values = cell_rows[["score", "score_lo", "score_hi"]].to_numpy(dtype=np.float64)
     score_values = score_values[np.isfinite(score_values)] * (100.0 if unit_scaled else 1.0)
     if log_scores:
-        lowest = float(cell_rows["score"][cell_rows["score"] > 0].min())
+        lowest = float(_compressed(cell_rows)["score"].min())
         margin = (float(score_values.max()) / lowest) ** 0.05
         return lowest / margin, float(score_values.max()) * margin
     lower_limit, upper_limit = float(score_values.min()), float(score_values.max())

@@ -88,6 +88,7 @@ def _panel_tables(panel: Panel, results: Results) -> Iterator[tuple[str, Table]]
             *panel.allocated(),
             score_column,
             panel.gaps(task_cells),
+            *panel.distances(task_cells),
         ]
         yield f"scores-{slug(task_name)}", beside(panel.metric_title(task_name), table_columns)
     elif len(overall):
@@ -99,6 +100,7 @@ def _panel_tables(panel: Panel, results: Results) -> Iterator[tuple[str, Table]]
             panel.held_bytes(),
             panel.scores(overall, "mean", bounds=True, failed="incomplete"),
             panel.gaps(overall),
+            *panel.distances(overall),
             *panel.optimal(),
         ]
         mean_label = mean_of(int(overall["tasks"].max())).capitalize()

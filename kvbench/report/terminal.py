@@ -59,6 +59,7 @@ def _fitted(panel: Panel, console: Console, options: ConsoleOptions) -> Iterator
         *panel.allocated(),
         lead_column,
         panel.gaps(panel.overall),
+        *panel.distances(panel.overall),
     ]
     task_columns = [
         panel.scores(panel.of_task(task_name), panel.task_title(task_name)) for task_name in panel.tasks

@@ -20,12 +20,13 @@ from kvbench.runs.worker import ModelRunner
 def answer_limit(request: Request, tokenizer: Any) -> int:
     """Return the maximum number of tokens of the full cache's answer to a request.
 
-    It is the request's own limit, but at most `SHORT_ANSWER` if all reference answers are that short.
+    It is the request's own limit, but at most `SHORT_ANSWER` if the reference answers are that short together: a task
+    can ask for all of them.
     """
     limit = request.max_new_tokens
     if limit > SHORT_ANSWER and request.target:
         lengths = [len(tokenizer(target, add_special_tokens=False)["input_ids"]) for target in request.target]
-        limit = min(limit, SHORT_ANSWER) if max(lengths) <= SHORT_ANSWER else limit
+        limit = SHORT_ANSWER if sum(lengths) <= SHORT_ANSWER else limit
     return limit
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvbench.report.overall import group_means
-from kvbench.stats import few_vary, resampled
+from kvbench.stats import few_vary, resampled, summary
 
 from .conftest import unaveraged
 
@@ -131,3 +131,31 @@ def test_a_score_that_is_no_mean_is_in_no_mean_and_keeps_its_interval_alone(run_
         assert (row["diff"], row["diff_lo"], row["diff_hi"], row["full_score"]) == (2, 1, 4, 3)
     cells, samples = unaveraged(unaveraged(both, "vt"), "cwe")
     assert not len(group_means(cells, samples)), "no task is left"
+
+
+def as_kl(frames, scales):
+    """A run whose scores are distances, of another size in every task."""
+    cells, samples = (frame.copy() for frame in frames)
+    for frame in (cells, samples):
+        frame["score"] = (1 - frame["score"]) * frame["task"].map(scales)
+    return cells.assign(metric="kl", higher_is_better=False, discriminative=True), samples
+
+
+def test_few_contexts_without_bounds_get_students_interval(run_frames):
+    frames = run_frames(["snapkv"], ("0.2",), ["vt", "cwe"], samples=9, full_level=0.5)
+    cells, samples = as_kl(frames, {"vt": 3.0, "cwe": 9.0})
+    squares = []
+    for task in ("vt", "cwe"):
+        values = samples[(samples["task"] == task) & (samples["policy"] == "snapkv")]
+        alone = summary(values["score"].tolist(), values["context_id"].tolist(), has_bounds=False)
+        one = row_of(group_means(cells[cells["task"] == task], samples), "snapkv", "0.2")
+        assert (one["score_lo"], one["score_hi"]) == pytest.approx((alone.lo, alone.hi))
+        assert alone.hi > alone.mean
+        squares.append((alone.hi - alone.mean) ** 2)
+    both = row_of(group_means(cells, samples), "snapkv", "0.2")
+    assert both["score_hi"] - both["score"] == pytest.approx(np.sqrt(sum(squares)) / 2)
+
+
+def test_distances_below_one_are_no_scores_in_points(run_frames):
+    frames = run_frames(["snapkv"], ("0.2",), ["vt", "cwe"], samples=20)
+    assert len(group_means(*as_kl(frames, {"vt": 0.5, "cwe": 9.0})))

@@ -282,7 +282,7 @@ def test_distances_of_several_magnitudes_get_a_logarithmic_axis_that_says_so(dra
     cells, samples = run_frames(["random", "snapkv", "h2o"], ("0.2", "0.5"), ["vt"])
     is_full = cells["policy"] == "full"
     for farthest, scale, label in ((2.0, "log", "kl (lower is better, log scale)"), (0.1, "linear", "kl (lower is")):
-        distances = np.where(is_full, 0.0, np.geomspace(farthest, 0.02, len(cells)))
+        distances = np.where(is_full, 1e-13, np.geomspace(farthest, 0.02, len(cells)))
         ends = {"score": distances, "score_lo": -distances, "score_hi": 2 * distances}
         far = cells.assign(higher_is_better=False, metric="kl", **ends)
         draw_fronts(prepare(far, samples), tmp_path)
@@ -290,7 +290,7 @@ def test_distances_of_several_magnitudes_get_a_logarithmic_axis_that_says_so(dra
         low, high = figure.axes[0].get_ylim()
         assert figure.axes[0].get_yscale() == scale and high > 2 * distances.max()
         assert any(label in text.get_text() for text in figure.texts)
-        assert low < distances[~is_full].min() and (low > 0) == (scale == "log")
+        assert low < distances[~is_full].min() and (low > 0.01) == (scale == "log")
 
 
 def test_error_bars_never_cover_each_other(run_frames):

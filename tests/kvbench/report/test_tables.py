@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from kvbench.report import render
 from kvbench.report.panel import MOST_TASKS
+from kvbench.report.terminal import run_table
 
 
 def written(folder: Path) -> dict[str, str]:
@@ -63,3 +65,17 @@ def test_tables_with_codes_show_allocated_bytes_beside_live_ones(run_frames: Any
     assert float(few["KV allocated"]) == pytest.approx(1.3 * float(few["KV held"]))
     render(*run_frames(["snapkv"], ("0.2",), samples=10), tmp_path / "whole")
     assert "KV allocated" not in written(tmp_path / "whole")["mean-ruler.csv"]
+
+
+def test_distances_stand_beside_scores_where_they_were_measured(run_frames: Any):
+    cells, samples = run_frames(["snapkv"], ("0.2",), ["vt"])
+    measured = cells.assign(kl=[1e-13 if policy == "full" else 0.25 for policy in cells["policy"]])
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(run_table(measured, samples))
+    full, policy = [line for line in capture.get().splitlines() if "│ full" in line or "│ snapkv" in line]
+    assert "KL, nats" in capture.get() and "0.2500" in policy and "e-13" not in full
+    with console.capture() as capture:
+        console.print(run_table(measured.assign(metric="kl", score=0.25), samples))
+        console.print(run_table(cells, samples))
+    assert "KL, nats" not in capture.get(), "it is the score itself, or was not measured"

@@ -226,6 +226,7 @@ def test_short_references_make_the_answer_short() -> None:
     assert answer_limit(one, Tokenizer()) == 64
     assert answer_limit(replace(one, target=("1 2 3",)), Tokenizer()) == 24
     assert answer_limit(replace(one, target=("1 2 3", "1 " * 25)), Tokenizer()) == 64
+    assert answer_limit(replace(one, target=("1 2 3",) * 9), Tokenizer()) == 64, "a list of short items is long"
     assert answer_limit(replace(one, max_new_tokens=9, target=("1",)), Tokenizer()) == 9
 
 
