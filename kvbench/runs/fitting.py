@@ -10,6 +10,7 @@ from kvbench.errors import UserError
 from kvbench.harness.protocol import LoadedTask
 from kvbench.runs.grid import Grid
 from kvbench.runs.prompts import Prompts
+from kvbench.view import AnswerAttention
 
 
 def check_moments(
@@ -102,6 +103,8 @@ def unfit_policies(grid: Grid, task_name: str, prompts: Prompts, depth: int) -> 
             )
         elif policy.is_informed and prompts.only_measured:
             problems[str(policy)] = "it sees the answer, but the task measures texts instead"
+        elif AnswerAttention("reference") in policy.needs and not prompts.has_targets:
+            problems[str(policy)] = "a sample has no reference answer for it to see; use target=full"
         if not prunes(policy):
             continue
         if not prompts.shows:

@@ -58,12 +58,13 @@ class Prompts(Sequence[Prompt]):
         limit: Maximum number of tokens after a prompt.
         only_measured: Whether texts are measured after every prompt, and no answer is generated.
         first_answered: Index of the first request that asks for an answer; 0 if all are measured.
+        has_targets: Whether every request has a reference answer.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.shows, self.dialogues, self.rolls, self.parted = False, True, False, True
         self.longest = self.limit = self.first_answered = 0
-        self.only_measured = True
+        self.only_measured = self.has_targets = True
         self._requests = requests
         self._ids: Spool[tuple[bytes, ...]] = Spool()
         self._context_lengths, self._question_lengths = array("Q"), array("Q")  # of each request
@@ -82,6 +83,7 @@ class Prompts(Sequence[Prompt]):
         self._question_lengths.append(len(prompt.question_ids))
         self.shows |= bool(prompt.media)
         self.dialogues &= bool(prompt.request.dialogue)
+        self.has_targets &= bool(prompt.request.target)
         self.rolls |= prompt.request.rolling
         self.parted &= bool(prompt.context_ids and prompt.question_ids)
         self.longest = max(self.longest, context_length + len(prompt.question_ids))

@@ -53,6 +53,11 @@ def test_moments_and_names_are_checked_before_anything_runs(tmp_path: Path) -> N
     for moment in ("decode", "chunked:16"):
         with pytest.raises(UserError, match="oracle cannot run on niah_single_1: it sees question and answer"):
             execute(small_grid(tmp_path, policy="oracle", task="niah_single_1", moment=moment))
+    own = tmp_path / "texts.jsonl"
+    own.write_text('{"context": "the grass is green .", "question": "what is green ?"}\n')
+    spec = "oracle:target=reference"
+    with pytest.raises(UserError, match="a sample has no reference answer for it to see; use target=full"):
+        execute(small_grid(tmp_path, policy=spec, task=str(own), fidelity=True))
     every = {policy.name for policy in Grid.from_dict({"policy": "all", "task": "vt"}).built_policies}
     assert "oracle" not in every
     assert "snapkv" in every
