@@ -18,6 +18,9 @@ from kvbench.progress import Late, Reporter
 from kvbench.runs.answers import Prompt
 from kvbench.runs.generation import Truncation
 
+_MOST_UNKNOWN = 0.1
+"""Fraction of unknown tokens from which on a model has not understood its prompts."""
+
 
 @dataclass(frozen=True)
 class Window:
@@ -168,7 +171,8 @@ def prompts_of(
             context with images would be truncated.
     """
     prompts = Prompts(task.requests)
-    truncated = 0
+    unknown_id = getattr(tokenizer, "unk_token_id", None)
+    truncated = token_count = unknown_count = 0
     progress = Late(reporter, len(task.requests), f"{task.name}: tokenising prompts")
     truncation = Truncation.parse(truncate) if truncate is not None else None
     token_limit = min(filter(None, (window.tokens, truncation.tokens if truncation else 0)), default=0)
@@ -180,6 +184,8 @@ def prompts_of(
             if not (request.media or request.continuations or request.rolling):
                 raise
             raise UserError(f"{sample_label}: {error}") from error
+        token_count += len(prompt.ids)
+        unknown_count += prompt.ids.count(unknown_id)
         if request.rolling:  # its windows fit
             prompts.tokenised(prompt)
             progress.advance()
@@ -206,6 +212,11 @@ def prompts_of(
         prompts.tokenised(prompt)
         progress.advance()
     progress.stop()
+    if unknown_count > _MOST_UNKNOWN * token_count:
+        notify(
+            f"{task.name}: {unknown_count / token_count:.0%} of the prompts' tokens are words that the model does not "
+            "know, so results say little; use another --model"
+        )
     if truncated:
         notify(
             f"{task.name}: {truncated} of {len(task.requests)} contexts were truncated in the middle, "

@@ -70,3 +70,16 @@ def test_planning_takes_little_more_than_the_data_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEASURE, str(Path(__file__).parent), str(tmp_path), "12000"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
     assert int(done.stdout.splitlines()[-1]) < 130e6
+
+
+def test_prompts_of_unknown_words_are_reported(tmp_path: Path) -> None:
+    said: list[str] = []
+    own = tmp_path / "own.jsonl"
+    own.write_text(
+        json.dumps({"context": "Zymurgists ferment barley malt", "question": "Who?", "answers": ["z"]}) + "\n"
+    )
+    plan(Grid(policies="snapkv", tasks=[str(own)], out=str(tmp_path / "run")), said.append)
+    assert any("of the prompts' tokens are words that the model does not know" in line for line in said)
+    said.clear()
+    plan(Grid(policies="snapkv", tasks=["vt"], samples=2, out=str(tmp_path / "other")), said.append)
+    assert not any("know" in line for line in said)
