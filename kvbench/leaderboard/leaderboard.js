@@ -44,7 +44,7 @@ function entryColumns(rows) {
   const text = (title, name, cell = by(name)) => ({ title, text: true, value: by(name), cell });
   const isFront = (row) => Boolean(row[`${state.memory}_front`]);
   return [
-    text("policy", "policy", (row) => element("span", { class: "policy" }, row.policy === "full" ? null : swatch(row.policy), row.policy)),
+    text("policy", "policy", (row) => element("span", { class: "policy" }, row.policy === "full" ? null : swatch(row.policy), policyTitle(row.policy))),
     { title: "budget", value: (row) => (row.budget === "full" ? Infinity : +row.budget), cell: by("budget") },
     { title: "score", value: by("score"), kind: (row) => (row.error ? "bad" : ""), cell: (row) => (row.error ? "failed" : score(row.score, row.unit)) },
     { title: "95% interval", value: by("score_lo"), cell: (row) => interval(row.score_lo, row.score_hi, row.unit) },
@@ -94,7 +94,7 @@ function showEntry(row) {
   const names = distinct(versions.flatMap((version) => Object.keys(version)));
   const versionRows = names.map((name) => ({ name, value: distinct(versions.map((version) => version[name] || DASH)).join(", ") }));
   fill("detail",
-    element("h3", {}, `${row.policy} at ${row.budget}`), element("p", { class: "note" }, where.join(" · ")), element("dl", {}, ...pairs(facts)),
+    element("h3", {}, `${policyTitle(row.policy)} at ${row.budget}`), element("p", { class: "note" }, where.join(" · ")), element("dl", {}, ...pairs(facts)),
     element("h3", {}, "Repeat it"), command(row.command),
     ...disagreements(row), ...remarksOf(run),
     element("h3", {}, "Versions"), element("div", { class: "scroll" }, table(["name", "value"].map((name) => ({ title: name, text: true, cell: (line) => element("code", {}, line[name]) })), versionRows)));

@@ -15,8 +15,9 @@ import pandas as pd
 
 from kvbench import stats
 from kvbench.errors import UserError
-from kvbench.report.frames import answers, recorded, records
+from kvbench.report.frames import answers, policy_title, recorded, records
 from kvbench.report.sorted_samples import Samples
+from kvbench.tables.table import Phrase
 
 Key: TypeAlias = tuple[str, int, int]
 """Sample, question and repeat, by which responses are paired."""
@@ -35,7 +36,7 @@ _COMPUTED = ("model_revision", "task_version", "dtype", "device", "attention")
 
 @dataclass(frozen=True)
 class CellLabel:
-    """Identity of a cell, apart from the task's data."""
+    """Identity of a cell, apart from the task's data, and whether its policy sees the answer."""
 
     model: str
     task: str
@@ -44,6 +45,7 @@ class CellLabel:
     budget: str
     moment: str
     seed: int
+    informed: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, cell_row: Mapping[str, Any]) -> CellLabel:
@@ -56,7 +58,13 @@ class CellLabel:
             budget=str(cell_row["budget"]),
             moment=str(cell_row["moment"]),
             seed=int(cell_row["seed"]),
+            informed=bool(cell_row["informed"]),
         )
+
+    @property
+    def policy_title(self) -> Phrase:
+        """The policy, marked if it sees the answer."""
+        return policy_title(self.policy, informed=self.informed)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,14 @@ from kvbench import stats
 from kvbench.errors import UserError, nearest
 from kvbench.regression import significance
 from kvbench.regression.compare import LEAST_ALPHA, check_share
-from kvbench.report.frames import Results, budget_order, tasks_at_chance, unaveraged_tasks, unit_scale
+from kvbench.report.frames import (
+    Results,
+    budget_order,
+    informed_policies,
+    tasks_at_chance,
+    unaveraged_tasks,
+    unit_scale,
+)
 from kvbench.report.overall import SETTING, mean_difference
 from kvbench.report.sorted_samples import Samples
 
@@ -77,6 +84,8 @@ class PolicyComparison:
         seed: Seed of the run.
         unit_scaled: Whether scores lie in [0, 1].
         higher_is_better: Whether a higher score is better.
+        metric: The metric; "" if tasks differ in it.
+        informed: The policies that see the answer.
         overall: Mean over all tasks, moments and budgets.
         parts: The same per moment and budget, and per task at each; empty if `overall` is a single task at one of them.
         at_chance: Tasks that are left out because the full cache is not above chance.
@@ -90,6 +99,8 @@ class PolicyComparison:
     seed: int
     unit_scaled: bool
     higher_is_better: bool
+    metric: str
+    informed: frozenset[str]
     overall: PolicyDifference
     parts: tuple[PolicyDifference, ...]
     at_chance: tuple[str, ...] = ()
@@ -188,6 +199,8 @@ def _compare_setting(
         seed=int(setting["seed"]),
         unit_scaled=unit_scaled,
         higher_is_better=bool(means["higher_is_better"].iloc[0]),
+        metric=str(means["metric"].iloc[0]) if means["metric"].nunique() == 1 else "",
+        informed=frozenset(informed_policies(means)),
         overall=difference(tasks, points),
         parts=tuple(parts),
         at_chance=tuple(at_chance),

@@ -10,6 +10,7 @@ get worse, with the requested probability, for p to be below alpha.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvbench.errors import UserError, quoted
 from kvbench.regression.compare import POINT, check_share, unit_tasks
 from kvbench.regression.pairs import CellLabel, CellPair, Frames, pair_cells, pair_with_full
 from kvbench.regression.significance import least_contexts
+from kvbench.runs.schema import FIDELITY
 
 MOST = 10**9
 """Upper limit of the number of contexts."""
@@ -121,7 +123,7 @@ def needs(
         The goal with its number of cells, and the required sample size of every cell.
 
     Raises:
-        UserError: The run has nothing to compare with.
+        UserError: The run has nothing to compare with, or only metrics of fidelity.
     """
     cell_pairs = pair_cells(baseline, run) if baseline else pair_with_full(run)
     cell_pairs = [pair for pair in cell_pairs if pair.responses]
@@ -131,6 +133,13 @@ def needs(
             if baseline
             else "the run has no full cache to compare with; run the same grid without --no-full"
         )
+    if left_out := [pair for pair in cell_pairs if pair.metric in FIDELITY]:
+        tasks = ", ".join(dict.fromkeys(pair.place.task for pair in left_out))
+        reason = f"power plans for scores; {tasks}: {left_out[0].metric} is relative to the full cache and has no drop"
+        cell_pairs = [pair for pair in cell_pairs if pair.metric not in FIDELITY]
+        if not cell_pairs:
+            raise UserError(reason)
+        warnings.warn(f"left out: {reason}", stacklevel=1)
     differing_count = max(1, sum(pair.differs for pair in cell_pairs))
     goal = replace(goal, cells=differing_count if cell_count is None else cell_count)
     unit_by_task = unit_tasks(cell_pairs)

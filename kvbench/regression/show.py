@@ -10,8 +10,9 @@ from xml.etree import ElementTree
 
 from kvbench.regression.compare import POINT, Comparison, Outcome, Regression
 from kvbench.regression.pairs import CellLabel
+from kvbench.report.frames import FIDELITY_NAMES, metric_title
 from kvbench.tables.numbers import NumberFormat, number, score_kind
-from kvbench.tables.outputs import markdown, markdown_text
+from kvbench.tables.outputs import markdown, markdown_text, plain_text
 from kvbench.tables.table import Column, Interval, Name, Phrase, Table, TableCell, beside
 from kvbench.tables.text import counted, plain, tokens
 
@@ -50,30 +51,34 @@ def complaint(result: Regression) -> str:
         return f"{verdict(result)}: the runs have no common cells"
     place = worst_cells[0].pair.place
     reason = worst_cells[0].reason or change_text(worst_cells[0])
-    return f"{verdict(result)}, first {place.task}, {place.policy} at {place.budget}: {reason}"
+    return f"{verdict(result)}, first {place.task}, {plain_text(place.policy_title)} at {place.budget}: {reason}"
 
 
 def tables(result: Regression, outcomes: Sequence[Outcome] = _CHANGED) -> list[Table]:
-    """Return the compared cells as tables, one per model, scale and direction of scores.
+    """Return the compared cells as tables, one per model, scale, direction and metric of fidelity.
 
     Args:
         result: The comparison.
         outcomes: Outcomes of the cells to include, in this order; by default those with changed responses.
     """
     selected_cells = [comparison for outcome in outcomes for comparison in result.of(outcome)]
-    cells_by_table: dict[tuple[str, bool, bool], list[Comparison]] = {}
+    cells_by_table: dict[tuple[str, bool, bool, str], list[Comparison]] = {}
     for comparison in selected_cells:
-        table_key = (comparison.pair.place.model, comparison.unit, comparison.pair.higher_is_better)
+        metric = comparison.pair.metric if comparison.pair.metric in FIDELITY_NAMES else ""
+        table_key = (comparison.pair.place.model, comparison.unit, comparison.pair.higher_is_better, metric)
         cells_by_table.setdefault(table_key, []).append(comparison)
     return [_table(result, *table_key, table_cells) for table_key, table_cells in cells_by_table.items()]
 
 
 def sentences(result: Regression) -> Iterator[Phrase]:
     """Yield explanations of the tables, the most important first."""
+    drop, dropped = _drop_words(result)
     compared = result.compared
     outcome_counts = {outcome: len(result.of(outcome)) for outcome in _SAID}
     outcome_text = "; ".join(
-        f"{cell_count} {_SAID[outcome]}" for outcome, cell_count in outcome_counts.items() if cell_count
+        f"{cell_count} {_SAID[outcome].replace('dropped', dropped)}"
+        for outcome, cell_count in outcome_counts.items()
+        if cell_count
     )
     shared_count = sum(comparison.pair.responses for comparison in compared)
     baseline_count = sum(comparison.pair.shared.known for comparison in compared)
@@ -86,7 +91,7 @@ def sentences(result: Regression) -> Iterator[Phrase]:
     )
     yield from _unpaired(result)
     if compared:
-        yield from _visible(result)
+        yield from _visible(result, drop)
     if result.made:
         setting_phrases = [
             (
@@ -102,12 +107,14 @@ def sentences(result: Regression) -> Iterator[Phrase]:
     if result.extra:
         yield f"The baseline lacks {counted(result.extra, 'cell')} of the run."
     if any(comparison.outcome in _CHANGED for comparison in compared):
+        units = {comparison.unit for comparison in compared}
+        limit = points(result.max_drop) if True in units else f"{result.max_drop:g} percent of the baseline's"
         yield (
-            f"A cell fails if its score drops by more than {points(result.max_drop)} and the corrected p is below "
+            f"A cell fails if its score {drop}s by more than {limit} and the corrected p is below "
             f"{result.alpha:g}. Changes are paired by response, brackets are 95% intervals, and p is corrected for the "
             f"{counted(result.tested, 'cell')} whose scores differ (Holm)."
             + " For scores outside [0, 1], the limit is in percent of the baseline's score."
-            * (not all(comparison.unit for comparison in compared))
+            * (len(units) > 1)
         )
 
 
@@ -149,7 +156,7 @@ def as_json(result: Regression, exit_code: int) -> dict[str, Any]:
 def place_text(place: CellLabel) -> str:
     """Return policy, budget, moment, length and seed of a cell in one line."""
     moment_text = f", {place.moment}" if place.moment else ""
-    return f"{place.policy} at {place.budget}{moment_text}, {tokens(place.length)}, seed {place.seed}"
+    return f"{plain_text(place.policy_title)} at {place.budget}{moment_text}, {tokens(place.length)}, seed {place.seed}"
 
 
 def change_text(cell: Comparison) -> str:
@@ -167,6 +174,7 @@ def _table(
     model_name: str,
     unit_scaled: bool,
     higher_is_better: bool,
+    metric: str,
     comparisons: list[Comparison],
 ) -> Table:
     number_kind = score_kind(unit_scaled=unit_scaled)
@@ -193,9 +201,10 @@ def _table(
             Column("contexts", NumberFormat.COUNT),
             [comparison.contexts for comparison in comparisons],
         ),
-        (Column("minimum detectable drop", number_kind), visible_cells),
+        (Column(f"minimum detectable {'drop' if higher_is_better else 'rise'}", number_kind), visible_cells),
     ]
-    table_title = (Name(model_name), "" if higher_is_better else ", lower is better")
+    metric_text = f", {metric_title(metric)}" * bool(metric)
+    table_title = (Name(model_name), metric_text, "" if higher_is_better else ", lower is better")
     return beside(table_title, table_columns, groups=[comparison.outcome.value for comparison in comparisons])
 
 
@@ -216,7 +225,10 @@ def place_columns(
         field_values = {getattr(place, field_name) for place in all_places} - {""}
         if field_name in ("task", "policy", "budget") or len(field_values) > 1:
             head_column = Column(field_name, align="left" if field_name in ("task", "policy") else "right")
-            table_columns.append((head_column, [Name(str(getattr(place, field_name))) for place in table_places]))
+            column_cells: list[TableCell] = [Name(str(getattr(place, field_name))) for place in table_places]
+            if field_name == "policy":
+                column_cells = [place.policy_title for place in table_places]
+            table_columns.append((head_column, column_cells))
     return table_columns
 
 
@@ -237,7 +249,7 @@ def _unpaired(result: Regression) -> Iterator[Phrase]:
             cells_by_reason.setdefault(comparison.reason, []).append(comparison)
         for reason, cells in cells_by_reason.items():
             phrases: list[Phrase] = [
-                (Name(entry.pair.place.policy), " at ", Name(entry.pair.place.budget), " on ",
+                (entry.pair.place.policy_title, " at ", Name(entry.pair.place.budget), " on ",
                  Name(entry.pair.place.task))
                 for entry in cells[:_MOST]
             ]  # fmt: skip
@@ -246,14 +258,24 @@ def _unpaired(result: Regression) -> Iterator[Phrase]:
                    reason, ".")  # fmt: skip
 
 
-def _visible(result: Regression) -> Iterator[Phrase]:
+def _drop_words(result: Regression) -> tuple[str, str]:
+    """Return what a change for the worse is called: a drop, or a rise if lower is better in all cells."""
+    is_lower_better = not any(comparison.pair.higher_is_better for comparison in result.compared)
+    return ("rise", "rose") if is_lower_better else ("drop", "dropped")
+
+
+def _visible(result: Regression, drop: str) -> Iterator[Phrase]:
     """Yield the minimum detectable drops; a pass is no evidence against smaller ones."""
+    # `kvbench power` plans for scores only.
+    has_scores = any(comparison.pair.metric not in FIDELITY_NAMES for comparison in result.compared)
     blind = [comparison for comparison in result.compared if math.isinf(comparison.visible)]
     if blind:
         yield (
-            f"For {counted(len(blind), 'cell')}, a pass is uninformative: too few contexts can get worse for any drop "
-            "to be significant. Use more samples (", Name("kvbench power"),
-            " estimates how many), or a budget at which more answers are correct.",
+            f"For {counted(len(blind), 'cell')}, a pass is uninformative: too few contexts can get worse for any "
+            f"{drop} to be significant. Use more samples",
+            (" (", Name("kvbench power"), " estimates how many), or a budget at which more answers are correct.")
+            if has_scores
+            else ".",
         )  # fmt: skip
     for unit in (True, False):
         coarse_drops = [
@@ -266,8 +288,8 @@ def _visible(result: Regression) -> Iterator[Phrase]:
             ends = list(dict.fromkeys(number(drop, number_kind) for drop in (min(coarse_drops), max(coarse_drops))))
             by_cell = ", depending on the cell," * (len(ends) > 1)
             yield (
-                f"A drop of less than {' to '.join(ends)}{' points' * unit}{by_cell} can remain undetected with so few "
-                "samples (", Name("kvbench power"), " estimates how many are needed).",
+                f"A {drop} of less than {' to '.join(ends)}{' points' * unit}{by_cell} can remain undetected with so "
+                "few samples", (" (", Name("kvbench power"), " estimates how many are needed).") if has_scores else ".",
             )  # fmt: skip
 
 
@@ -351,4 +373,5 @@ def _add_case(suite: ElementTree.Element, comparison: Comparison) -> None:
         return
     element = ElementTree.SubElement(case_element, child_tag, message=message)
     if comparison.outcome is Outcome.FAILED:
-        element.text = f"allowed: a drop of {allowance(comparison)}"
+        drop = "drop" if comparison.pair.higher_is_better else "rise"
+        element.text = f"allowed: a {drop} of {allowance(comparison)}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvbench.regression import significance
 from kvbench.regression.policies import PolicyComparison, PolicyDifference
+from kvbench.report.frames import FIDELITY_NAMES, INFORMED, metric_title
 from kvbench.tables.numbers import LEAST_P, NumberFormat, interval, number, score_kind
 from kvbench.tables.outputs import LATEX_PACKAGES, latex, latex_text, markdown, markdown_text, plain_text
 from kvbench.tables.table import Column, Interval, Name, Phrase, Table, TableCell, beside
@@ -31,16 +32,22 @@ class PolicyPair:
     alpha: float = 0.05
     labels: Mapping[str, str] = field(default_factory=dict)
 
-    def shown(self, policy: str) -> Phrase:
-        """Return the name to show for a policy."""
-        return self.labels.get(policy) or Name(policy)
+    def titles(self, comparison: PolicyComparison) -> tuple[Phrase, Phrase]:
+        """Return the names to show for base and policy; policies that see the answer are marked."""
+        base, policy = (
+            (self.labels.get(name) or Name(name), INFORMED * (name in comparison.informed))
+            for name in (self.base, self.policy)
+        )
+        return base, policy
 
 
 def sentence(comparison: PolicyComparison, pair: PolicyPair) -> Phrase:
     """Return the overall difference as a sentence for a paper; an undecided difference is called undecided."""
     overall = comparison.overall
     kind = score_kind(unit_scaled=comparison.unit_scaled)
-    base, policy = pair.shown(pair.base), pair.shown(pair.policy)
+    base, policy = pair.titles(comparison)
+    metric, unit = FIDELITY_NAMES.get(comparison.metric, ("", ""))
+    unit_text = " points" if comparison.unit_scaled else f" {unit}".rstrip()
     gap, bounds = overall.change, interval(overall.change.lo, overall.change.hi, kind, signed=True)
     scores = f"{number(overall.score, kind)} vs {number(overall.base_score, kind)}"
     test_text = f"paired permutation test over {counted(overall.contexts, 'context')}"
@@ -51,17 +58,20 @@ def sentence(comparison: PolicyComparison, pair: PolicyPair) -> Phrase:
     if not overall.differs:
         return (*scope, policy, " and ", base, f" score the same on every question ({scores}; {evidence}).")
     if not overall.is_decided(pair.alpha):
-        gap_text = number(gap.mean, kind, signed=True) + " points" * comparison.unit_scaled
+        gap_text = number(gap.mean, kind, signed=True) + unit_text
         least_contexts = significance.least_contexts(pair.alpha / overall.family_size)
         hint = f"; fewer than {least_contexts} contexts cannot show any difference"
         return (
-            *scope, "the difference between ", policy, " and ", base,
+            *scope, f"the difference {f'in {metric} ' * bool(metric)}between ", policy, " and ", base,
             f" is undecided ({scores}, {gap_text}; {evidence}{hint * (overall.contexts < least_contexts)}).",
         )  # fmt: skip
-    gap_text = number(abs(gap.mean), kind) + " points" * comparison.unit_scaled
+    gap_text = number(abs(gap.mean), kind) + unit_text
     direction = "higher" if gap.mean > 0 else "lower"
     meaning = ", which is " + ("better" if gap.mean < 0 else "worse") if not comparison.higher_is_better else ""
-    return (*scope, policy, f" scores {gap_text} {direction} than ", base, f"{meaning} ({scores}; {evidence}).")
+    claim: tuple[Phrase, ...] = (policy, f" scores {gap_text} {direction} than ", base)
+    if metric:
+        claim = (f"the {metric} of ", policy, f" is {gap_text} {direction} than that of ", base)
+    return (*scope, *claim, f"{meaning} ({scores}; {evidence}).")
 
 
 def notes(comparisons: Sequence[PolicyComparison], pair: PolicyPair) -> Iterator[str]:
@@ -121,6 +131,8 @@ def as_records(comparisons: Sequence[PolicyComparison], pair: PolicyPair) -> lis
             "base": pair.base,
             "policy": pair.policy,
             "alpha": pair.alpha,
+            "informed": sorted(comparison.informed),
+            "metric": comparison.metric,
             "higher_is_better": comparison.higher_is_better,
             "sentence": plain_text(sentence(comparison, pair)),
             "latex": latex_text(sentence(comparison, pair)),
@@ -184,21 +196,23 @@ def _table(comparison: PolicyComparison, pair: PolicyPair) -> Table:
     gap_cells: list[TableCell] = [
         Interval(difference.change.mean, difference.change.lo, difference.change.hi) for difference in differences
     ]
+    base, policy = pair.titles(comparison)
     outcomes = ["decided" if difference.is_decided(pair.alpha) else "undecided" for difference in differences]
     columns: list[tuple[Column, Sequence[TableCell]]] = [
         (Column("task"), [_task_cell(difference) for difference in differences]),
         (Column("moment"), [", ".join(difference.moments) for difference in differences]),
         (Column("budget", align="right"), [", ".join(difference.budgets) for difference in differences]),
-        (Column(pair.shown(pair.base), kind), [difference.base_score for difference in differences]),
-        (Column(pair.shown(pair.policy), kind), [difference.score for difference in differences]),
+        (Column(base, kind), [difference.base_score for difference in differences]),
+        (Column(policy, kind), [difference.score for difference in differences]),
         (Column("difference", kind, signed=True), gap_cells),
         (Column("corrected p", NumberFormat.P_VALUE), [difference.p_corrected for difference in differences]),
         (Column("contexts", NumberFormat.COUNT), [difference.contexts for difference in differences]),
         (Column("result"), list(outcomes)),
     ]
-    direction = "" if comparison.higher_is_better else ", lower is better"
+    direction = f", {metric_title(comparison.metric)}" * (comparison.metric in FIDELITY_NAMES)
+    direction += "" if comparison.higher_is_better else ", lower is better"
     title: tuple[Phrase, ...] = (
-        pair.shown(pair.policy), " minus ", pair.shown(pair.base), " · ", Name(comparison.model), " · ",
+        policy, " minus ", base, " · ", Name(comparison.model), " · ",
         Name(comparison.group), f", {tokens(comparison.length)}, seed {comparison.seed}{direction}",
     )  # fmt: skip
     groups = ["overall", *("mean" if len(part.tasks) > 1 else "task" for part in comparison.parts)]

@@ -27,8 +27,11 @@ def tables(needs: Sequence[SampleNeed], goal: Goal) -> list[Table]:
 
 def sentences(needs: Sequence[SampleNeed], goal: Goal) -> Iterator[Phrase]:
     """Yield explanations of the tables."""
-    worst = max(needs, key=lambda need: need.needed_samples)
-    if worst.needed < MOST:
+    competing = [need for need in needs if not need.place.informed]
+    worst = max(competing, key=lambda need: need.needed_samples, default=None)
+    if worst is None:
+        yield "No number of samples is advised: all policies are informed, so that none competes."
+    elif worst.needed < MOST:
         yield (
             f"To detect a drop of {points(goal.drop)} in every cell, use ",
             Name(f"--samples {worst.needed_samples}"),

@@ -9,17 +9,17 @@ import pandas as pd
 
 from kvbench.errors import UserError, nearest
 from kvbench.files import write_whole
-from kvbench.report.frames import INFORMED, records, unaveraged_tasks, unit_scale
+from kvbench.report.frames import informed_policies, metric_title, policy_title, records, unaveraged_tasks, unit_scale
 from kvbench.report.overall import SETTING, group_means
 from kvbench.report.sorted_samples import Samples
 from kvbench.tables.numbers import score_kind
-from kvbench.tables.outputs import markdown
-from kvbench.tables.table import Column, Interval, Name, Table, TableCell, beside
-from kvbench.tables.text import code, md, tokens
+from kvbench.tables.outputs import markdown, markdown_text
+from kvbench.tables.table import Column, Interval, Name, Phrase, Table, TableCell, beside
+from kvbench.tables.text import md, tokens
 
 _PANEL = [*SETTING, "dtype", "device", "attention", "moment", "budget"]
 _OF_POLICY = ["policy", "tasks", "higher_is_better", "informed", "metric"]
-_NUMBERS = ["base_score", "score", "diff", "diff_lo", "diff_hi"]
+_NUMBERS = ["base_score", "base_informed", "score", "diff", "diff_lo", "diff_hi"]
 
 _READING = """\
 Differences of the mean over tasks at the same budget, paired by question. Brackets are 95% \
@@ -41,7 +41,7 @@ def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None, bas
 
     Returns:
         A row per (model, model_revision, group, length, seed, moment, budget, policy) with `tasks`, `higher_is_better`,
-        `informed`, `metric`, `base_score`, `score`, `diff` (score minus base), `diff_lo`, `diff_hi`.
+        `informed`, `metric`, `base_score`, `base_informed`, `score`, `diff` (score minus base), `diff_lo`, `diff_hi`.
 
     Raises:
         UserError: `base` was not run; the message suggests the closest names.
@@ -51,6 +51,7 @@ def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None, bas
         choices = f"there are {', '.join(policies)}" if policies else "nothing but full was run"
         raise UserError(f"--against {base}: not in this run{nearest(base, policies)} ({choices})")
     compressed_cells = cells[(cells["policy"] != "full") & ~cells["task"].isin(unaveraged_tasks(cells))]
+    base_informed = base in informed_policies(cells)
     difference_rows: list[dict[str, Any]] = []
     for panel_key, panel_cells in compressed_cells.groupby(_PANEL, sort=False):
         panel_values = panel_key if isinstance(panel_key, tuple) else (panel_key,)
@@ -61,7 +62,8 @@ def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None, bas
         for mean_row in records(group_means(relabelled_cells, samples)):
             if mean_row["policy"] != "full" and mean_row["status"] == "ok" and pd.notna(mean_row["diff"]):
                 panel_fields = dict(zip(_PANEL, panel_values, strict=True))
-                difference_rows.append(panel_fields | mean_row | {"base_score": mean_row["full_score"]})
+                base_fields = {"base_score": mean_row["full_score"], "base_informed": base_informed}
+                difference_rows.append(panel_fields | mean_row | base_fields)
     return pd.DataFrame(difference_rows, columns=[*_PANEL, *_OF_POLICY, *_NUMBERS])
 
 
@@ -78,7 +80,7 @@ def tables(difference_frame: pd.DataFrame, base: str) -> list[Table]:
             Name(group_name),
             setting_text,
             ": against ",
-            Name(base),
+            _base_title(panel_rows, base),
         )
         budget_groups = panel_rows["budget"].astype(str).mask(panel_rows["informed"], "").tolist()
         panel_tables.append(beside(table_title, _columns(panel_rows, base), groups=budget_groups))
@@ -106,13 +108,17 @@ def write(difference_frame: pd.DataFrame, base: str, output_path: Path, note: st
         UserError: The file cannot be written.
     """
     blocks = [
-        f"# Against {code(base)}",
+        "# " + markdown_text(("Against ", _base_title(difference_frame, base))),
         _READING,
         *map(markdown, tables(difference_frame, base)),
         *[md(note)] * bool(note),
     ]
     write_whole(output_path, ("\n\n".join(blocks) + "\n").encode())
     return output_path
+
+
+def _base_title(difference_rows: pd.DataFrame, base: str) -> Phrase:
+    return policy_title(base, informed=bool(difference_rows["base_informed"].any()))
 
 
 def _columns(panel_rows: pd.DataFrame, base: str) -> list[tuple[Column, list[TableCell]]]:
@@ -123,14 +129,14 @@ def _columns(panel_rows: pd.DataFrame, base: str) -> list[tuple[Column, list[Tab
     ]
     better_direction: Literal["higher", "lower"] = "higher" if panel_rows["higher_is_better"].iloc[0] else "lower"
     policy_names: list[TableCell] = [
-        (Name(record["policy"]), INFORMED) if record["informed"] else Name(record["policy"]) for record in row_records
+        policy_title(record["policy"], informed=record["informed"]) for record in row_records
     ]
     return [
         (Column("budget", align="right"), [Name(record["budget"]) for record in row_records]),
         (Column("policy"), policy_names),
-        (Column(Name(base), number_kind), [record["base_score"] for record in row_records]),
+        (Column(_base_title(panel_rows, base), number_kind), [record["base_score"] for record in row_records]),
         (
-            Column("score", number_kind, better=better_direction),
+            Column(metric_title(panel_rows["metric"].iloc[0]), number_kind, better=better_direction),
             [record["score"] for record in row_records],
         ),
         (Column("difference", number_kind, better=better_direction, signed=True), gap_cells),

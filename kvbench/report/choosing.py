@@ -30,6 +30,7 @@ NO_VERDICT = {
     "scale": "no statement, because the scores are not in [0, 1] and a point has no meaning.",
     "whole": "no setting in this run holds less than the full cache.",
     "empty": "no policy has a score.",
+    "informed": "no policy competes, because all of them are informed.",
 }
 
 

@@ -13,7 +13,8 @@ import pandas as pd
 
 from kvbench.report.overall import CONFIG, group_means
 from kvbench.report.sorted_samples import Samples
-from kvbench.runs.schema import UNBOUNDED
+from kvbench.runs.schema import LOG_KL, UNBOUNDED
+from kvbench.tables.table import Name, Phrase
 from kvbench.tables.text import tokens
 
 _QUESTIONS = ["model", "task", "length", "seed"]
@@ -30,6 +31,14 @@ _TELL_APART = [
 ]
 INFORMED = " (informed)"
 """Mark behind the name of a policy that sees the answer."""
+FIDELITY_NAMES = {
+    "kl": ("KL", "nats"),
+    LOG_KL: ("log(KL + 0.001)", ""),
+    "agreement": ("agreement", ""),
+    "nll_diff": ("difference in NLL", "nats"),
+    "first_difference": ("first difference", "tokens"),
+}
+"""Name and unit of the metrics of fidelity."""
 SAMPLE_KEY = ["sample_id", "question_id"]
 """Columns that identify a question of a cell."""
 _COUNTS = ("repeats", "truncated", "think_end")
@@ -182,6 +191,16 @@ def _head_counts(cells: pd.DataFrame, samples: Samples | None) -> dict[str, floa
 def informed_policies(cells: pd.DataFrame) -> set[str]:
     """Return the policies that see the answer: references that compete with no policy."""
     return {str(policy) for policy in cells.loc[cells["informed"], "policy"]}
+
+
+def policy_title(policy: str, *, informed: bool) -> Phrase:
+    """Return the name of a policy, marked if it sees the answer."""
+    return (Name(policy), INFORMED) if informed else Name(policy)
+
+
+def metric_title(metric: str) -> str:
+    """Return name and unit of a metric of fidelity; "score" for any other metric."""
+    return ", ".join(filter(None, FIDELITY_NAMES.get(metric, ("score",))))
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:

@@ -14,9 +14,20 @@ from matplotlib.axes import Axes
 
 from kvbench.progress import Late, Reporter
 from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
-from kvbench.report.frames import SAMPLE_KEY, Results, budget_order, of_moment, unit_scale, with_depth
+from kvbench.report.frames import (
+    INFORMED,
+    SAMPLE_KEY,
+    Results,
+    budget_order,
+    informed_policies,
+    metric_title,
+    of_moment,
+    unit_scale,
+    with_depth,
+)
 from kvbench.stats import Floats
 from kvbench.tables.figure_files import SavedFigure
+from kvbench.tables.numbers import NumberFormat, number
 from kvbench.tables.plot_style import COLUMN, PAGE, SEQUENTIAL, lay_out_figure, plot_style, save
 from kvbench.tables.text import counted, short, slug
 
@@ -70,9 +81,7 @@ def draw_heatmaps(
                     title_suffix = f", budget {budget}" if budget else ""
                     file_stem = f"{base_stem}-{slug(budget)}" if budget else base_stem
                     drawn_figures.append(
-                        _heatmap(
-                            figure_samples, figure_title + title_suffix, folder / file_stem, results.policies, options
-                        )
+                        _heatmap(figure_samples, figure_title + title_suffix, folder / file_stem, results, options)
                     )
             progress.advance()
     progress.stop()
@@ -128,7 +137,7 @@ def _heatmap(
     sample_rows: pd.DataFrame,
     figure_title: str,
     figure_stem: Path,
-    policies: Sequence[str],
+    results: Results,
     options: FigureOptions,
 ) -> SavedFigure:
     lengths, depths = sorted(set(sample_rows["length"])), sorted(set(sample_rows["depth"]))
@@ -136,18 +145,28 @@ def _heatmap(
     unique_questions = sample_rows.drop_duplicates(["cell", *SAMPLE_KEY])
     question_counts = set(unique_questions.groupby(_FIELD).size().tolist())
     field_means = sample_rows.groupby(_FIELD)["score"].mean().to_numpy(np.float64)
-    field_width = 0.27 if len(question_counts) == 1 else 0.58  # inches per score
-    panels_width = (options.width or PAGE) - _LEFT_MARGIN - _BAR_MARGIN
-    max_across = max(1, int(panels_width / max(0.6, field_width * len(lengths) + 0.08)))
-    panel_lines = _panels(sample_rows, max_across, policies)
-    column_count = max(len(panel_line) for panel_line in panel_lines)
     unit_scaled = unit_scale(sample_rows.assign(full_score=sample_rows["score"]))
     score_scale = 100.0 if unit_scaled else 1.0
+    score_letters = max(len(_score_text(score_scale * mean, unit_scaled=unit_scaled)) for mean in field_means)
+    field_width = 0.06 + 0.07 * max(3, score_letters) + 0.31 * (len(question_counts) > 1)  # inches per score
+    panels_width = (options.width or PAGE) - _LEFT_MARGIN - _BAR_MARGIN
+    max_across = max(1, int(panels_width / max(0.6, field_width * len(lengths) + 0.08)))
+    panel_lines = _panels(sample_rows, max_across, results.policies)
+    column_count = max(len(panel_line) for panel_line in panel_lines)
     lower_limit, upper_limit = (0.0, 100.0) if unit_scaled else (float(field_means.min()), float(field_means.max()))
     figure_width = options.width or (PAGE if column_count > 2 else COLUMN)
     panel_width = (figure_width - _LEFT_MARGIN - _BAR_MARGIN) / column_count
+    informed = informed_policies(results.cells)
     panel_titles = [
-        [pair and _name((options.label(pair[0]), pair[1]), panel_width, is_full=pair[0] == "full") for pair in line]
+        [
+            pair
+            and _name(
+                (options.label(pair[0]) + INFORMED * (pair[0] in informed), pair[1]),
+                panel_width,
+                is_full=pair[0] == "full",
+            )
+            for pair in line
+        ]
         for line in panel_lines
     ]
     title_lines = max(
@@ -158,7 +177,8 @@ def _heatmap(
         if len(question_counts) == 1
         else "questions per cell in brackets"
     )
-    figure_title += f": score{' (0 to 100)' * unit_scaled}, {count_text}"
+    score_label = metric_title(str(sample_rows["metric"].iloc[0])) + " (0 to 100)" * unit_scaled
+    figure_title += f": {score_label}, {count_text}"
     mean_grids, count_grids = _grids(sample_rows, "mean"), _grids(unique_questions, "count")
     layout = lay_out_figure(
         len(panel_lines),
@@ -213,9 +233,9 @@ def _heatmap(
             count_grid if len(question_counts) > 1 else None,
             lower_limit,
             upper_limit,
+            unit_scaled=unit_scaled,
         )
-    bar_label = "score (0 to 100)" if unit_scaled else "score"
-    layout.colour_bar(image, score_scale * field_means, bar_label)
+    layout.colour_bar(image, score_scale * field_means, score_label)
     return SavedFigure(figure_title, save(layout.figure, figure_stem, options.formats))
 
 
@@ -234,12 +254,12 @@ def _tokens(length: int) -> str:
 
 
 def _name(pair: tuple[str, str], width: float, *, is_full: bool) -> str:
-    """Return the title of a panel, broken at colons and commas to fit `width` inches."""
+    """Return the title of a panel, broken at colons, commas and brackets to fit `width` inches."""
     max_letters = int(width / _LETTER)
     if is_full:
         return short(pair[0], max_letters)
     title_lines = [""]
-    for fragment in re.split(r"(?<=[:,])", f"{short(pair[0], 60)}, {pair[1]}"):
+    for fragment in re.split(r"(?<=[:,])|(?= \()", f"{short(pair[0], 60)}, {pair[1]}"):
         if title_lines[-1] and len(title_lines[-1]) + len(fragment) > max_letters:
             title_lines.append("")
         title_lines[-1] += short(fragment, max_letters).lstrip() if not title_lines[-1] else fragment
@@ -252,6 +272,8 @@ def _annotate(
     field_counts: Floats | None,
     lower_limit: float,
     upper_limit: float,
+    *,
+    unit_scaled: bool,
 ) -> None:
     """Write the score into each field, and the number of questions if it varies."""
     for (row_index, column_index), score in np.ndenumerate(np.ma.filled(scaled_scores, np.nan)):
@@ -260,6 +282,11 @@ def _annotate(
         is_dark = score < lower_limit + _DARK * (upper_limit - lower_limit)
         count_text = f" ({int(field_counts[row_index, column_index])})" if field_counts is not None else ""
         ax.text(
-            column_index, row_index, f"{score:.0f}{count_text}", ha="center", va="center",
-            fontsize=_FONT_SIZE, color="white" if is_dark else "black",
+            column_index, row_index, _score_text(score, unit_scaled=unit_scaled) + count_text,
+            ha="center", va="center", fontsize=_FONT_SIZE, color="white" if is_dark else "black",
         )  # fmt: skip
+
+
+def _score_text(score: float, *, unit_scaled: bool) -> str:
+    """Return a score as it is written into a field: in whole points, or with four significant digits."""
+    return number(score, NumberFormat.NUMBER, digits=0 if unit_scaled else None)

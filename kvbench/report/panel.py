@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from kvbench.report.frames import (
-    INFORMED,
     Results,
     ResultVariant,
     holds_codes,
     informed_policies,
     lower_is_better_tasks,
     pick,
+    policy_title,
     readers,
     records,
     tasks_at_chance,
@@ -98,9 +98,7 @@ class Panel:
     def names(self) -> list[Filled]:
         """Return the columns for policy and budget."""
         informed = informed_policies(self.cells)
-        policies: list[TableCell] = [
-            (Name(policy), INFORMED) if policy in informed else Name(policy) for policy, *_ in self.configs
-        ]
+        policies: list[TableCell] = [policy_title(policy, informed=policy in informed) for policy, *_ in self.configs]
         budgets: list[TableCell] = [Name(budget) for _, budget, _ in self.configs]
         return [(Column("policy"), policies), (Column("budget", align="right"), budgets)]
 
@@ -191,7 +189,7 @@ class Panel:
 
     def distances(self, frame: pd.DataFrame) -> list[Filled]:
         """Return the column of the KL divergence from the full cache; none if it was not measured or is the score."""
-        if frame["metric"].isin(FIDELITY).any() or not frame["kl"].notna().any():
+        if not len(frame) or frame["metric"].isin(FIDELITY).any() or not frame["kl"].notna().any():
             return []
         distance_column = Column("KL, nats", NumberFormat.NUMBER)
         return [self.column(distance_column, frame, lambda row: None if row["policy"] == "full" else row["kl"], None)]

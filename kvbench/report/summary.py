@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -16,7 +16,7 @@ from kvbench.report.choosing import (
     PanelMemory,
     lines,
 )
-from kvbench.report.frames import Results, records
+from kvbench.report.frames import INFORMED, Results, informed_policies, records
 from kvbench.report.headroom import headroom, headroom_tables
 from kvbench.report.panel import Filled, Panel
 from kvbench.report.remarks import remarks
@@ -108,7 +108,7 @@ def _overview(results: Results) -> Iterator[str]:
     facts = {
         "Model": listed(model_labels),
         "Tasks": _codes(cells["task"]),
-        "Policies": _codes(cells["policy"]),
+        "Policies": _codes(cells["policy"], informed_policies(cells)),
         "Budgets": _codes(compressed["budget"]),
         "Compression moments": _codes(compressed["moment"]),
         "Prompt length": ", ".join([f"{length_text} tokens"] * bool(length_text) + [tokens(0)] * (0 in lengths)),
@@ -125,8 +125,8 @@ def _overview(results: Results) -> Iterator[str]:
         yield f"> **Note.** {markdown_text(remark)}"
 
 
-def _codes(column: pd.Series) -> str:
-    return listed([code(code_name) for code_name in dict.fromkeys(column)], 40)
+def _codes(column: pd.Series, informed: Collection[str] = ()) -> str:
+    return listed([code(name) + INFORMED * (name in informed) for name in dict.fromkeys(column)], 40)
 
 
 def _heading(panel: Panel, with_model: bool) -> str:

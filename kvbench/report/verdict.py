@@ -17,7 +17,8 @@ class Verdict:
     Attributes:
         kind: "found" (`row` is the cheapest within a point of full), "none" (`row` is the closest to full), "silent"
             (full is not above chance), "no full" (full has no score), "scale" (scores are not in [0, 1], so points are
-            undefined), "whole" (nothing holds less than full) or "empty" (only full was run).
+            undefined), "whole" (nothing holds less than full), "informed" (all policies see the answer) or "empty"
+            (only full was run).
         row: The row of the frame, if the kind has one.
         sure: Whether even the worse end of the row's paired interval is within a point.
         equal: Other rows within a point that hold the same bytes; for "none", rows that are equally close.
@@ -51,7 +52,7 @@ def cheapest(setting_rows: pd.DataFrame, *, unit_scaled: bool, within: float = P
     ok_rows = setting_rows[setting_rows["status"] == "ok"]
     compressed_rows = ok_rows[(ok_rows["policy"] != "full") & ~ok_rows["informed"]]
     if not len(compressed_rows):
-        return Verdict("empty")
+        return Verdict("informed" if ok_rows["informed"].any() else "empty")
     if not ok_rows["discriminative"].all():
         # Without full, no task can be compared with chance, so this reason has priority.
         return Verdict("silent" if (ok_rows["policy"] == "full").any() else "no full")

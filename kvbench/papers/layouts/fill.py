@@ -17,7 +17,6 @@ from kvbench.papers.layouts.slots import PUBLISHED_ROW, ComputedSlot, Layout, Me
 from kvbench.papers.layouts.substitutes import Substitutes
 from kvbench.papers.layouts.value import Value
 from kvbench.regression import significance
-from kvbench.report.frames import informed_policies
 from kvbench.tables.numbers import NumberFormat, number, score_kind
 from kvbench.tables.table import Column, Graded, Table, TableCell, TableRow, first_two
 
@@ -120,7 +119,7 @@ class _Filler:
         """Return the value of a slot, with scores and shares on the scale of the run; NaN if there is none."""
         if isinstance(slot, ComputedSlot):
             numbers = [self._points(operand) for operand in slot.of]
-            if any(map(math.isnan, numbers)):
+            if any(map(math.isnan, numbers)) or self.is_fidelity(slot):
                 return math.nan
             try:
                 return slot.compute(numbers) / 100
@@ -154,6 +153,12 @@ class _Filler:
         unit_scaled = all(self.measures.unit(source) for source, _ in slot.weights)
         return score_kind(unit_scaled=unit_scaled), slot.value is Value.DIFF
 
+    def is_fidelity(self, slot: Slot) -> bool:
+        """Return whether a slot compares with the full cache already, so that no loss or test against it applies."""
+        if isinstance(slot, ComputedSlot):
+            return any(map(self.is_fidelity, slot.of))
+        return any(self.measures.is_fidelity(source) for source, _ in slot.weights)
+
     def sign(self, slot: Slot) -> int:
         """Return +1 if higher values of a slot are better, -1 if lower ones are, 0 if neither."""
         if isinstance(slot, ComputedSlot):
@@ -184,7 +189,7 @@ def _ranks(layout: Layout, filler: _Filler) -> dict[Slot, int]:
     contests: dict[tuple[object, ...], dict[Slot, tuple[float, str]]] = {}
     for slot in dict.fromkeys(layout.slots):
         direction, slot_value = filler.sign(slot), filler.value(slot)
-        is_reference = slot.config.policy in ("full", *informed_policies(filler.measures.cells))
+        is_reference = slot.config.policy in ("full", *filler.measures.informed)
         if is_reference or not direction or math.isnan(slot_value):
             continue
         number_kind, signed = filler.format(slot)
@@ -216,6 +221,7 @@ def _tests(layout: Layout, filler: _Filler, against: str) -> dict[Slot, Test]:
         # A loss next to the same score would be a duplicate test.
         and not (slot.value is Value.LOSS and replace(slot, value=Value.SCORE) in layout_slots)
         and slot.config.policy not in ("full", against)
+        and not (against == "full" and filler.is_fidelity(slot))
         and filler.fills(slot)
     ]
     draw_count = max(significance.DRAWS, math.ceil(_RESOLUTION * len(tested_slots) / ALPHA))

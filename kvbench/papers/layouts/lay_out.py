@@ -85,7 +85,7 @@ class _Builder:
         labels: Mapping[str, str],
     ) -> None:
         self.printed, self.measures, self.figures = published_layout, measures, figures
-        self.substitutes, self.labels = substitutes, labels
+        self.substitutes, self.labels = substitutes, measures.policy_labels(labels)
         run_tasks = set(measures.cells["task"].astype(str))
         self.weights = {figure: task_weights(figure, run_tasks) for figure in figures}
         # A table that prints a result of the full cache in several places has a claim for one of them.
@@ -193,7 +193,7 @@ class _Builder:
             digits,
         )
 
-    def _label(self, printed_label: str, line_figures: Iterable[Figure]) -> str:
+    def _label(self, printed_label: str, line_figures: Iterable[Figure]) -> Phrase:
         """Return the label of a row or column: that of its policy, or the paper's, with "ours" spelled out."""
         line_policies = {figure.policy for figure in line_figures}
         if len(line_policies) == 1 < len({figure.policy for figure in self.figures}):
@@ -214,7 +214,7 @@ class _Builder:
             budget_phrase = (", budget ", Name(budgets[0]))
         model_phrase: tuple[Phrase, ...] = (" of ", Name(self.models[0])) if len(self.models) == 1 else ()
         return (
-            "Scores", *model_phrase, *budget_phrase,
+            "Scores", self.measures.metric_suffix, *model_phrase, *budget_phrase,
             f", laid out like Table {self.printed.table.number} of {self._paper_title} (arXiv {paper.arxiv}).",
         )  # fmt: skip
 

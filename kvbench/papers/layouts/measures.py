@@ -16,9 +16,19 @@ import pandas as pd
 from kvbench.errors import UserError
 from kvbench.regression import significance
 from kvbench.report.filters import filter_cells
-from kvbench.report.frames import recorded, records, unaveraged_tasks, unit_scale
+from kvbench.report.frames import (
+    INFORMED,
+    informed_policies,
+    metric_title,
+    recorded,
+    records,
+    unaveraged_tasks,
+    unit_scale,
+)
 from kvbench.report.sorted_samples import Samples
 from kvbench.runs.load import load_frames
+from kvbench.runs.schema import FIDELITY
+from kvbench.tables.table import Name, Phrase
 from kvbench.tables.text import counted, tokens
 
 Row: TypeAlias = dict[str, Any]
@@ -168,6 +178,9 @@ class Measures:
             self._rows[tuple(cell_row[column_name] for column_name in _PLACE)] = cell_row
         self._samples = Samples(samples)
         self._unaveraged = set(unaveraged_tasks(cells))
+        self.informed = informed_policies(cells)
+        of_fidelity = cells[cells["metric"].isin(FIDELITY)]
+        self.fidelity: dict[str, str] = dict(zip(of_fidelity["task"], of_fidelity["metric"], strict=True))
         self._unit = {str(task_name): unit_scale(task_cells) for task_name, task_cells in cells.groupby("task")}
         self.responses = functools.lru_cache(maxsize=_KEPT)(self._responses)
 
@@ -215,6 +228,22 @@ class Measures:
         if source.metric and (other := self._by_metric(source.metric)) is not None:
             return other.unit(replace(source, metric=""))
         return self._unit.get(source.task, True)
+
+    def is_fidelity(self, source: ScoreSource) -> bool:
+        """Return whether a source's score compares a cell with the full cache."""
+        return not source.metric and source.task in self.fidelity
+
+    @property
+    def metric_suffix(self) -> str:
+        """Suffix of a table's title: the metric of fidelity, if all tasks have the same."""
+        metric, *others = {self.fidelity.get(task, "") for task in self.cells["task"]}
+        if others or not metric:
+            return ""
+        return f": {metric_title(metric)} ({'higher' if FIDELITY[metric] else 'lower'} is better)"
+
+    def policy_labels(self, labels: Mapping[str, str]) -> Mapping[str, Phrase]:
+        """Return the names to show for policies, with marks for those that see the answer."""
+        return dict(labels) | {policy: (labels.get(policy) or Name(policy), INFORMED) for policy in self.informed}
 
     def is_mean(self, source: ScoreSource) -> bool:
         """Return whether the score of a source's task is a mean over samples."""

@@ -49,6 +49,8 @@ def notes(layout: Layout, measures: Measures, *, ranked: bool, tested: Tests) ->
     """
     if ranked:
         yield ("Bold: best; underlined: second best of the policies at one budget, without the full cache.")
+    if measures.informed & {slot.config.policy for slot in layout.slots}:
+        yield "(informed): the policy sees question and answer. It is a reference and is not ranked."
     if tested.count:
         yield from _marks(tested, layout.labels)
     requests = list(dict.fromkeys(request for slot in layout.slots for request in _slot_requests(slot)))
@@ -78,7 +80,7 @@ def notes(layout: Layout, measures: Measures, *, ranked: bool, tested: Tests) ->
         yield REFERENCE_NOTE
 
 
-def _marks(tested: Tests, labels: Mapping[str, str]) -> Iterator[Phrase]:
+def _marks(tested: Tests, labels: Mapping[str, Phrase]) -> Iterator[Phrase]:
     is_full = tested.against == "full"
     reference: Phrase = labels.get(tested.against) or Name(tested.against)
     reference_phrase: Phrase = "the full cache" if is_full else (reference, " at the same budget")

@@ -16,6 +16,7 @@ from kvbench.papers.layouts.slots import Layout, LayoutRow, MeasuredSlot
 from kvbench.papers.layouts.value import Value
 from kvbench.report.frames import budget_order, lower_is_better_tasks, records, unaveraged_tasks
 from kvbench.report.panel import DOWN
+from kvbench.tables.outputs import plain_text
 from kvbench.tables.table import Column, Name, Phrase
 from kvbench.tables.text import listed, tokens
 
@@ -102,7 +103,10 @@ def pivot(measures: Measures, axes: Axes, labels: Mapping[str, str] | None = Non
     Raises:
         UserError: A dimension that is on no axis has several values, or there is nothing to average.
     """
-    cells, labels = _with_domains(measures.cells), labels or {}
+    if measures.fidelity and axes.value in (Value.RELATIVE, Value.LOSS):
+        metrics = ", ".join(dict.fromkeys(measures.fidelity.values()))
+        raise UserError(f"--value {axes.value}: {metrics} compares with the full cache already; use --value score")
+    cells, shown_labels = _with_domains(measures.cells), measures.policy_labels(labels or {})
     axis_dimensions = (*axes.rows, *axes.columns)
     compressed_cells = cells[cells["policy"] != "full"]
     compressed_cells = compressed_cells if len(compressed_cells) else cells
@@ -113,11 +117,12 @@ def pivot(measures: Measures, axes: Axes, labels: Mapping[str, str] | None = Non
     }
     row_places, column_places = _places(cells, axes.rows), _places(cells, axes.columns)
     all_tasks = _tasks(cells, {})
-    column_heads = [_head(cell_place, measures, labels) for cell_place in column_places]
+    column_heads = [_head(cell_place, measures, shown_labels) for cell_place in column_places]
     if axes.mean:
         if not all_tasks:
             raise UserError("--mean needs a task whose score is a mean over samples; choose a metric with --metric")
-        column_heads += [(f"mean of {len(all_tasks)}", ""), ("loss", "")]
+        has_loss = not any(measures.is_fidelity(source) for source, _ in all_tasks)
+        column_heads += [(f"mean of {len(all_tasks)}", "")] + [("loss", "")] * has_loss
     task_pairs = cells[[*_TASKS, "is_mean"]].drop_duplicates()  # in the order of the cells
 
     @functools.cache
@@ -137,20 +142,19 @@ def pivot(measures: Measures, axes: Axes, labels: Mapping[str, str] | None = Non
             row_slots.append(cell_slot)
         if axes.mean:
             config = _config(fixed_values, row_place)
-            row_slots += [
-                MeasuredSlot(config, all_tasks),
-                MeasuredSlot(config, all_tasks, Value.LOSS),
-            ]
+            row_slots.append(MeasuredSlot(config, all_tasks))
+            row_slots += [MeasuredSlot(config, all_tasks, Value.LOSS)] * has_loss
         if any(row_slots):
-            lead_cells = tuple(_shown(dimension, row_place[dimension], labels) for dimension in axes.rows)
+            lead_cells = tuple(_shown(dimension, row_place[dimension], shown_labels) for dimension in axes.rows)
             layout_rows.append(LayoutRow(lead_cells, tuple(row_slots), _group(row_place, axes.rows)))
     lead_columns = tuple(Column(dimension, merged=dimension != axes.rows[-1]) for dimension in axes.rows)
     mean_text = "" if {*_TASKS} & {*axis_dimensions} or len(all_tasks) == 1 else _mean(all_tasks)
-    table_title = (_TITLES[axes.value], mean_text, *_shared_values(fixed_values, labels), ".")
+    metric_suffix = measures.metric_suffix * (axes.value is not Value.KV)
+    table_title = (_TITLES[axes.value], metric_suffix, mean_text, *_shared_values(fixed_values, shown_labels), ".")
     has_means = cells["task"].nunique() > 1 and (axes.mean or "task" not in axis_dimensions)
     unaveraged = unaveraged_tasks(cells) if has_means else []
     layout_notes = [f"Means leave out {listed(unaveraged)}, whose score is not a mean over samples."] * bool(unaveraged)
-    return Layout(table_title, lead_columns, tuple(column_heads), tuple(layout_rows), tuple(layout_notes), labels)
+    return Layout(table_title, lead_columns, tuple(column_heads), tuple(layout_rows), tuple(layout_notes), shown_labels)
 
 
 def _with_domains(cells: pd.DataFrame) -> pd.DataFrame:
@@ -253,23 +257,18 @@ def _tasks(cells: pd.DataFrame, place: Place) -> Weights:
     return tuple((ScoreSource(task_name), 1 / len(task_names)) for task_name in task_names)
 
 
-def _head(place: Place, measures: Measures, labels: Mapping[str, str]) -> tuple[Phrase, str]:
+def _head(place: Place, measures: Measures, labels: Mapping[str, Phrase]) -> tuple[Phrase, str]:
     """Return title and group of a column."""
     *outer_items, last_item = place.items()
-    group_text = ", ".join(_plain(dimension, value, labels) for dimension, value in outer_items)
+    group_text = ", ".join(plain_text(_shown(dimension, value, labels)) for dimension, value in outer_items)
     direction_mark = DOWN * (last_item[0] == "task" and str(last_item[1]) in lower_is_better_tasks(measures.cells))
     return (_shown(*last_item, labels), direction_mark), group_text
 
 
-def _shown(dimension: str, value: Any, labels: Mapping[str, str]) -> Phrase:
-    is_verbatim = dimension != "length" and not (dimension == "policy" and value in labels)
-    return Name(str(value)) if is_verbatim else _plain(dimension, value, labels)
-
-
-def _plain(dimension: str, value: Any, labels: Mapping[str, str]) -> str:
-    if dimension == "policy":
-        return labels.get(str(value), str(value))
-    return tokens(int(value)) if dimension == "length" else str(value)
+def _shown(dimension: str, value: Any, labels: Mapping[str, Phrase]) -> Phrase:
+    if dimension == "policy" and value in labels:
+        return labels[value]
+    return tokens(int(value)) if dimension == "length" else Name(str(value))
 
 
 def _group(place: Place, dimensions: Sequence[str]) -> str:
@@ -283,7 +282,7 @@ def _mean(weights: Weights) -> str:
     return f", mean of {len(weights)} tasks"
 
 
-def _shared_values(fixed_values: Mapping[str, Any], labels: Mapping[str, str]) -> Iterable[Phrase]:
+def _shared_values(fixed_values: Mapping[str, Any], labels: Mapping[str, Phrase]) -> Iterable[Phrase]:
     """Yield the common values of all cells of a table."""
     if "model" in fixed_values:
         yield from (", model ", Name(str(fixed_values["model"])))

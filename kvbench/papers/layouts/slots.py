@@ -109,7 +109,7 @@ class Layout:
     heads: tuple[tuple[Phrase, str], ...]
     rows: tuple[LayoutRow, ...]
     notes: tuple[Phrase, ...] = ()
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, Phrase] = field(default_factory=dict)
     digits: Mapping[Slot, int] = field(default_factory=dict)
 
     @property

@@ -123,7 +123,7 @@ function card(question, group, name, base) {
   const [answer] = group;
   const settings = group.map((each) => {
     const { policy, budget, moment } = settingOf(each);
-    return element("span", { class: "setting" }, [policy, budget].join(" at ") + (varies.moment ? `, ${moment}` : ""));
+    return element("span", { class: "setting" }, [policyTitle(policy), budget].join(" at ") + (varies.moment ? `, ${moment}` : ""));
   });
   const same = base && TEXTS[base[1]] === TEXTS[answer[1]];
   const ended = answer[3] === "length" ? "cut at the limit" : answer[3] === "error" ? "failed" : "";

@@ -60,7 +60,7 @@ function coloured(rows) {
 
 function told(row) {
   const lines = [
-    `${row.policy} at ${row.budget}`,
+    `${policyTitle(row.policy)} at ${row.budget}`,
     [row.task === MEAN ? meanTitle(row) : row.task, row.moment].filter(Boolean).join(", "),
     `score ${score(row.score, row.unit)} ${interval(row.score_lo, row.score_hi, row.unit)}`,
   ];
@@ -158,7 +158,7 @@ function heatMap(rows, across, lengths, depths, domain, width) {
       Plot.cell(rows, { x: across, y: "depth", fill: value, rx: 2 }),
       Plot.text(rows, { x: across, y: "depth", text: (row) => value(row).toFixed(rows[0].unit ? 0 : 2), fill: (row) => (bright(row) ? "#111" : "#fff") }),
       Plot.tip(rows, Plot.pointer({ x: across, y: "depth", fill: "var(--panel)", stroke: "var(--soft)", title: (row) =>
-        `${row.policy} at ${row.budget}\n${tokens(row.length)}, depth ${row.depth}%\nscore ${score(row.score, row.unit)}, ${row.count} answers` })),
+        `${policyTitle(row.policy)} at ${row.budget}\n${tokens(row.length)}, depth ${row.depth}%\nscore ${score(row.score, row.unit)}, ${row.count} answers` })),
     ],
   });
 }

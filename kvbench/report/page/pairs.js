@@ -36,9 +36,9 @@ function pairColumns(base, rows) {
     ...(mixed ? [{ title: "task", text: true, value: by("group"), cell: (row) => `${row.group}: ${meanTitle(row)}` }] : []),
     ...varying.map((name) => ({ title: name, text: true, value: by(name), cell: (row) => nameOf(name, row[name]) })),
     { title: "budget", value: (row) => +row.budget, cell: by("budget") },
-    { title: "policy", text: true, value: by("policy"), cell: by("policy") },
+    { title: "policy", text: true, value: by("policy"), cell: (row) => policyTitle(row.policy) },
     { title: "score", value: by("score"), cell: (row) => score(row.score, row.unit) },
-    { title: `score of ${base}`, value: by("base_score"), cell: (row) => score(row.base_score, row.unit) },
+    { title: `score of ${policyTitle(base)}`, value: by("base_score"), cell: (row) => score(row.base_score, row.unit) },
     { title: "difference", value: by("diff"), kind: side, cell: (row) => score(row.diff, row.unit, true) },
     { title: "95% interval", value: by("diff_lo"), kind: side, cell: (row) => interval(row.diff_lo, row.diff_hi, row.unit, true) },
     { title: "corrected p", value: by("p_corrected"), cell: (row) => writeP(row.p_corrected) },
@@ -73,7 +73,7 @@ function drawPairs() {
 // Builds the choice of the base policy.
 function comparing() {
   const names = data.policies.map((policy) => policy.name).filter((name) => data.pairs.some((panel) => (panel.tests || []).some((test) => test[1] === name || test[2] === name)));
-  fill("against", ...names.map((name) => element("option", { value: name }, name)));
+  fill("against", ...names.map((name) => element("option", { value: name }, policyTitle(name))));
   byId("against").addEventListener("change", () => { drawPairs(); writeAddress(); });
   byId("download-pairs").addEventListener("click", () => download("policy-against-policy.csv", csvText(PAIR_COLUMNS, pairRows)));
 }

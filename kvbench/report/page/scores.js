@@ -51,7 +51,7 @@ function memoryNote(panels, context) {
 
 // The colours in words, for print, where the buttons that show them are left out.
 function legend(policies) {
-  const named = policies.filter((policy) => palette.has(policy)).map((policy) => element("span", {}, swatch(policy), policy));
+  const named = policies.filter((policy) => palette.has(policy)).map((policy) => element("span", {}, swatch(policy), policyTitle(policy)));
   return policies.some((policy) => policy !== "full" && !palette.has(policy)) ? [...named, element("span", {}, "grey: the others")] : named;
 }
 
@@ -101,7 +101,7 @@ function drawMaps() {
     for (const mine of d3.group(rows, (row) => JSON.stringify(keys(row))).values()) {
       const first = mine[0];
       const whole = first.policy === "full";
-      const name = [whole ? "full" : first.policy, across === "length" && !whole ? first.budget : "", varies.moment ? first.moment : ""];
+      const name = [whole ? "full" : policyTitle(first.policy), across === "length" && !whole ? first.budget : "", varies.moment ? first.moment : ""];
       const columns = whole && across === "budget" ? ["full"] : bands;
       parts.push(figure([name.filter(Boolean).join(", ")], mapHeight(depths), (width) => heatMap(mine, across, columns, depths, domain, width)));
     }
@@ -136,7 +136,7 @@ function drawTable() {
   const columns = [
     { title: "task", text: true, value: by("task"), cell: (row) => row.task || `${row.group}: ${meanTitle(row)}` },
     ...varying.map((name) => ({ title: name, text: true, value: by(name), cell: (row) => (row.policy === "full" && name === "moment" ? DASH : nameOf(name, row[name])) })),
-    { title: "policy", text: true, value: by("policy"), cell: by("policy") },
+    { title: "policy", text: true, value: by("policy"), cell: (row) => policyTitle(row.policy) },
     { title: "budget", value: (row) => (row.budget === "full" ? Infinity : +row.budget), cell: by("budget") },
     number("KV held", "share", percent),
     number("bytes held", "kv_bytes_live", bytes),

@@ -13,6 +13,8 @@ const varies = Object.fromEntries(
 const varying = PLACE.filter((name) => name !== "group" && varies[name]);
 const budgets = distinct(data.rows.filter((row) => row.policy !== "full").map((row) => row.budget))
   .sort((a, b) => /^\d+$/.test(a) - /^\d+$/.test(b) || a - b);
+const informed = new Set(data.rows.filter((row) => row.informed).map((row) => row.policy));
+const policyTitle = (policy) => (informed.has(policy) ? `${policy} (informed)` : policy);
 const lookOf = new Map(data.policies.map((policy, index) => [policy.name, index]));
 
 const state = {
@@ -113,7 +115,7 @@ function chips(id, label, names, chosen, draw, redraw, onhover = null) {
     const made = element("button", { type: "button", class: "chip", "aria-pressed": chosen.has(name), onclick: (event) => {
       choose(names, chosen, name, state.several || event.ctrlKey || event.metaKey || event.shiftKey);
       redraw();
-    } }, ...draw(name), name);
+    } }, ...draw(name));
     if (onhover) for (const [event, value] of [["pointerenter", name], ["focus", name], ["pointerleave", null], ["blur", null]])
       made.addEventListener(event, () => onhover(value));
     return made;
@@ -128,7 +130,7 @@ function chips(id, label, names, chosen, draw, redraw, onhover = null) {
   fill(id, all, ...toggles);
   return () => toggles.forEach((made, index) => {
     made.setAttribute("aria-pressed", chosen.has(names[index]));
-    made.replaceChildren(...draw(names[index]), names[index]);
+    made.replaceChildren(...draw(names[index]));
   });
 }
 
@@ -151,8 +153,8 @@ function controls(redraw, onhover) {
   else state.memory = "held";
   fill("selects", ...boxes);
   const refreshers = [
-    chips("policies", "all policies", data.policies.map((p) => p.name), state.policies, (name) => [swatch(name)], redraw, onhover),
-    chips("budgets", "all budgets", budgets, state.budgets, () => [], redraw),
+    chips("policies", "all policies", data.policies.map((p) => p.name), state.policies, (name) => [swatch(name), policyTitle(name)], redraw, onhover),
+    chips("budgets", "all budgets", budgets, state.budgets, (name) => [name], redraw),
   ];
   byId("policies").prepend(severalChip());
   return () => refreshers.forEach((refresh) => refresh());

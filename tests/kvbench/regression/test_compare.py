@@ -262,3 +262,12 @@ def test_a_score_that_is_no_mean_is_not_compared() -> None:
     assert missing[0].reason == "string_match is not a mean over samples, so it has no paired test; use --metric"
     assert not found.complete and len(found.of(Outcome.SAME)) == 5
     assert {pair.place.task for pair in pair_with_full(unaveraged(usual(), "cwe"))} == {"vt"}
+
+
+def test_the_fidelity_of_the_full_cache_to_itself_is_not_tested() -> None:
+    cells, samples = usual()
+    before = cells.assign(metric="kl", higher_is_better=False), samples.assign(score=3.5e-13)
+    after = before[0], samples.assign(score=np.where(samples["policy"] == "full", 6.5e-5, 3.5e-13))
+    found = compare(before, after)
+    assert {comparison.pair.place.policy for comparison in found.cells} == {"snapkv", "keydiff"}
+    assert found.complete and not found.failed

@@ -195,3 +195,25 @@ def test_two_runs_are_paired_by_question() -> None:
     together = tuple(pd.concat(frames, ignore_index=True) for frames in zip(first, second, strict=True))
     both = compared(make_run(policies=POLICIES, budgets=("0.2", "0.4"), tasks=("vt", "cwe"), samples=40))
     assert compared(together).overall == both.overall  # type: ignore[arg-type]
+
+
+def test_an_informed_policy_is_marked_everywhere() -> None:
+    frames = usual(policies=("snapkv", "oracle"), tasks=("vt",), budgets=("0.2",))
+    comparisons = compare_policies(prepare(*frames), "snapkv", "oracle")
+    (record,) = as_records(comparisons, pair := PolicyPair("snapkv", "oracle", labels={"oracle": "Oracle"}))
+    assert "Oracle (informed)" in record["sentence"] and record["informed"] == ["oracle"]
+    (table,) = tables(comparisons, pair)
+    assert plain_text(table.title).startswith("Oracle (informed) minus snapkv ·")
+    assert plain_text(table.columns[4].title) == "Oracle (informed)"
+
+
+def test_a_metric_of_fidelity_is_named_with_its_unit() -> None:
+    frames = usual(tasks=("vt",), budgets=("0.2",))
+    frames = rescored(rescored(frames, [0.1] * 40, policy=POLICY), [0.6] * 40, policy=BASE)
+    comparison = compared((frames[0].assign(metric="kl", higher_is_better=False), frames[1]))
+    text = plain_text(sentence(comparison, PAIR))
+    assert "the KL of Ours is 0.5000 nats lower than that of SnapKV, which is better (0.1000 vs" in text
+    (table,) = tables([comparison], PAIR)
+    assert plain_text(table.title).endswith(", KL, nats, lower is better")
+    few = plain_text(sentence(replace(comparison, overall=replace(comparison.overall, p_corrected=0.5)), PAIR))
+    assert "the difference in KL between Ours and SnapKV is undecided (" in few and "0.5000 nats;" in few

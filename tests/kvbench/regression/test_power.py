@@ -9,7 +9,9 @@ import pytest
 
 from kvbench.errors import UserError
 from kvbench.regression.power import MOST, Goal, assume, contexts_needed, needs, smallest_seen
+from kvbench.regression.show_power import sentences, tables
 from kvbench.regression.significance import paired_p
+from kvbench.tables.outputs import plain_text
 
 from .conftest import one_cell, rescored, usual
 
@@ -157,3 +159,23 @@ def test_a_run_with_nothing_to_compare_with() -> None:
         needs(usual(), Goal(), usual(model="other"))
     with pytest.raises(UserError, match="has one context"):
         needs(one_cell([1.0]), Goal(), one_cell([1.0]))
+
+
+def test_informed_policies_are_marked_and_give_no_advice() -> None:
+    frames = usual(policies=("snapkv", "oracle"), tasks=("vt",))
+    goal, found = needs(rescored(frames, [0.0] * 20, policy="oracle"), Goal())
+    (table,) = tables(found, goal)
+    assert {plain_text(row.cells[1]) for row in table.rows} == {"snapkv", "oracle (informed)"}
+    assert "snapkv at 0." in plain_text(next(sentences(found, goal)))
+    informed = [need for need in found if need.place.policy == "oracle"]
+    assert plain_text(next(sentences(informed, goal))).startswith("No number of samples is advised")
+
+
+def test_metrics_of_fidelity_have_no_drop_to_plan_for() -> None:
+    cells, samples = usual()
+    with pytest.raises(UserError, match="power plans for scores; vt, cwe: kl is relative to the full cache"):
+        needs((cells.assign(metric="kl"), samples), Goal())
+    mixed = cells.assign(metric=np.where(cells["task"] == "vt", "kl", cells["metric"]))
+    with pytest.warns(UserWarning, match="left out: power plans for scores; vt: kl"):
+        _, found = needs((mixed, samples), Goal())
+    assert {need.place.task for need in found} == {"cwe"}

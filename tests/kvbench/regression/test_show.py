@@ -111,3 +111,32 @@ def test_json_has_a_record_per_cell_and_no_nan() -> None:
     lost = record["cells"][outcomes.index("failed")]
     assert lost["run"] == 0.0 and lost["change"] == pytest.approx(-lost["baseline"])
     assert record["cells"][outcomes.index("not compared")]["change"] is None
+
+
+def test_informed_policies_are_marked() -> None:
+    before = usual(policies=("snapkv", "oracle"))
+    found = compare(before, rescored(before, [0.0] * 40, policy="oracle"))
+    (table,) = tables(found)
+    assert plain_text(table.rows[0].cells[2]) == "oracle (informed)"
+    assert "first vt, oracle (informed) at 0.2: " in complaint(found)
+    missing = compare(before, without(before, policy="oracle"))
+    assert "oracle (informed) at 0.2 on vt" in "\n".join(map(plain_text, sentences(missing)))
+
+
+def test_kl_rises_and_has_neither_points_nor_correct_answers() -> None:
+    before, after = (
+        (cells.assign(metric="kl"), samples)
+        for cells, samples in (one_cell([s] * 20, higher=False) for s in (0.1, 0.2))
+    )
+    found = compare(before, after)
+    (table,) = tables(found)
+    assert plain_text(table.title) == "reference, KL, nats, lower is better"
+    assert plain_text(table.columns[-1].title) == "minimum detectable rise"
+    text = "\n".join(map(plain_text, sentences(found)))
+    assert "1 rose significantly and by more than allowed" in text
+    assert "if its score rises by more than 1 percent of the baseline's" in text
+    assert b"allowed: a rise of 0.001" in junit(found, "a")
+    few = [(cells, samples[samples["doc_id"] < 3]) for cells, samples in (before, after)]
+    text += "\n".join(map(plain_text, sentences(compare(*few))))
+    assert "for any rise to be significant. Use more samples." in text
+    assert not any(word in text for word in ("point", "drop", "correct ", "kvbench power"))

@@ -65,3 +65,10 @@ def test_a_score_that_is_no_mean_is_left_out() -> None:
     alone = differences(*make_run(("snapkv", "criticalkv"), ("0.2",), ("vt",)), "snapkv")
     assert found["diff"].item() == alone["diff"].item()
     assert not len(differences(*unaveraged(unaveraged(frames, "vt"), "cwe"), "snapkv"))
+
+
+def test_an_informed_base_is_marked(tmp_path: Path) -> None:
+    found = differences(*make_run(("snapkv", "oracle"), budgets=("0.2",)), "oracle")
+    text = write(found, "oracle", tmp_path / "a.md").read_text()
+    assert text.startswith("# Against `oracle` (informed)\n")
+    assert "against `oracle` (informed)\n" in text and "| `oracle` (informed) |" in text

@@ -15,7 +15,7 @@ from kvbench.report.headroom import headroom, headroom_tables
 from kvbench.report.panel import panels
 from kvbench.report.rendering import write_report
 from kvbench.report.verdict import cheapest
-from kvbench.tables.outputs import markdown
+from kvbench.tables.outputs import markdown, plain_text
 from kvbench.tables.table import Name
 
 from .conftest import STRENGTH, make_run
@@ -79,3 +79,29 @@ def test_distances_in_nats_are_never_shown_in_points() -> None:
     cells = prepare(*make_run())
     assert unit_scale(cells.overall)
     assert not unit_scale(cells.overall.assign(metric="kl"))
+
+
+def test_the_reference_is_marked_and_rows_are_ordered_by_budget(frames: tuple[pd.DataFrame, pd.DataFrame]) -> None:
+    (table,) = headroom_tables(headroom(prepare(*make_run(("snapkv", "criticalkv", "oracle"), ("0.2", "0.1")))))
+    assert plain_text(table.title).endswith("headroom to oracle (informed)")
+    assert (Name("oracle"), " (informed)") in [column.title for column in table.columns]
+    rows = [tuple(map(plain_text, row.cells[:2])) for row in table.rows]
+    assert rows == [("0.1", "snapkv"), ("0.1", "criticalkv"), ("0.2", "snapkv"), ("0.2", "criticalkv")]
+    (table,) = headroom_tables(headroom(prepare(*frames)))
+    assert plain_text(table.columns[-1].title) == "KL of oracle (informed)"
+
+
+def test_plain_oracle_is_the_reference_and_the_others_are_named() -> None:
+    cells, samples = make_run(("oracle:target=reference", "oracle", "snapkv"), ("0.2",))
+    cells["informed"] = cells["policy"].str.startswith("oracle")
+    rows = headroom(prepare(cells, samples))
+    assert set(rows["informed_policy"]) == {"oracle"}
+    (table,) = headroom_tables(rows)
+    assert plain_text(table.notes[-1]) == "Informed policies that are not used here: oracle:target=reference."
+
+
+def test_scores_that_are_kl_are_shown_once(frames: tuple[pd.DataFrame, pd.DataFrame]) -> None:
+    cells, samples = frames
+    (table,) = headroom_tables(headroom(prepare(cells.assign(metric="kl", higher_is_better=False), samples)))
+    titles = [plain_text(column.title) for column in table.columns]
+    assert titles == ["budget", "policy", "KV held", "KL, nats", "oracle (informed)", "difference"]

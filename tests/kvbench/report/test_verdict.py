@@ -44,6 +44,7 @@ def test_cheapest_says_when_there_is_none():
     alone = rows.iloc[1:].assign(diff=np.nan, discriminative=False)
     assert cheapest(alone, unit_scaled=True).kind == "no full"
     assert cheapest(rows.iloc[:1], unit_scaled=True).kind == "empty"
+    assert cheapest(rows.assign(informed=rows["policy"] != "full"), unit_scaled=True).kind == "informed"
 
 
 def test_cheapest_never_names_what_holds_everything():

@@ -189,3 +189,27 @@ def test_tasks_that_tell_nothing_are_named() -> None:
     text = notes(filled(make_run(budgets=["0.2"], tasks=["vt", "qa_1"])))
     assert "The full cache is not above chance on qa_1: differences there are meaningless." in text
     assert "kvbench's own tiny model" in text
+
+
+def test_informed_policies_are_marked_and_not_ranked() -> None:
+    table = filled(scored({"a": 0.5, "b": 0.8, "oracle": 1.0}))
+    assert [cell.rank for cell in column(table, 1)] == [0, 2, 1, 0]
+    assert [plain_text(row.cells[0]) for row in table.rows] == ["full", "a", "b", "oracle (informed)"]
+    assert "(informed): the policy sees question and answer. It is a reference and is not ranked." in notes(table)
+    assert "(informed)" not in notes(filled(scored({"a": 0.5, "b": 0.8})))
+    measures = measures_of(scored({"a": 0.5, "oracle": 1.0}))
+    layout = pivot(measures, Axes(("task",), ("policy", "budget")), {"oracle": "Oracle"})
+    assert fill(layout, measures).columns[-1].group == "Oracle (informed)"
+
+
+def test_kl_is_named_and_neither_tested_against_the_full_cache_nor_a_loss() -> None:
+    cells, samples = make_run(["random", "snapkv"], ["0.1"], samples=30)
+    frames = cells.assign(metric="kl", higher_is_better=False), samples
+    table = filled(frames, Axes(("policy",), ("task",), mean=True), against="full")
+    assert plain_text(table.title).startswith("Scores: KL, nats (lower is better), model reference")
+    assert plain_text(table.columns[-1].title) == "mean of 2"
+    assert {cell.better for cell in column(table, 1)} == {0} and "significantly" not in notes(table)
+    assert "significantly" in notes(filled(frames, against="snapkv"))
+    for value in (Value.RELATIVE, Value.LOSS):
+        with pytest.raises(UserError, match=f"--value {value}: kl compares with the full cache already"):
+            filled(frames, Axes(("policy",), ("task",), value))

@@ -300,6 +300,18 @@ def test_a_page_without_pairs_has_no_such_section(tmp_path: Path) -> None:
         assert browser.problems == []
 
 
+def test_informed_policies_are_marked(tmp_path: Path) -> None:
+    frames = make_run(["snapkv", "oracle"], ("0.1",), ["vt"], samples=8, depths=(0, 50))
+    with Browser() as browser:
+        browser.open(page_of(frames, tmp_path))
+        for place in ("#policies", "#legend", "#cells", "#pair-table", "#against", "#maps"):
+            text = browser.run(f"document.querySelector({place!r}).textContent")
+            assert text.count("oracle") == text.count("oracle (informed)") > 0, place
+        click(browser, "#policies .chip", "oracle (informed)")
+        assert browser.run(_COLUMN % 0) == ["full", "oracle (informed)"]
+        assert browser.problems == []
+
+
 def test_titles_sort_and_say_so(browser: Browser) -> None:
     head = "#cells th button"
     click(browser, head, "score")
