@@ -16,6 +16,7 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.models import check_single
 from kvbench.engine.pruning import prunes
 from kvbench.errors import UserError
+from kvbench.plugin import Policy
 from kvbench.progress import Reporter
 from kvbench.runs.answers import Prompt
 from kvbench.runs.cell import Cell
@@ -27,13 +28,16 @@ MOMENTS = ("context", "question")
 """Supported moments: compression once, before or after the question is read."""
 
 
-def make_grid(grid_options: Mapping[str, Any], moments: Sequence[str] = MOMENTS, *, pruning: bool = False) -> Grid:
+def make_grid(
+    grid_options: Mapping[str, Any], moments: Sequence[str] = MOMENTS, *, pruning: bool = False, codes: bool = False
+) -> Grid:
     """Build the grid of an analysis.
 
     Args:
         grid_options: Grid options, in the format of `Grid.from_dict`.
         moments: Moments that the analysis supports.
         pruning: Whether the analysis supports policies that prune images in the prefill.
+        codes: Whether it supports policies that keep all entries as codes.
 
     Raises:
         UserError: As in `Grid.from_dict`; or the analysis does not support a moment or policy, or only the full cache
@@ -49,8 +53,8 @@ def make_grid(grid_options: Mapping[str, Any], moments: Sequence[str] = MOMENTS,
             raise UserError(
                 f"{policy} prunes images in the prefill, which this analysis does not do; use kvbench analyze vision"
             )
-    if all(not policy.evicts for policy in grid.built_policies):
-        raise UserError("the policy full evicts nothing; choose another such as --policy snapkv")
+    if not any(_changes_cache(policy, codes) for policy in grid.built_policies):
+        raise UserError(f"the policy {grid.built_policies[0]} evicts nothing; choose another such as --policy snapkv")
     if all(budget.is_full for budget in grid.parsed_budgets):
         raise UserError("the budget full evicts nothing; choose another such as --budget 0.2")
     return grid
@@ -68,21 +72,30 @@ def prompts_grid(grid_options: Mapping[str, Any]) -> Grid:
     return Grid.from_dict({**grid_options, "policies": ["full"], "budgets": ["full"], "repeats": 1})
 
 
-def stages(grid: Grid, message: Callable[[str], None], *, pruning: bool = False) -> list[Stage]:
+def _changes_cache(policy: Policy, codes: bool) -> bool:
+    """Return whether an analysis has something to show of a policy; a reader chooses anew at every step."""
+    return policy.evicts or (codes and policy.recodes and policy.read is None)
+
+
+def stages(grid: Grid, message: Callable[[str], None], *, pruning: bool = False, codes: bool = False) -> list[Stage]:
     """Return models, tasks, prompts and cells, without the full cache.
 
     Args:
         grid: The grid to analyse.
         message: Receives messages about skipped tasks and policies.
         pruning: Whether to keep cells that prune images in the prefill; `all` may include them.
+        codes: As in `make_grid`.
 
     Raises:
         UserError: A value in the grid is unknown or out of range, or a task has no contexts with questions.
     """
 
     def is_analysed(cell: Cell) -> bool:
-        return cell.policy.evicts and (pruning or not prunes(cell.policy))
+        return _changes_cache(cell.policy, codes) and (pruning or not prunes(cell.policy))
 
+    for policy in grid.built_policies:
+        if not policy.is_full and not _changes_cache(policy, codes) and str(policy) in grid.named_policies:
+            message(f"{policy} evicts nothing and is left out")
     planned_stages = plan(grid, message, scored=False).stages
     for job in (job for stage in planned_stages for job in stage.jobs):
         if not job.prompts.parted:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,8 @@ from kvbench.files import cannot, replacing
 from kvbench.report.figure_flags import FigureFlags
 from kvbench.report.figure_options import FigureOptions, figure_options
 from kvbench.runs.grid import Grid
+from kvbench.runs.integrity import CELLS
+from kvbench.runs.store import GRID, RESPONSES
 from kvbench.tables.table import Table
 
 SCHEMA_VERSION = 1
@@ -56,7 +59,7 @@ def prepare_output(grid: Grid, analysis: str, figures: FigureFlags, *settings: o
         settings: Everything else that affects the results.
 
     Raises:
-        UserError: The folder is not writable, or an option of the figures is wrong.
+        UserError: The folder is not writable or holds a run, or an option of the figures is wrong.
     """
     figure_settings = figure_options(figures, [str(policy) for policy in grid.built_policies])
     digest = hashlib.sha256(json.dumps([grid.digest, *settings]).encode()).hexdigest()[:16]
@@ -68,8 +71,11 @@ def prepare_folder(folder: Path) -> Path:
     """Create a folder and its figures folder, before any work is done.
 
     Raises:
-        UserError: The folder is not writable.
+        UserError: The folder is not writable, or holds a run, whose tables the analysis could overwrite.
     """
+    # An analysis of perturbation also writes a `cells.parquet`, but no grid.
+    if (folder / RESPONSES).exists() or ((folder / CELLS).exists() and (folder / GRID).exists()):
+        raise UserError(f"--out {folder} holds a run; choose another folder")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"cannot write {folder}: it is a file, not a folder")
     try:
@@ -77,6 +83,18 @@ def prepare_folder(folder: Path) -> Path:
     except OSError as error:
         raise cannot("write", folder, error) from None
     return folder
+
+
+@contextmanager
+def removed_on_failure(folder: Path) -> Iterator[None]:
+    """Remove the folders of `prepare_folder` if the work fails before there is anything in them."""
+    try:
+        yield
+    except BaseException:
+        for created in (folder / "figures", folder):
+            with suppress(OSError):  # not empty
+                created.rmdir()
+        raise
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ def rows_in_scope(frame: pd.DataFrame, scope: Row) -> pd.DataFrame:
 
 
 def scope_heading(scope: Row) -> tuple[Phrase, ...]:
-    """Format model, task, length and moment as one line."""
-    conditions = f" · {tokens(scope['length'])} · moment {scope['moment']}"
+    """Format model, task, length and moment, if there is one, as one line."""
+    conditions = f" · {tokens(scope['length'])}" + (f" · moment {scope['moment']}" if "moment" in scope else "")
     return (Name(scope["model"]), " · ", Name(scope["task"]), conditions)
 
 

@@ -18,9 +18,9 @@ from kvbench.analysis.causes.trials import Trial, Trials, Unit, in_units, random
 
 RIGHT, WORDING, VALUES, UNSTABLE = "right", "wording", "values", "unstable"
 HEAD, LAYER, FEW, SPREAD = "one head", "one layer", "few heads", "spread"
-EITHER, MORE, ELSEWHERE = "either", "evidence and more", "elsewhere"
+EITHER, MORE, ELSEWHERE, NOT_FOUND = "either", "evidence and more", "elsewhere", "not found"
 VERDICTS = {
-    RIGHT: "the policy answers as well as the full cache",
+    RIGHT: "the sample is not lost",
     HEAD: "the evicted evidence is sufficient and necessary, and one KV head of it is sufficient",
     LAYER: "the same, and one layer of it is sufficient",
     FEW: "the same, and at most 8 KV heads (with --units layers: 8 layers) of it are sufficient",
@@ -28,6 +28,7 @@ VERDICTS = {
     EITHER: "the evicted evidence is sufficient, and not necessary: the full cache answers without it",
     MORE: "the evicted evidence is necessary, and not sufficient: other entries are missing as well",
     ELSEWHERE: "the evicted evidence is neither sufficient nor necessary",
+    NOT_FOUND: "a search found no evidence: no 4 of 16 passages bring the answer back",
     VALUES: "the kept entries are sufficient, the keys and values that the policy has written there are not",
     WORDING: "the policy's own words lead elsewhere; after the full cache's words it answers",
     UNSTABLE: "a control changes the verdict, or the answer with everything is not the full cache's",
@@ -46,11 +47,10 @@ class LostSample:
     Attributes:
         probe: Measures caches.
         kept: Entries that the policy keeps, bool `[L, H, columns]`.
-        evidence: Columns of the evidence, bool `[columns]`.
+        evidence: Columns of the evidence, bool `[columns]`; none if no evidence was found.
         context_columns: Columns of the context; the question, if it is in the cache, is behind them.
         opening: Columns at the beginning that all prompts of the task share, such as a system prompt.
         seed: Seed of the controls.
-        own: Result with the policy's own keys and values, if it changes them.
     """
 
     probe: AnswerProbe
@@ -59,7 +59,6 @@ class LostSample:
     context_columns: int
     opening: int
     seed: int
-    own: ProbeResult | None = None
 
     @property
     def evicted_evidence(self) -> Tensor:
@@ -83,9 +82,9 @@ class Diagnosis:
     """Why a sample is lost.
 
     Attributes:
-        verdict: One of `VERDICTS`.
-        anchors: Entries that are missing besides the evidence: those that are sufficient with it, each alone; else
-            `together`, if all of them are; else empty.
+        verdict: One of `VERDICTS`; empty if it depends on the evidence, which has not been examined.
+        anchors: Entries that are missing besides the evidence, because they are sufficient with it and not without it:
+            each alone; else `all anchors`, if all of them are; else empty.
         layers, heads: Smallest sets of layers and KV heads whose evicted evidence brings the answer back; empty if it
             is not sufficient.
         outcomes: Outcomes of the main interventions by name.
@@ -100,39 +99,50 @@ class Diagnosis:
     heads: tuple[Unit, ...] = ()
 
 
-def diagnose(sample: LostSample, units: str) -> Diagnosis:
-    """Find out why a sample is lost.
+def reproduce_loss(probe: AnswerProbe, kept: Tensor, own: ProbeResult | None) -> Diagnosis:
+    """Measure a lost sample with the policy's entries and with all; the verdict is set if it needs no evidence.
+
+    Args:
+        probe: Measures caches.
+        kept: Entries that the policy keeps, bool `[L, H, columns]`.
+        own: Result with the policy's own keys and values, if it changes them.
+    """
+    trials, full = Trials(probe), torch.ones_like(kept)
+    mask_outcome, full_outcome = probe.measure([kept, full])
+    trials.add(Trial("mask", kept), mask_outcome, 0.0, 0)
+    trials.add(Trial("full", full), full_outcome, mask_outcome.nll - full_outcome.nll, int((~kept).sum()))
+    outcomes = {"mask": mask_outcome, "full": full_outcome}
+    if own is not None:
+        outcomes["own"] = own
+        trials.add(Trial("own", kept), own, mask_outcome.nll - own.nll, 0)
+    return Diagnosis(early_verdict(outcomes), outcomes, trials)
+
+
+def diagnose(sample: LostSample, diagnosis: Diagnosis, units: str) -> None:
+    """Find out what the evidence has to do with a loss, and complete its diagnosis.
 
     Args:
         sample: The sample.
+        diagnosis: Its diagnosis without a verdict.
         units: `heads`, or `layers` to stop there.
     """
-    trials = Trials(sample.probe)
+    if not sample.evidence.any():
+        diagnosis.verdict = NOT_FOUND
+        return
+    trials, outcomes = diagnosis.trials, diagnosis.outcomes
     kept, full, evicted = sample.kept, sample.full, sample.evicted_evidence
     policy_cache, full_cache = Trial("mask", kept), Trial("full", full)
-    mask_outcome, full_outcome = sample.probe.measure([kept, full])
-    trials.add(policy_cache, mask_outcome, 0.0, 0)
-    trials.add(full_cache, full_outcome, mask_outcome.nll - full_outcome.nll, int((full & ~kept).sum()))
-    outcomes = {"mask": mask_outcome, "full": full_outcome}
-    if sample.own is not None:
-        outcomes["own"] = sample.own
-        trials.add(Trial("own", kept), sample.own, mask_outcome.nll - sample.own.nll, 0)
-    early = early_verdict(outcomes)
-    if early:
-        return Diagnosis(early, outcomes, trials)
     additions = [Trial("give", kept | evicted), Trial("give random", kept | sample.control(~kept))]
     removals = [Trial("take", full & ~evicted), Trial("take random", full & ~sample.control(full))]
     for group, reference in ((additions, policy_cache), (removals, full_cache)):
         nll = outcomes[reference.intervention].nll
         for trial, outcome in zip(group, trials.run(group, reference, nll), strict=True):
             outcomes[trial.intervention] = outcome
-    diagnosis = Diagnosis("", outcomes, trials)
     if outcomes["give"].right:
         _localise(diagnosis, sample, policy_cache, units)
     else:
-        diagnosis.anchors = _missing_anchors(trials, sample, policy_cache, mask_outcome.nll)
+        diagnosis.anchors = _missing_anchors(trials, sample, policy_cache, outcomes["mask"].nll)
     diagnosis.verdict = verdict_of(outcomes, diagnosis.layers, diagnosis.heads)
-    return diagnosis
 
 
 def early_verdict(outcomes: Mapping[str, ProbeResult]) -> str:
@@ -185,7 +195,7 @@ def _localise(diagnosis: Diagnosis, sample: LostSample, policy_cache: Trial, uni
 
 
 def _missing_anchors(trials: Trials, sample: LostSample, policy_cache: Trial, nll: float) -> tuple[str, ...]:
-    """Return which entries bring the answer back together with the evidence."""
+    """Return which entries bring the answer back together with the evidence, and not without it."""
     columns = torch.arange(sample.kept.shape[-1])
     anchors = {
         "first tokens": columns < _FIRST,
@@ -195,12 +205,15 @@ def _missing_anchors(trials: Trials, sample: LostSample, policy_cache: Trial, nl
     }
     with_evidence = sample.kept | sample.evicted_evidence
     tried = {name: mask for name, mask in anchors.items() if bool((mask & ~with_evidence).any())}
-    masks = {f"give and {name}": with_evidence | mask for name, mask in tried.items()}
     if len(tried) > 1:
-        masks["give and all"] = with_evidence | torch.stack([*tried.values()]).any(0)
-    outcomes = trials.run([Trial(name, mask) for name, mask in masks.items()], policy_cache, nll)
-    by_name = dict(zip(masks, outcomes, strict=True))
-    sufficient = tuple(name for name in tried if by_name[f"give and {name}"].right)
-    if sufficient or "give and all" not in by_name:
-        return sufficient
-    return ("together",) if by_name["give and all"].right else ()
+        tried["all anchors"] = torch.stack([*tried.values()]).any(0)
+
+    def is_right(added: Mapping[str, Tensor]) -> list[bool]:
+        masks = [Trial(f"give {name}", sample.kept | mask) for name, mask in added.items()]
+        return [outcome.right for outcome in trials.run(masks, policy_cache, nll)]
+
+    evidence = sample.evicted_evidence
+    with_it = is_right({f"and {name}": evidence | mask for name, mask in tried.items()})
+    without_it = is_right({name: mask & ~evidence for name, mask in tried.items()})
+    missing = [name for name, right, alone in zip(tried, with_it, without_it, strict=True) if right and not alone]
+    return tuple(name for name in missing if name != "all anchors" or len(missing) == 1)

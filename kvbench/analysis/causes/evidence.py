@@ -24,18 +24,14 @@ class EvidenceSpans:
     """Columns of a prompt that an answer comes from.
 
     Attributes:
-        spans: The passages; several if the answer has several parts.
-        target_spans: The reference answers in them; empty if unknown.
-        source: How it was found: `sentence`, `target`, `regex` or `search`.
+        spans: The passages; several if the answer has several parts, none if they are to be searched for.
+        target_spans: The reference answers; empty if the context does not contain them.
+        source: How the passages were found: `sentence`, `target`, `regex` or `search`; empty if they were not.
     """
 
     spans: tuple[Span, ...]
     target_spans: tuple[Span, ...]
     source: str
-
-    def mask(self, columns: int) -> Tensor:
-        """Return the columns of the passages, bool `[columns]`."""
-        return column_mask(self.spans, columns)
 
 
 def column_mask(spans: Iterable[Span], columns: int) -> Tensor:
@@ -46,8 +42,8 @@ def column_mask(spans: Iterable[Span], columns: int) -> Tensor:
     return mask
 
 
-def find_evidence(tokenizer: Any, prompt: Prompt, requested: str | None) -> EvidenceSpans | None:
-    """Find the evidence of a prompt in its context; None if it has to be searched for.
+def find_evidence(tokenizer: Any, prompt: Prompt, requested: str | None) -> EvidenceSpans:
+    """Find the evidence of a prompt and its reference answers in the context.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -59,30 +55,38 @@ def find_evidence(tokenizer: Any, prompt: Prompt, requested: str | None) -> Evid
     """
     request = prompt.request
     present = [target for target in dict.fromkeys(request.target) if target and target in request.context]
-    if requested == SEARCH or (requested is None and not present):
-        return None
-    if requested not in (None, SENTENCE, TARGET):
-        assert requested is not None
-        matches = [match for match in re.finditer(requested, request.context) if match.group()]
-        if not matches:
+    if requested in (SENTENCE, TARGET) or (requested is None and present):
+        if not present:
+            shown = ", ".join(map(quoted, request.target[:3]))
             raise UserError(
-                f"{request.task}, {request.sample_id}: --evidence {requested} matches nothing in the context; "
-                "use another expression, or search"
+                f"{request.task}, {request.sample_id}: the reference answer {shown} does not occur in the context; "
+                "use --evidence search or a regular expression"
             )
-        spans = {token_span(tokenizer, prompt, *match.span(), match.group()) for match in matches}
-        return EvidenceSpans(tuple(sorted(spans)), (), "regex")
-    if not present:
-        shown = ", ".join(map(quoted, request.target[:3]))
+        statements, targets = _answer_spans(tokenizer, prompt, present)
+        return EvidenceSpans(targets if requested == TARGET else statements, targets, requested or SENTENCE)
+    try:
+        _, targets = _answer_spans(tokenizer, prompt, present)
+    except UserError:  # here they only say which heads hold the answer
+        targets = ()
+    if requested in (None, SEARCH):
+        return EvidenceSpans((), targets, "")
+    assert requested is not None
+    matches = [match for match in re.finditer(requested, request.context) if match.group()]
+    if not matches:
         raise UserError(
-            f"{request.task}, {request.sample_id}: the reference answer {shown} does not occur in the context; "
-            "use --evidence search or a regular expression"
+            f"{request.task}, {request.sample_id}: --evidence {requested} matches nothing in the context; "
+            "use another expression, or search"
         )
+    spans = {token_span(tokenizer, prompt, *match.span(), match.group()) for match in matches}
+    return EvidenceSpans(tuple(sorted(spans)), targets, "regex")
+
+
+def _answer_spans(tokenizer: Any, prompt: Prompt, answers: Iterable[str]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """Return the columns of the statements with some answers, and of the answers in them."""
     statements, targets = set(), set()
-    for answer in present:
-        begin, end = statement_span(request, answer)
-        answer_begin = request.context.rindex(answer, begin, end)
+    for answer in answers:
+        begin, end = statement_span(prompt.request, answer)
+        answer_begin = prompt.request.context.rindex(answer, begin, end)
         targets.add(token_span(tokenizer, prompt, answer_begin, answer_begin + len(answer), answer))
         statements.add(token_span(tokenizer, prompt, begin, end, answer))
-    if requested == TARGET:
-        statements = targets
-    return EvidenceSpans(tuple(sorted(statements)), tuple(sorted(targets)), requested or SENTENCE)
+    return tuple(sorted(statements)), tuple(sorted(targets))

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.patches import Patch
 
-from kvbench.analysis.causes.diagnosis import RIGHT, UNSTABLE, VERDICTS, WORDING
-from kvbench.analysis.causes.frames import NOT_FOUND, layer_gains, verdict_order
+from kvbench.analysis.causes.diagnosis import NOT_FOUND, RIGHT, UNSTABLE, VERDICTS, WORDING
+from kvbench.analysis.causes.frames import layer_gains, verdict_order
 from kvbench.analysis.causes.study import CausesResult, budget_shares
 from kvbench.analysis.maps import Colours, figure_suffixes, head_maps, layer_head_map
 from kvbench.analysis.scopes import Row, ordered_budgets, rows_in_scope, scopes
@@ -157,11 +157,12 @@ def _maps(
             )
             for row, image in zip(panels, (layer_gains(chosen, shape), needed, share, held), strict=True):
                 row.append((f"budget {budget}", image))
-        # A policy that loses nothing has no gains.
+        # A policy that loses nothing has no gains; nobody holds an answer that the contexts do not contain.
         shown = [
             (row, label)
             for row, label in zip(panels, _LABELS, strict=True)
-            if label in ("share", "holds answer") or any(np.nan_to_num(image).any() for _, image in row)
+            if label == "share"
+            or any((np.isfinite(image) if label == "holds answer" else np.nan_to_num(image)).any() for _, image in row)
         ]
         scales = [_colours(row, label) for row, label in shown]
         title = f"{options.label(str(policy))}: evidence by layer and KV head · {subtitle}"

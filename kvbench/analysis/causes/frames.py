@@ -9,13 +9,14 @@ import numpy as np
 import pandas as pd
 
 from kvbench.analysis.causes.diagnosis import RIGHT, VERDICTS
-from kvbench.analysis.causes.study import CausesResult, ExaminedSample, budget_shares, held_shares
+from kvbench.analysis.causes.study import CausesResult, ExaminedSample, budget_shares, held_share
+from kvbench.analysis.causes.swaps import OUTCOMES
 from kvbench.analysis.causes.trials import named
 from kvbench.analysis.scopes import SCOPE
 
-NOT_FOUND = "not found"
-"""Verdict of a lost sample for which a search found no evidence."""
 CELL = [*SCOPE, "policy", "budget"]
+_QUESTION = ("sample_id", "question_id", "context_id")
+_PAIR = ("explained", "swapped_back", "layers", "heads")
 _MAIN = ("own", "mask", "full", "give", "give random", "take", "take random")
 
 
@@ -44,10 +45,7 @@ def pair_rows(result: CausesResult) -> pd.DataFrame:
     rows = []
     for sample in result.samples:
         if sample.swap is not None:
-            outcomes = {
-                f"{name.replace(' ', '_').replace(chr(39), '')}_right": outcome.right
-                for name, outcome in sample.swap.outcomes.items()
-            }
+            outcomes = {_right(name): outcome.right for name, outcome in sample.swap.outcomes.items()}
             layers = result.layers[sample.cell.model]
             rows.append(
                 _labels(sample)
@@ -56,7 +54,14 @@ def pair_rows(result: CausesResult) -> pd.DataFrame:
                 | {"heads": named(_model_units(sample.swap.heads, layers))}
                 | outcomes
             )
-    return _frame(rows)
+    if rows:
+        return _frame(rows)
+    return _frame([], ["cell", *CELL, *_QUESTION, *_PAIR, *map(_right, OUTCOMES)])
+
+
+def _right(intervention: str) -> str:
+    """Return the column that says whether the answer is right after an intervention."""
+    return intervention.replace(" ", "_").replace("'", "") + "_right"
 
 
 def head_rows(result: CausesResult) -> pd.DataFrame:
@@ -66,15 +71,14 @@ def head_rows(result: CausesResult) -> pd.DataFrame:
     for labels, samples in _by_cell(result.samples):
         layers = result.layers[str(labels["model"])]
         shares = np.stack([budget_shares(sample) for sample in samples])
-        known = [sample for sample in samples if sample.evidence is not None]
-        held = np.stack([np.stack([part.numpy() for part in held_shares(sample)]) for sample in known])
-        whole = held[:, 1] == 1.0
-        is_right = np.array([sample.verdict == RIGHT for sample in known])[:, None, None]
+        evidence = [held_share(sample, sample.evidence.spans).numpy() for sample in samples]
+        target = np.stack([held_share(sample, sample.evidence.target_spans).numpy() for sample in samples])
+        is_right = np.array([sample.verdict == RIGHT for sample in samples])[:, None, None]
         columns: dict[str, Any] = {
             "share": shares.mean(0),
-            "evidence_held": held[:, 0].mean(0),
-            "target_held": whole.mean(0),
-            "agreement": (whole == is_right).mean(0),
+            "evidence_held": _mean(evidence),
+            "target_held": _mean(np.where(np.isnan(target), np.nan, target == 1)),
+            "agreement": _mean(np.where(np.isnan(target), np.nan, (target == 1) == is_right)),
             **_gains(samples, shares.shape[1:]),
             "loss": loss.get(tuple(labels[column] for column in SCOPE[:3]), np.full(shares.shape[1:], np.nan)),
         }
@@ -137,24 +141,22 @@ def _losses(result: CausesResult) -> dict[tuple[Any, ...], Any]:
             if len(unit) == 2:
                 loss[unit] = -row["gain"]
         collected.setdefault(tuple(reading.where[column] for column in SCOPE[:3]), []).append(loss)
-    means = {}
-    for place, maps in collected.items():
-        stacked = np.stack(maps)
-        counts = np.isfinite(stacked).sum(0)
-        means[place] = np.where(counts, np.nansum(stacked, 0) / np.maximum(counts, 1), np.nan)
-    return means
+    return {place: _mean(maps) for place, maps in collected.items()}
+
+
+def _mean(maps: Any) -> Any:
+    """Return the mean of maps without their NaN, `[L, H]`; NaN where all are."""
+    stacked = np.stack(maps)
+    counts = np.isfinite(stacked).sum(0)
+    return np.where(counts, np.nansum(stacked, 0) / np.maximum(counts, 1), np.nan)
 
 
 def _by_cell(samples: Sequence[ExaminedSample]) -> list[tuple[Mapping[str, Any], list[ExaminedSample]]]:
-    """Group samples by cell, in order; cells without any evidence are left out."""
+    """Group samples by cell, in order."""
     groups: dict[str, list[ExaminedSample]] = {}
     for sample in samples:
         groups.setdefault(sample.cell.cell, []).append(sample)
-    return [
-        (group[0].cell.labels, group)
-        for group in groups.values()
-        if any(sample.evidence is not None for sample in group)
-    ]
+    return [(group[0].cell.labels, group) for group in groups.values()]
 
 
 def _sample_row(sample: ExaminedSample, layers: Mapping[str, list[int]]) -> dict[str, Any]:
@@ -166,13 +168,12 @@ def _sample_row(sample: ExaminedSample, layers: Mapping[str, list[int]]) -> dict
         "score": sample.own.score,
         "context_tokens": sample.columns,
         "step": sample.step,
-        "source": sample.evidence.source if sample.evidence is not None else "",
-        "evidence": " ".join(f"{start}-{stop}" for start, stop in sample.evidence.spans) if sample.evidence else "",
+        "source": sample.evidence.source,
+        "evidence": " ".join(f"{start}-{stop}" for start, stop in sample.evidence.spans),
     }
-    held = [float("nan")] * 4
-    if sample.evidence is not None:
-        evidence, target = held_shares(sample)
-        held = [float(evidence.mean()), float(target.mean()), float(target.max()), float((target == 1).sum())]
+    evidence, target = (held_share(sample, spans) for spans in (sample.evidence.spans, sample.evidence.target_spans))
+    whole = float((target == 1).sum()) if sample.evidence.target_spans else float("nan")
+    held = [float(evidence.mean()), float(target.mean()), float(target.max()), whole]
     row |= dict(zip(("evidence_held", "target_held", "best_head", "whole_heads"), held, strict=True))
     outcomes = diagnosis.outcomes if diagnosis is not None else {}
     for name in _MAIN:
@@ -209,16 +210,12 @@ def _labels(sample: ExaminedSample) -> dict[str, Any]:
 
 
 def _question(request: Any) -> dict[str, Any]:
-    return {
-        "sample_id": request.sample_id,
-        "question_id": request.question_id,
-        "context_id": request.context_id,
-    }
+    return {name: getattr(request, name) for name in _QUESTION}
 
 
-def _frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+def _frame(rows: Sequence[Mapping[str, Any]], columns: list[str] | None = None) -> pd.DataFrame:
     """Return rows as a frame; columns of truth values may lack some."""
-    frame = pd.DataFrame(list(rows))
+    frame = pd.DataFrame(list(rows), columns=columns)
     for column in frame.columns:
         if column.endswith(("_right", "_same")):
             frame[column] = frame[column].astype("boolean")
@@ -228,4 +225,4 @@ def _frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 def verdict_order(frame: pd.DataFrame) -> list[str]:
     """Return the verdicts that occur, in the order of `VERDICTS`."""
     occurring = set(frame["verdict"])
-    return [verdict for verdict in (*VERDICTS, NOT_FOUND) if verdict in occurring]
+    return [verdict for verdict in VERDICTS if verdict in occurring]

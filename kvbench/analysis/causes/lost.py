@@ -9,6 +9,7 @@ from pathlib import Path
 from kvbench.errors import UserError
 from kvbench.runs.cell import Cell
 from kvbench.runs.load import load_frames
+from kvbench.tables.text import listed
 
 ANSWERED = 0.5
 """Least score of the full cache with which it answers a sample; a policy loses it with at most half of that score."""
@@ -67,11 +68,14 @@ class RunAnswers:
         """Return the answers of a cell.
 
         Raises:
-            UserError: The run has none.
+            UserError: The run has none; if it does not have the policy, the policies that it has are named.
         """
         names = [str(cell.labels[column]) for column in _LABELS]
         if tuple(names) not in self._answers:
             model, task, length, policy, budget, moment = names
+            policies = list(dict.fromkeys(known for _, _, _, known, _, _ in self._answers))
+            if policy not in policies:
+                raise UserError(f"{self.folder} has no answers of {policy}; it has {listed(policies)}")
             raise UserError(
                 f"{self.folder} has no answers of {policy} at {budget}, moment {moment}, on {task}, length {length}, "
                 f"with {model}; run this cell first, or leave it out"

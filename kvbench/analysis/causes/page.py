@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 
 from kvbench.analysis.causes.diagnosis import RIGHT, VERDICTS
+from kvbench.analysis.causes.evidence import column_mask
 from kvbench.analysis.causes.study import CausesResult, ExaminedSample
 from kvbench.analysis.causes.trials import Trials, named
 from kvbench.analysis.scopes import scope_heading
@@ -76,6 +77,9 @@ def sample_page(samples: Sequence[ExaminedSample], pieces: Sequence[str], result
         result: The whole result, for the numbers of layers.
     """
     first, request = samples[0], samples[0].prompt.request
+    labels = dict(first.cell.labels)
+    if len({sample.cell.labels["moment"] for sample in samples}) > 1:
+        del labels["moment"]  # each section names its own
     title = f"{request.task}, sample {request.sample_id}" + f"/{request.question_id}" * bool(request.question_id)
     parts = [
         "<!DOCTYPE html>",
@@ -83,7 +87,7 @@ def sample_page(samples: Sequence[ExaminedSample], pieces: Sequence[str], result
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
         f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{_text(title)}</h1>",
-        f'<p class="note">{html_text(scope_heading(dict(first.cell.labels)))}</p>',
+        f'<p class="note">{html_text(scope_heading(labels))}</p>',
         f"<p>Question: <code>{_text(request.question)}</code></p>",
         f"<p>Reference answer: <code>{_text(', '.join(request.target))}</code></p>",
         f"<p>Full cache: <code>{_text(first.full.response)}</code></p>",
@@ -96,9 +100,10 @@ def sample_page(samples: Sequence[ExaminedSample], pieces: Sequence[str], result
 
 def _cell(sample: ExaminedSample, pieces: Sequence[str], layers: Sequence[int]) -> Iterator[str]:
     """Yield the part of one cell."""
-    yield f"<h2><code>{_text(sample.cell.policy)}</code> at {_text(sample.cell.budget)}: {_text(sample.verdict)}</h2>"
+    heading = f"{sample.cell.budget}, moment {sample.cell.labels['moment']}: {sample.verdict}"
+    yield f"<h2><code>{_text(sample.cell.policy)}</code> at {_text(heading)}</h2>"
     yield f"<p>Its answer: <code>{_text(sample.own.response)}</code></p>"
-    meaning = VERDICTS.get(sample.verdict, "no few passages bring the answer back")
+    meaning = VERDICTS[sample.verdict]
     yield f'<p class="note">{_text(meaning[0].upper() + meaning[1:])}.</p>'
     if sample.diagnosis is None:
         return
@@ -109,8 +114,9 @@ def _cell(sample: ExaminedSample, pieces: Sequence[str], layers: Sequence[int]) 
         yield f"<p>Smallest set of {kind} that brings the answer back: <code>{named(units)}</code></p>"
     if sample.diagnosis.anchors:
         yield f"<p>Missing besides the evidence: {_text(', '.join(sample.diagnosis.anchors))}</p>"
-    yield '<p class="note">Evidence is underlined, the answer doubly. Darker tokens are held by more heads.</p>'
-    yield _passages(sample, pieces)
+    if sample.evidence.spans:
+        yield '<p class="note">Evidence is underlined, the answer doubly. Darker tokens are held by more heads.</p>'
+        yield _passages(sample, pieces)
     yield _trials_table("Interventions", sample.diagnosis.trials, layers)
     if sample.swap is not None:
         yield _trials_table(f"Against the other policy: {sample.swap.explained}", sample.swap.trials, layers)
@@ -118,11 +124,9 @@ def _cell(sample: ExaminedSample, pieces: Sequence[str], layers: Sequence[int]) 
 
 def _passages(sample: ExaminedSample, pieces: Sequence[str]) -> str:
     """Render the tokens around the evidence, coloured by the share of heads that hold them."""
-    assert sample.evidence is not None
     columns = min(sample.kept.shape[-1], len(pieces))
     held = sample.kept[..., :columns].double().mean((0, 1))
-    evidence = sample.evidence.mask(columns)
-    target = type(sample.evidence)(sample.evidence.target_spans, (), "").mask(columns)
+    evidence, target = (column_mask(spans, columns) for spans in (sample.evidence.spans, sample.evidence.target_spans))
     shown = sorted(
         {
             column

@@ -13,8 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kvbench.analysis.causes.evidence import EvidenceSpans, Span, column_mask
-from kvbench.analysis.causes.options import SEARCH
+from kvbench.analysis.causes.evidence import Span, column_mask
 from kvbench.analysis.causes.probe import AnswerProbe
 
 _Outcomes: TypeAlias = Callable[[Sequence[Sequence[Span]]], list[tuple[bool, float]]]
@@ -24,8 +23,8 @@ _MOST_CHUNKS = 4
 """Chunks that are given together if none is sufficient."""
 
 
-def search_evidence(probe: AnswerProbe, kept: Tensor, columns: int) -> EvidenceSpans | None:
-    """Search for passages that bring an answer back; None if no few chunks do.
+def search_evidence(probe: AnswerProbe, kept: Tensor, columns: int) -> tuple[Span, ...]:
+    """Search for passages that bring an answer back; empty if no few chunks do.
 
     Args:
         probe: Measures caches.
@@ -47,11 +46,11 @@ def search_evidence(probe: AnswerProbe, kept: Tensor, columns: int) -> EvidenceS
         None,
     )
     if found is None:
-        return None
+        return ()
     spans = _merged([(max(0, start - _WIDENING), min(columns, stop + _WIDENING)) for start, stop in found])
     for index in range(len(spans)):
         spans = _shrunk(spans, index, outcomes)
-    return EvidenceSpans(tuple(spans), (), SEARCH)
+    return tuple(spans)
 
 
 def _shrunk(spans: list[Span], index: int, outcomes: _Outcomes) -> list[Span]:

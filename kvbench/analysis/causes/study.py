@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from kvbench.analysis.causes.departure import compress_while_decoding
-from kvbench.analysis.causes.diagnosis import RIGHT, Diagnosis, LostSample, diagnose
-from kvbench.analysis.causes.evidence import EvidenceSpans, find_evidence
+from kvbench.analysis.causes.diagnosis import NOT_FOUND, RIGHT, Diagnosis, LostSample, diagnose, reproduce_loss
+from kvbench.analysis.causes.evidence import EvidenceSpans, Span, column_mask, find_evidence
 from kvbench.analysis.causes.lost import RecordedAnswer, RunAnswers, common_opening, is_answered, is_lost
-from kvbench.analysis.causes.options import CausesOptions
+from kvbench.analysis.causes.options import SEARCH, CausesOptions
 from kvbench.analysis.causes.probe import AnswerProbe
 from kvbench.analysis.causes.searching import search_evidence
 from kvbench.analysis.causes.swaps import Swap, compare_policies
@@ -64,9 +64,9 @@ class ExaminedSample:
         cell, prompt: The cell and the prompt.
         full, own: Recorded answers of the full cache and of the cell.
         kept: Entries that the policy keeps, bool `[L, H, columns]`.
-        evidence: What the answer comes from; None if none was found.
+        evidence: What the answer comes from.
         columns: Columns of the context.
-        diagnosis: Why it is lost; None if it is not, or if no evidence was found.
+        diagnosis: Why it is lost; None if it is not.
         swap: Comparison with the policy `against`; None if that one loses it too.
         seconds, cells: Time and number of measured caches.
         step: Token of the answer before which the cache was examined, at moment `decode`; otherwise 0.
@@ -77,7 +77,7 @@ class ExaminedSample:
     full: RecordedAnswer
     own: RecordedAnswer
     kept: Tensor
-    evidence: EvidenceSpans | None
+    evidence: EvidenceSpans
     columns: int
     diagnosis: Diagnosis | None = None
     swap: Swap | None = None
@@ -87,10 +87,8 @@ class ExaminedSample:
 
     @property
     def verdict(self) -> str:
-        """Return the verdict, also where there was nothing to diagnose."""
-        if not is_lost(self.full, self.own):
-            return RIGHT
-        return "not found" if self.diagnosis is None else self.diagnosis.verdict
+        """Return the verdict, also of a sample that is not lost."""
+        return RIGHT if self.diagnosis is None else self.diagnosis.verdict
 
 
 @dataclass
@@ -119,6 +117,7 @@ class CausesResult:
         shapes: Full-attention layers, KV heads and query heads of a layer, by model.
         pieces: Text of every token of the prompts of lost samples, by model, task, length, sample and question.
         unanswered: Number of samples that the full cache does not answer; they are left out.
+        missing: Number of samples of which the run has no answer of the full cache; they are left out.
         differing: Number of full answers that differ from those of the run.
         failed: Reasons of failures by cell.
         stopped: Whether the user stopped the analysis before the last sample.
@@ -130,6 +129,7 @@ class CausesResult:
     shapes: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     pieces: dict[tuple[object, ...], list[str]] = field(default_factory=dict)
     unanswered: int = 0
+    missing: int = 0
     differing: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     stopped: bool = False
@@ -149,7 +149,7 @@ def examine_run(grid: Grid, answers: RunAnswers, options: CausesOptions, reporte
             context does not contain.
     """
     result = CausesResult()
-    for stage in stages(grid, reporter.message):
+    for stage in stages(grid, reporter.message, codes=True):
         for job in stage.jobs:
             _check_prompts(job)
             for cell in job.cells:
@@ -218,6 +218,7 @@ class _Examiner:
         asked = [prompt for prompt in prompts if _key(prompt) in full_answers]
         answered = [prompt for prompt in asked if is_answered(full_answers[_key(prompt)])]
         self.result.unanswered += len(asked) - len(answered)
+        self.result.missing += len(prompts) - len(asked)
         if not answered:
             return
         context_ids = answered[0].context_ids
@@ -250,7 +251,7 @@ class _Examiner:
         if any(sample.verdict != RIGHT for sample, _ in examined):
             place = (where["model"], where["task"], where["length"], *_key(prompt))
             self.result.pieces[place] = [self.tokenizer.decode([token]) for token in prompt.ids]
-        self._reading_heads(prompt, [lost for _, lost in examined if lost is not None], where)
+        self._reading_heads(prompt, [lost for _, lost in examined if lost is not None and lost.evidence.any()], where)
 
     def _full_answer(self, prefix: Prefix, logits: Tensor, prompt: Prompt) -> JudgedAnswer:
         """Answer with the full cache, up to the token after the last reference answer."""
@@ -292,7 +293,7 @@ class _Examiner:
         cell: Cell,
         full: RecordedAnswer,
         recorded: RecordedAnswer,
-        evidence: EvidenceSpans | None,
+        evidence: EvidenceSpans,
     ) -> tuple[ExaminedSample, LostSample | None] | None:
         """Examine one question under one cell; None if its policy fails or no token depends on its cache."""
         started = time.perf_counter()
@@ -330,21 +331,14 @@ class _Examiner:
         sample = ExaminedSample(cell, prompt, full, recorded, kept, evidence, columns, step=step)
         if not is_lost(full, recorded):
             return sample, None
-        if sample.evidence is None:
-            searched = kept.shape[-1] if cell.moment == "decode" else columns
-            sample.evidence = search_evidence(probe, kept, searched)
-        lost = None
-        if sample.evidence is not None:
-            lost = LostSample(
-                probe,
-                kept,
-                sample.evidence.mask(kept.shape[-1]),
-                columns,
-                self.opening,
-                _seed(cell, prompt),
-                own,
-            )
-            sample.diagnosis = diagnose(lost, self.options.units)
+        sample.diagnosis = reproduce_loss(probe, kept, own)
+        if not sample.diagnosis.verdict and not evidence.spans:
+            spans = search_evidence(probe, kept, kept.shape[-1] if cell.moment == "decode" else columns)
+            sample.evidence = replace(evidence, spans=spans, source=SEARCH if spans else "")
+        evidence_mask = column_mask(sample.evidence.spans, kept.shape[-1])
+        lost = LostSample(probe, kept, evidence_mask, columns, self.opening, _seed(cell, prompt))
+        if not sample.diagnosis.verdict:
+            diagnose(lost, sample.diagnosis, self.options.units)
         sample.seconds, sample.cells = time.perf_counter() - started, probe.cells
         return sample, lost
 
@@ -352,6 +346,8 @@ class _Examiner:
         """Compare lost samples with the policy `against` where that one answers."""
         for sample, lost in examined:
             if self.options.against is None or lost is None or sample.cell.moment == "decode":
+                continue
+            if sample.verdict != NOT_FOUND and not lost.evidence.any():  # nothing was searched for
                 continue
             other = next(
                 (
@@ -409,14 +405,9 @@ def _seed(cell: Cell, prompt: Prompt) -> int:
     return int.from_bytes(digest[:7], "big")
 
 
-def held_shares(sample: ExaminedSample) -> tuple[Tensor, Tensor]:
-    """Return the share of the evidence, and of the reference answers in it, that every head holds, `[L, H]` each."""
-    columns = sample.kept.shape[-1]
-    assert sample.evidence is not None
-    evidence = sample.kept[..., sample.evidence.mask(columns)].double().mean(-1)
-    spans = sample.evidence.target_spans or sample.evidence.spans
-    target = EvidenceSpans(spans, (), "").mask(columns)
-    return evidence, sample.kept[..., target].double().mean(-1)
+def held_share(sample: ExaminedSample, spans: Sequence[Span]) -> Tensor:
+    """Return the share of some columns that every head holds, `[L, H]`; NaN if there are no columns."""
+    return sample.kept[..., column_mask(spans, sample.kept.shape[-1])].double().mean(-1)
 
 
 def budget_shares(sample: ExaminedSample) -> np.ndarray[Any, np.dtype[np.float64]]:

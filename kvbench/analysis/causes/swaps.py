@@ -7,11 +7,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.analysis.causes.diagnosis import LostSample
+from kvbench.analysis.causes.diagnosis import NOT_FOUND, LostSample
 from kvbench.analysis.causes.probe import ProbeResult
 from kvbench.analysis.causes.trials import Trial, Trials, Unit, in_units, smallest_set
 
 EVIDENCE, REST, EITHER, BOTH, NOT_REPRODUCED = "evidence", "other entries", "either", "both together", "not reproduced"
+OUTCOMES = (
+    "other",
+    "give other's evidence",
+    "give other's rest",
+    "take other's evidence",
+    "take other's rest",
+    "swap back",
+)
+"""Main interventions."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,8 @@ class Swap:
 
     Attributes:
         explained: Which entries of the other policy bring the answer back: those of the evidence, the others, either,
-            or only both together; `not reproduced` if a mask over the full cache does not answer with what it keeps.
+            or only both together; `not reproduced` if a mask over the full cache does not answer with what it keeps;
+            `not found` if no evidence was found.
         outcomes: By intervention, also those that take the same entries from the other policy.
         layers, heads: Smallest sets of layers and KV heads whose swap brings the answer back.
         swapped_back: Whether the other policy loses the answer with the first one's entries in the same units.
@@ -60,11 +70,10 @@ def compare_policies(sample: LostSample, other: Tensor, units: str) -> Swap:
         *trials.run(additions, mine, mask_outcome.nll),
         *trials.run(removals, theirs, other_outcome.nll),
     ]
-    outcomes = {
-        "other": other_outcome,
-        **dict(zip((trial.intervention for trial in (*additions, *removals)), results, strict=True)),
-    }
+    outcomes = dict(zip(OUTCOMES, (other_outcome, *results), strict=False))
     explained = explanation(other_outcome.right, results[0].right, results[1].right)
+    if explained != NOT_REPRODUCED and not evidence.any():
+        explained = NOT_FOUND
     if explained == NOT_REPRODUCED:
         return Swap(explained, outcomes, (), (), False, trials)
 

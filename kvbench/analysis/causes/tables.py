@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from kvbench.analysis.causes.diagnosis import RIGHT, VERDICTS
+from kvbench.analysis.causes.diagnosis import NOT_FOUND, RIGHT, UNSTABLE, VALUES, VERDICTS, WORDING
 from kvbench.analysis.causes.frames import CELL, verdict_order
+from kvbench.analysis.causes.options import SEARCH
+from kvbench.analysis.causes.swaps import BOTH, EITHER, EVIDENCE, NOT_REPRODUCED, REST
 from kvbench.analysis.scopes import rows_in_scope, scope_heading, scopes
 from kvbench.report.frames import budget_order
 from kvbench.stats import wilson
@@ -18,6 +21,20 @@ from kvbench.tables.table import Column, Interval, Name, Table, beside
 from kvbench.tables.text import counted
 
 _MOST_HEADS = 12
+_WITHOUT_EVIDENCE = {
+    VALUES: "the keys and values that it writes are at fault",
+    WORDING: "its own words lead elsewhere",
+    UNSTABLE: "the verdict is unstable",
+    NOT_FOUND: "no evidence was found",
+}
+"""What a sentence says of verdicts that do not follow from the evidence."""
+_REASONS = {
+    EVIDENCE: "those of the evidence",
+    REST: "the others",
+    EITHER: "either of these",
+    BOTH: "only both together",
+}
+"""What a sentence says of the entries that explain a difference."""
 READING = (
     "Verdicts: "
     + "; ".join(f"{verdict}: {meaning}" for verdict, meaning in VERDICTS.items() if verdict != RIGHT)
@@ -41,7 +58,8 @@ def cause_tables(
     for scope, rows in scopes(samples):
         title = scope_heading(scope)
         yield _verdict_table((*title, ": why samples are lost"), rows)
-        yield _intervention_table((*title, ": interventions"), rows)
+        if rows["give_right"].notna().any():
+            yield _intervention_table((*title, ": interventions"), rows)
         head_rows = rows_in_scope(heads, scope)
         if (head_rows["needed"] > 0).any():
             yield _head_table((*title, ": KV heads whose evidence brings answers back"), head_rows)
@@ -76,7 +94,8 @@ def _verdict_table(title: Any, rows: pd.DataFrame) -> Table:
         ("best_head", "answer, best head"),
     ):
         held = [float(cell.loc[cell["verdict"] != RIGHT, column].mean()) for _, _, cell in cells]
-        columns.append((Column(heading, NumberFormat.PERCENT, "held of lost samples"), held))
+        if not np.isnan(held).all():
+            columns.append((Column(heading, NumberFormat.PERCENT, "held of lost samples"), held))
     return beside(title, columns)
 
 
@@ -122,6 +141,7 @@ def _head_table(title: Any, heads: pd.DataFrame) -> Table:
             ("target_held", "holds the answer", NumberFormat.PERCENT, "samples"),
             ("agreement", "as the answer is right", NumberFormat.PERCENT, "samples"),
         )
+        if ranked[column].notna().any() or column not in ("target_held", "agreement")
     ]
     return beside(title, [*texts, (Column("layer.head"), names), *numbers])
 
@@ -135,8 +155,8 @@ def _pair_table(title: Any, pairs: pd.DataFrame) -> Table:
     ]
     for explained in dict.fromkeys(pairs["explained"]):
         counts = [int((cell["explained"] == explained).sum()) for _, _, cell in cells]
-        columns.append((Column(explained, NumberFormat.COUNT, "explained by the other's"), counts))
-    lost_again = [int((~cell["take_others_evidence_right"].astype(bool)).sum()) for _, _, cell in cells]
+        columns.append((Column(explained, NumberFormat.COUNT, "explained by"), counts))
+    lost_again = [int((~_explained(cell)["take_others_evidence_right"]).sum()) for _, _, cell in cells]
     columns.append((Column("other loses without this evidence", NumberFormat.COUNT), lost_again))
     columns.append(
         (Column("swap back loses", NumberFormat.COUNT), [int(cell["swapped_back"].sum()) for *_, cell in cells])
@@ -144,72 +164,112 @@ def _pair_table(title: Any, pairs: pd.DataFrame) -> Table:
     return beside(title, columns)
 
 
-def sentences(samples: pd.DataFrame, pairs: pd.DataFrame, against: str | None) -> list[str]:
-    """Return a sentence per cell with its counts, as a paper could quote it."""
+def _explained(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Return the pairs whose difference is explained by the evidence or by other entries."""
+    return pairs[pairs["explained"].isin(_REASONS)]
+
+
+def sentences(
+    samples: pd.DataFrame, pairs: pd.DataFrame, against: str | None, label: Callable[[str], str] = str
+) -> list[str]:
+    """Return a sentence per cell with its counts, as a paper could quote it.
+
+    Args:
+        samples, pairs: Data frames of the analysis.
+        against: The policy of the pairs.
+        label: Returns the name to show for a policy.
+    """
     lines = []
     for names, rows in samples.groupby(CELL, sort=False):
         cell = dict(zip(CELL, names, strict=True))
-        lines.append(_sentence(cell, rows))
-        if len(pairs):
-            matching = pairs
-            for column in CELL:
-                matching = matching[matching[column] == cell[column]]
-            if len(matching):
-                lines.append(_pair_sentence(cell, matching, str(against)))
+        where = f"{cell['task']}, {cell['moment']}" + (f", {cell['length']} tokens" if cell["length"] else "")
+        shown = f"{label(str(cell['policy']))} at {cell['budget']} ({where})"
+        lines.append(_sentence(shown, rows))
+        matching = pairs
+        for column in CELL:
+            matching = matching[matching[column] == cell[column]]
+        if len(matching):
+            lines.append(_pair_sentence(shown, matching, label(str(against))))
     return lines
 
 
-def _sentence(cell: dict[str, Any], rows: pd.DataFrame) -> str:
+def _sentence(cell: str, rows: pd.DataFrame) -> str:
     """Return the sentence of one cell."""
     lost = rows[rows["verdict"] != RIGHT]
     low, high = wilson(len(lost) / len(rows), len(rows))
-    where = f"{cell['task']}, {cell['moment']}" + (f", {cell['length']} tokens" if cell["length"] else "")
     text = (
-        f"{cell['policy']} at {cell['budget']} ({where}) loses {len(lost)} of the "
-        f"{counted(len(rows), 'question')} that the full cache answers "
+        f"{cell} loses {len(lost)} of the {counted(len(rows), 'question')} that the full cache answers "
         f"({len(lost) / len(rows):.0%}, 95% CI {low:.0%} to {high:.0%})"
     )
+    parts = []
     tried = lost[lost["give_right"].notna()]
-    if not len(tried):
-        return text + "."
-    given, taken = int(tried["give_right"].sum()), int((~tried["take_right"].astype(bool)).sum())
-    random_given = int(tried["give_random_right"].sum())
-    random_taken = int((~tried["take_random_right"].astype(bool)).sum())
-    text += (
-        f": giving the evicted evidence back restores {given} of {len(tried)}, and the full cache loses {taken} of "
-        f"{len(tried)} without it; as many random entries do so in {random_given} and {random_taken}"
-    )
+    if len(tried):
+        given, random_given = (int(tried[column].sum()) for column in ("give_right", "give_random_right"))
+        taken, random_taken = (int((~tried[column]).sum()) for column in ("take_right", "take_random_right"))
+        searched = int((tried["source"] == SEARCH).sum())
+        source = f" (found by a search{f' in {searched}' * (searched < len(tried))})" if searched else ""
+        parts += [
+            f"giving the evicted evidence{source} back restores {given} of {len(tried)}, and the full cache loses "
+            f"{taken} of {len(tried)} without it",
+            f"as many random entries restore {random_given} and lose {random_taken}",
+            *_sizes(tried),
+        ]
+        anchors = Counter(anchor for found in tried["anchors"] for anchor in found.split(", ") if anchor)
+        if anchors:
+            parts.append(f"the evidence needs {_in_counts(anchors)} as well")
+    counts = Counter(lost["verdict"])
+    parts += [f"in {counts[verdict]}, {words}" for verdict, words in _WITHOUT_EVIDENCE.items() if verdict in counts]
+    return text + ": " * bool(parts) + "; ".join(parts) + "."
+
+
+def _sizes(tried: pd.DataFrame) -> Iterator[str]:
+    """Yield how many heads or layers of the evidence are enough, if it is sufficient anywhere."""
     units = "heads" if (tried["n_heads"] > 0).any() else "layers"
     sizes = tried.loc[tried[f"n_{units}"] > 0, f"n_{units}"]
     if len(sizes):
-        common = Counter(unit for found in tried[units] for unit in found.split()).most_common(3)
-        named = ", ".join(f"{unit} in {count}" for unit, count in common)
-        text += (
-            f"; in the median, {sizes.median():g} {'KV ' * (units == 'heads')}{units} of it are enough "
-            f"({sizes.min()} to {sizes.max()}; most often {named})"
+        low, median, high = int(sizes.min()), float(sizes.median()), int(sizes.max())
+        noun = {"heads": "KV head", "layers": "layer"}[units]
+        are = "is" if median == 1 else "are"
+        extent = f"{low} to {high}, " * (low < high)
+        yield (
+            f"in the median, {median:g} {noun}{'s' * (median != 1)} of it {are} enough "
+            f"({extent}most often {_in_counts(_unit_counts(tried[units]))})"
         )
-    anchors = Counter(anchor for found in tried["anchors"] for anchor in found.split(", ") if anchor)
-    if anchors:
-        text += "; the evidence needs " + ", ".join(f"{anchor} in {count}" for anchor, count in anchors.most_common(3))
-    return text + "."
 
 
-def _pair_sentence(cell: dict[str, Any], pairs: pd.DataFrame, against: str) -> str:
+def _unit_counts(unit_names: Iterable[str]) -> Counter[str]:
+    """Count layers, `3`, or heads, `3.0`, under the names that a sentence gives them."""
+    split = [unit.partition(".") for found in unit_names for unit in found.split()]
+    return Counter(f"layer {layer}" + f", head {head}" * bool(head) for layer, _, head in split)
+
+
+def _in_counts(counts: Counter[str]) -> str:
+    """Return the most common names with their counts."""
+    return "; ".join(f"{name} in {count}" for name, count in counts.most_common(3))
+
+
+def _pair_sentence(cell: str, pairs: pd.DataFrame, against: str) -> str:
     """Return the sentence of one cell against another policy."""
     explained = Counter(pairs["explained"])
-    reasons = ", ".join(f"{reason} in {count}" for reason, count in explained.most_common())
-    lost_again = int((~pairs["take_others_evidence_right"].astype(bool)).sum())
-    units = Counter(
-        unit for found in pairs["heads"].where(pairs["heads"] != "", pairs["layers"]) for unit in found.split()
-    )
-    named = ", ".join(f"{unit} in {count}" for unit, count in units.most_common(3))
-    text = (
-        f"Of the {counted(len(pairs), 'question')} that {cell['policy']} at {cell['budget']} ({cell['task']}, "
-        f"{cell['moment']}) loses and {against} answers, what {against} keeps explains the difference by {reasons}; "
-        f"{against} loses {lost_again} of {len(pairs)} without the evidence that only it keeps"
-    )
-    if named:
-        text += (
-            f"; most often swapped: {named}, and swapping the same units back loses {int(pairs['swapped_back'].sum())}"
+    known = _explained(pairs)
+    parts = []
+    if len(known):
+        reasons = ", ".join(
+            f"{_REASONS[reason]} in {count}" for reason, count in explained.most_common() if reason in _REASONS
         )
-    return text + "."
+        lost_again = int((~known["take_others_evidence_right"]).sum())
+        parts = [
+            f"the entries of {against} that bring the answer back are {reasons}",
+            f"{against} loses {lost_again} of {len(known)} without the evidence that only it keeps",
+        ]
+    if NOT_REPRODUCED in explained:
+        parts.append(f"in {explained[NOT_REPRODUCED]}, masks do not reproduce the difference")
+    if NOT_FOUND in explained:
+        parts.append(f"in {explained[NOT_FOUND]}, {_WITHOUT_EVIDENCE[NOT_FOUND]}")
+    units = _unit_counts(pairs["heads"].where(pairs["heads"] != "", pairs["layers"]))
+    if units:
+        swapped_back = int(pairs["swapped_back"].sum())
+        parts.append(f"most often swapped: {_in_counts(units)}, and swapping the same units back loses {swapped_back}")
+    return (
+        f"Of the {counted(len(pairs), 'question')} that {cell} loses and {against} answers, " + "; ".join(parts) + "."
+    )

@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvbench.analysis.causes.diagnosis import RIGHT, WORDING
+import pandas as pd
+
+from kvbench.analysis.causes.diagnosis import ELSEWHERE, RIGHT
 from kvbench.analysis.causes.figures import draw_causes
 from kvbench.analysis.causes.frames import head_rows, intervention_rows, pair_rows, sample_rows
 from kvbench.analysis.causes.lost import RunAnswers
-from kvbench.analysis.causes.options import CausesOptions
+from kvbench.analysis.causes.options import SEARCH, CausesOptions
 from kvbench.analysis.causes.page import write_pages
 from kvbench.analysis.causes.profile import write_profiles
 from kvbench.analysis.causes.study import CausesResult, examine_run
 from kvbench.analysis.causes.tables import READING, cause_tables, sentences
 from kvbench.analysis.choosing import split_commas
 from kvbench.analysis.common import make_grid
-from kvbench.analysis.output import AnalysisOutput, Findings, prepare_output, require_results, write_all
+from kvbench.analysis.output import (
+    AnalysisOutput,
+    Findings,
+    prepare_output,
+    removed_on_failure,
+    require_results,
+    write_all,
+)
+from kvbench.analysis.scopes import scopes
 from kvbench.analysis.summary import notes
 from kvbench.errors import UserError
 from kvbench.progress import Reporter
 from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
 from kvbench.runs.grid import Grid
-from kvbench.runs.options import field_of
+from kvbench.runs.options import field_of, flag_of
 from kvbench.runs.runner import execute
 from kvbench.runs.store import GRID
+from kvbench.spelling import policy as kvbench_policy
 from kvbench.tables.text import counted
 
+_FREE = {"policies", "budgets", "moments", "tasks", "samples", "device", "device_map", "dtype", "attn", "out"}
+"""Options that select cells and samples of a run, or say where and how it is computed again."""
 _MOMENTS = ("context", "question", "decode")
 PAGES = "samples"
 """Folder of the pages, in the output folder."""
@@ -55,21 +69,24 @@ def write_causes(
         command: Command shown in the summary.
 
     Raises:
-        UserError: A value is unknown or out of range, the run cannot be used, nothing is lost, or the output is not
-            writable.
+        UserError: A value is unknown or out of range, the run cannot be used or has another value of an option, nothing
+            is lost, or the output is not writable or holds a run.
     """
     options = CausesOptions() if options is None else options
+    if options.against is not None:
+        options = replace(options, against=str(kvbench_policy(options.against)))
     grid = _run_grid(grid_options, options, run)
     settings = {"run": run, "against": options.against, "evidence": options.evidence, "units": options.units}
     folder, figure_settings = prepare_output(grid, "causes", figures, *settings.values())
-    if run is None:
-        source = folder / _RUN
-        execute(Grid.from_dict({**_given(grid_options, options), "full": True, "out": str(source)}), reporter)
-    else:
-        source = Path(run)
-    result = examine_run(grid, RunAnswers(source), options, reporter)
-    require_results(result.samples, result.failed or {"": "the full cache answers none of the samples"})
-    _require_lost(result)
+    with removed_on_failure(folder):
+        if run is None:
+            source = folder / _RUN
+            execute(Grid.from_dict({**_given(grid_options, options), "full": True, "out": str(source)}), reporter)
+        else:
+            source = Path(run)
+        result = examine_run(grid, RunAnswers(source), options, reporter)
+        require_results(result.samples, result.failed or {"": "the full cache answers none of the samples"})
+        _require_lost(result)
     frames = {
         "samples": sample_rows(result),
         "interventions": intervention_rows(result),
@@ -83,7 +100,8 @@ def write_causes(
         frames,
         list(cause_tables(samples, heads, pairs, options.against)),
         [
-            *sentences(samples, pairs, options.against),
+            *sentences(samples, pairs, options.against, figure_settings.label),
+            *_hints(samples, options),
             *_counts(result),
             *(
                 f"{path}: how often each head is needed. Any score can share the budget by it: "
@@ -119,18 +137,44 @@ def _run_grid(grid_options: Mapping[str, Any], options: CausesOptions, run: str 
     """
     given = _given(grid_options, options)
     if run is None:
-        grid = make_grid(given, _MOMENTS)
+        grid = make_grid(given, _MOMENTS, codes=True)
     else:
         if not (Path(run) / GRID).is_file():
             raise UserError(f"{run} is not a run: it has no {GRID}; name the folder of a kvbench run")
-        values = Grid.from_yaml(Path(run) / GRID, {**given, "out": given.get("out")}).to_dict()
-        grid = make_grid(values, _MOMENTS)
-    if options.against is not None and options.against not in [str(policy) for policy in grid.built_policies]:
-        names = ", ".join(map(str, grid.built_policies))
-        raise UserError(f"--against {options.against}: the run has no such policy; it has {names}")
+        grid = Grid.from_yaml(Path(run) / GRID, {**given, "out": given.get("out")})
+        _require_same(Grid.from_yaml(Path(run) / GRID), grid, given)
+        grid = make_grid(grid.to_dict(), _MOMENTS, codes=True)
+    names = list(map(str, grid.built_policies))
+    if options.against is not None and options.against not in names:
+        raise UserError(f"--against {options.against}: the run has no such policy; it has {', '.join(names)}")
+    if [options.against] == names:
+        raise UserError(f"--against {options.against} is the only policy; add another one with --policy")
     if options.against is not None and grid.has_moment("decode"):
         raise UserError("--against compares caches of the same tokens, which moment decode does not have; leave it out")
     return grid
+
+
+def _require_same(run_grid: Grid, grid: Grid, given: Mapping[str, Any]) -> None:
+    """Refuse options that do not fit the recorded answers.
+
+    Raises:
+        UserError: The run has another value; both are named.
+    """
+    for name in sorted(given.keys() - _FREE):
+        recorded, requested = getattr(run_grid, name), getattr(grid, name)
+        is_selected = name in ("models", "lengths") and set(requested) <= set(recorded)
+        if requested != recorded and not is_selected:
+            flag = flag_of(name).replace("_", "-")
+            raise UserError(f"--{flag} {_shown(requested)}: the run has {_shown(recorded)}; leave it out")
+
+
+def _shown(value: Any) -> str:
+    """Return the value of an option for a message."""
+    if value is None:
+        return "the default"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _require_lost(result: CausesResult) -> None:
@@ -141,21 +185,33 @@ def _require_lost(result: CausesResult) -> None:
     """
     if all(sample.verdict == RIGHT for sample in result.samples):
         count = counted(len(result.samples), "answer")
-        raise UserError(f"nothing is lost: all {count} are as good as the full cache's; try a smaller --budget")
+        raise UserError(f"nothing to explain: of {count}, none is lost; try a smaller --budget")
+
+
+def _hints(samples: pd.DataFrame, options: CausesOptions) -> list[str]:
+    """Return the advice to search if the evidence explains less than half of the lost samples of a table."""
+    lost = samples[samples["verdict"] != RIGHT]
+    if options.evidence != SEARCH and any((rows["verdict"] == ELSEWHERE).mean() >= 0.5 for _, rows in scopes(lost)):
+        return ["Most lost answers depend on other entries than the evidence: try --evidence search."]
+    return []
 
 
 def _counts(result: CausesResult) -> list[str]:
     """Return what was left out and how well the masked forward agrees with the run."""
-    lost = [sample for sample in result.samples if sample.verdict != RIGHT and sample.diagnosis is not None]
-    agreeing = sum(sample.verdict != WORDING for sample in lost)
+    lost = [sample for sample in result.samples if sample.diagnosis is not None]
+    outcomes = [sample.diagnosis.outcomes for sample in lost if sample.diagnosis is not None]
+    reproduced = sum(not found.get("own", found["mask"]).right for found in outcomes)
     caches, seconds = sum(sample.cells for sample in lost), sum(sample.seconds for sample in lost)
     lines = [
-        f"The masked forward is wrong as well in {agreeing} of {len(lost)} lost samples; "
-        f"{caches} caches took {seconds:.0f} s."
+        "Check: with what the policy keeps of the full cache's prefill, and after the full cache's own words, the "
+        f"answer is wrong again in {reproduced} of {len(lost)} lost samples. {caches} caches took "
+        f"{seconds:.0f} s."
     ]
     if result.stopped:
         questions = len({(sample.cell.task, sample.prompt.request.digest) for sample in result.samples})
         lines.append(f"Stopped after {counted(questions, 'question')}.")
+    if result.missing:
+        lines.append(f"The run has no answer to {counted(result.missing, 'sample')} of those that --samples asks for.")
     if result.unanswered:
         lines.append(f"{counted(result.unanswered, 'sample')} that the full cache does not answer left out.")
     if result.differing:

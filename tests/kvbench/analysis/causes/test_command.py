@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,21 @@ from typer.testing import CliRunner
 import kvbench
 from kvbench import cli
 from kvbench.analysis.causes import study, write
-from kvbench.analysis.causes.diagnosis import RIGHT
+from kvbench.analysis.causes.diagnosis import RIGHT, VALUES
+from kvbench.analysis.causes.figures import draw_causes
+from kvbench.analysis.causes.frames import head_rows, pair_rows, sample_rows
 from kvbench.analysis.causes.lost import RunAnswers
 from kvbench.analysis.causes.options import CausesOptions
 from kvbench.analysis.causes.page import write_pages
+from kvbench.analysis.causes.tables import cause_tables
 from kvbench.engine.driver import forward
 from kvbench.engine.loading import load_model
 from kvbench.engine.masks import masked_copies
 from kvbench.errors import UserError
 from kvbench.profiles.files import read
 from kvbench.progress import Silent
+from kvbench.report.figure_flags import FigureFlags
+from kvbench.report.figure_options import figure_options
 from kvbench.runs.grid import Grid
 from kvbench.runs.runner import execute
 from tests.kvbench.runs.test_fidelity import plain
@@ -127,7 +133,7 @@ def test_it_writes_tables_figures_and_pages(run: Path, tmp_path: Path) -> None:
     pages = list((tmp_path / "samples").glob("*.html"))
     assert len(pages) == lost["sample_id"].nunique() and "<script" not in pages[0].read_text()
     summary = (tmp_path / "summary.md").read_text()
-    assert "questions that the full cache answers" in summary and "explains the difference" in summary
+    assert "questions that the full cache answers" in summary and "that bring the answer back are" in summary
     assert json.loads((tmp_path / "settings.json").read_text())["against"] == "snapkv"
 
 
@@ -150,29 +156,92 @@ def test_pages_and_sentences_escape_what_a_model_wrote(run: Path, tmp_path: Path
     (page, *_) = write_pages(result, tmp_path)
     assert "<script" not in page.read_text() and "&lt;script&gt;" in page.read_text()
     for sample in result.samples:
-        object.__setattr__(sample.own, "score", sample.full.score)
-    with pytest.raises(UserError, match="nothing is lost"):
+        sample.diagnosis = None
+    with pytest.raises(UserError, match="of 2 answers, none is lost"):
         write._require_lost(result)
+
+
+def test_a_sample_under_several_moments_names_them_in_its_sections(run: Path, tmp_path: Path) -> None:
+    result = examined(run, CausesOptions(units="layers"), policies="streaming_llm")
+    assert {sample.cell.moment for sample in result.samples if sample.verdict != RIGHT} == {"context", "question"}
+    pages = [path.read_text() for path in write_pages(result, tmp_path)]
+    heading = "<h2><code>streaming_llm</code> at 0.2, moment"
+    assert any(f"{heading} context: " in page and f"{heading} question: " in page for page in pages)
+    assert not any("moment" in line for page in pages for line in page.splitlines() if "tokens</p>" in line)
+
+
+def test_spellings_labels_and_missing_samples_are_heeded(run: Path, tmp_path: Path) -> None:
+    done = command(str(run), "--against", "snapkv:window=32", "--samples", "3", "--units", "layers", "--moment",
+                   "question", "--label", "snapkv=Snap", "--out", str(tmp_path))  # fmt: skip
+    assert done.exit_code == 0, done.output
+    summary = (tmp_path / "summary.md").read_text()
+    assert "- Snap at 0.2 (niah" in summary and "loses and Snap answers" in summary
+    assert "no answer to 1 sample of those" in summary
+    assert "try --evidence search" in summary  # the reference model reads the word after the needle
+    assert json.loads((tmp_path / "settings.json").read_text())["against"] == "snapkv"
+
+
+def test_a_full_cache_of_codes_is_examined_without_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Listening(Silent):
+        def message(self, text: str) -> None:
+            messages.append(text)
+
+    messages: list[str] = []
+    monkeypatch.setattr(study, "search_evidence", lambda *_: pytest.fail("the verdict needs no evidence"))
+    policies = ["full:key_channels=0.05", "quest"]
+    execute(Grid.from_dict({**BASE, "policies": policies, "moments": "question", "out": str(tmp_path)}))
+    options = CausesOptions(evidence="search")
+    grid = write._run_grid({}, options, str(tmp_path))
+    result = study.examine_run(grid, RunAnswers(tmp_path), options, Listening())
+    assert "quest evicts nothing and is left out" in messages
+    assert {sample.verdict for sample in result.samples} - {RIGHT} == {VALUES}
+    assert {str(sample.cell.policy) for sample in result.samples} == {"full:key_channels=0.05"}
+    assert sample_rows(result)["target_held"].eq(1).all()
+    assert {"policy", "explained", "take_others_evidence_right"} <= {*pair_rows(result)}
+
+
+def test_what_is_held_of_an_answer_is_left_out_where_contexts_lack_it(run: Path, tmp_path: Path) -> None:
+    result = examined(run, CausesOptions(units="layers"), policies="streaming_llm", moments="question")
+    for sample in result.samples:
+        sample.evidence = replace(sample.evidence, target_spans=())
+    samples, heads = sample_rows(result), head_rows(result)
+    assert samples[["target_held", "best_head", "whole_heads"]].isna().all(axis=None)
+    assert samples["evidence_held"].notna().all() and heads[["target_held", "agreement"]].isna().all(axis=None)
+    drawn = draw_causes(result, samples, heads, tmp_path, figure_options(FigureFlags(), []))
+    assert {path.name.partition("-")[0] for path in drawn} == {"verdicts", "heads"}
+    headings = [
+        column.title for table in cause_tables(samples, heads, pair_rows(result), None) for column in table.columns
+    ]
+    assert "evidence" in headings and "answer" not in headings
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (lambda run, tmp: [str(tmp)], "is not a run"),
-        (lambda run, tmp: [str(run), "--policy", "keydiff"], "no answers of keydiff"),
+        (lambda run, tmp: [str(run), "--policy", "keydiff"], "it has full, streaming_llm, snapkv, d2o"),
         (lambda run, tmp: [str(run), "--against", "keydiff"], "the run has no such policy"),
+        (lambda run, tmp: [str(run), "--policy", "snapkv", "--against", "snapkv:window=32"], "is the only policy"),
+        (lambda run, tmp: [str(run), "--seed", "1"], "--seed 1: the run has 0"),
+        (lambda run, tmp: [str(run), "--no-chat-template"], "--chat-template no: the run has the default"),
+        (lambda run, tmp: [str(run), "--length", "160,256"], "--length 160, 256: the run has 160"),
+        (lambda run, tmp: [str(run), "--out", str(run)], "holds a run; choose another folder"),
+        (lambda run, tmp: [str(run), "--budget", "0.9"], "no answers of streaming_llm at 0.9"),
         (lambda run, tmp: [str(run), "--moment", "decode", "--budget", "9", "--against", "d2o"], "leave it out"),
         (lambda run, tmp: [str(run), "--moment", "turns"], "compresses at context or question or decode only"),
         (lambda run, tmp: [str(run), "--evidence", "("], "neither sentence, target or search"),
         (lambda run, tmp: [str(run), "--evidence", "[0-9]{9}"], "matches nothing in the context"),
         (lambda run, tmp: ["--units", "tokens", str(run)], "units"),
+        (lambda run, tmp: ["--task", "niah_single_2", "--policy", "quest"], "the policy quest evicts nothing"),
     ],
 )
 def test_wrong_input_is_one_line(
     arguments: Callable[[Path, Path], list[str]], message: str, run: Path, tmp_path: Path
 ) -> None:
-    done = command(*arguments(run, tmp_path), "--out", str(tmp_path / "out"))
-    assert done.exit_code != 0
+    before = {path: path.stat().st_mtime_ns for path in run.iterdir()}
+    done = command("--out", str(tmp_path / "out"), *arguments(run, tmp_path))
+    assert done.exit_code != 0 and not (tmp_path / "out").exists()
+    assert before == {path: path.stat().st_mtime_ns for path in run.iterdir()}
     shown = str(done.exception) if isinstance(done.exception, UserError) else " ".join(done.output.split())
     assert message in shown and "Traceback" not in shown
 

@@ -17,12 +17,14 @@ from kvbench.analysis.causes.diagnosis import (
     HEAD,
     LAYER,
     MORE,
+    NOT_FOUND,
     SPREAD,
     UNSTABLE,
     VALUES,
     WORDING,
+    Diagnosis,
     LostSample,
-    diagnose,
+    reproduce_loss,
 )
 from kvbench.analysis.causes.probe import ProbeResult
 from kvbench.analysis.causes.searching import search_evidence
@@ -63,6 +65,13 @@ def lost(rule: Rule, kept: Tensor | None = None, **more: Any) -> LostSample:
         kept = torch.ones(LAYERS, HEADS, COLUMNS, dtype=torch.bool) & ~evidence
         kept[..., 18:33] = False
     return LostSample(Oracle(rule), kept, evidence, CONTEXT, more.pop("opening", 0), 7, **more)  # type: ignore[arg-type]
+
+
+def diagnose(sample: LostSample, units: str, own: ProbeResult | None = None) -> Diagnosis:
+    found = reproduce_loss(sample.probe, sample.kept, own)
+    if not found.verdict:
+        diagnosis.diagnose(sample, found, units)
+    return found
 
 
 def test_evidence_that_one_head_reads_is_found_in_that_head() -> None:
@@ -110,9 +119,29 @@ def test_a_missing_anchor_is_named(columns: tuple[int, int], name: str) -> None:
     assert name in found.anchors and (len(found.anchors) == 1 or columns[1] <= 8)
 
 
+def test_an_anchor_that_brings_the_answer_back_without_the_evidence_is_not_missing() -> None:
+    kept = lost(lambda mask: False).kept.clone()
+    kept[..., 33:41] = False
+    recent = diagnose(lost(lambda mask: holds(mask, 1, 1, (33, 37)), kept), "heads")
+    assert (recent.verdict, recent.anchors) == (ELSEWHERE, ())
+    alone = [row for row in recent.trials.rows if row["intervention"] == "give recent tokens"]
+    assert len(alone) == 1 and alone[0]["right"]
+    kept[..., :4] = False
+    together = lost(lambda mask: all(holds(mask, 1, 1, span) for span in (SPAN, (0, 4), (37, 41))), kept)
+    assert diagnose(together, "heads").anchors == ("all anchors",)
+
+
+def test_a_loss_without_any_evidence_is_called_so_after_what_needs_none() -> None:
+    wrong = ProbeResult(False, False, 9.0, -1.0)
+    for rule, own, verdict in ((lambda mask: bool(mask.all()), None, NOT_FOUND), (lambda mask: True, wrong, VALUES)):
+        sample = lost(rule)
+        sample.evidence[:] = False
+        assert diagnose(sample, "heads", own).verdict == verdict
+
+
 def test_values_words_and_an_unreproduced_full_cache_have_their_own_verdicts() -> None:
     wrong = ProbeResult(False, False, 9.0, -1.0)
-    assert diagnose(lost(lambda mask: True, own=wrong), "heads").verdict == VALUES
+    assert diagnose(lost(lambda mask: True), "heads", wrong).verdict == VALUES
     assert diagnose(lost(lambda mask: True), "heads").verdict == WORDING
     assert diagnose(lost(lambda mask: False), "heads").verdict == UNSTABLE
 
@@ -155,7 +184,7 @@ def test_a_search_finds_the_passage_to_the_token(span: tuple[int, int]) -> None:
     kept = torch.zeros(2, 2, 180, dtype=torch.bool)
     oracle = Oracle(lambda mask: holds(mask, 1, 0, span), lambda mask: float(mask[1, 0, slice(*span)].sum()))
     found = search_evidence(oracle, kept, 171)  # type: ignore[arg-type]
-    assert found is not None and found.spans == (span,)
+    assert found == (span,)
     assert oracle.cells < 150
 
 
@@ -167,8 +196,8 @@ def test_a_search_finds_two_passages_or_says_that_there_are_none() -> None:
         lambda mask: float(sum(mask[0, 0, slice(*span)].sum() for span in spans)),
     )
     found = search_evidence(both, kept, 180)  # type: ignore[arg-type]
-    assert found is not None and found.spans == spans
-    assert search_evidence(Oracle(lambda mask: False), kept, 180) is None  # type: ignore[arg-type]
+    assert found == spans
+    assert search_evidence(Oracle(lambda mask: False), kept, 180) == ()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("column", [None, 25])
@@ -190,6 +219,8 @@ def test_a_difference_that_needs_both_parts_or_is_not_in_the_masks_is_called_so(
     sample = lost(lambda mask: holds(mask, 3, 1) and holds(mask, 3, 1, (25, 31)))
     assert compare_policies(sample, sample.full, "heads").explained == BOTH
     assert compare_policies(lost(lambda mask: False), sample.full, "heads").explained == NOT_REPRODUCED
+    sample.evidence[:] = False
+    assert compare_policies(sample, sample.full, "heads").explained == NOT_FOUND
 
 
 def test_unit_names() -> None:

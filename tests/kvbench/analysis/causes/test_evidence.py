@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from kvbench.analysis.causes.evidence import EvidenceSpans, find_evidence
+from kvbench.analysis.causes.evidence import EvidenceSpans, column_mask, find_evidence
 from kvbench.analysis.causes.lost import common_opening
 from kvbench.errors import UserError
 from kvbench.harness.encode import split_encode
@@ -30,10 +30,10 @@ def texts(tokenizer: Any, asked: Prompt, spans: Any) -> list[str]:
 def test_every_needle_is_a_passage_of_its_own(bpe_tokenizer: PreTrainedTokenizerFast) -> None:
     asked = prompt(bpe_tokenizer, "8841", "7310")
     found = find_evidence(bpe_tokenizer, asked, None)
-    assert found is not None and found.source == "sentence"
+    assert found.source == "sentence"
     assert texts(bpe_tokenizer, asked, found.spans) == ["The code of Ann is 8841.", "The code of Bob is 7310!"]
     assert texts(bpe_tokenizer, asked, found.target_spans) == ["8841", "7310"]
-    mask = found.mask(len(asked.ids))
+    mask = column_mask(found.spans, len(asked.ids))
     assert int(mask.sum()) == sum(stop - start for start, stop in found.spans)
 
 
@@ -41,17 +41,19 @@ def test_targets_and_expressions(bpe_tokenizer: PreTrainedTokenizerFast) -> None
     asked = prompt(bpe_tokenizer, "8841")
     target = find_evidence(bpe_tokenizer, asked, "target")
     regex = find_evidence(bpe_tokenizer, asked, r"is \d+")
-    assert target is not None and texts(bpe_tokenizer, asked, target.spans) == ["8841"]
-    assert regex is not None and texts(bpe_tokenizer, asked, regex.spans) == ["is 8841", "is 7310"]
-    assert isinstance(regex, EvidenceSpans) and regex.target_spans == () and regex.source == "regex"
+    assert texts(bpe_tokenizer, asked, target.spans) == ["8841"]
+    assert texts(bpe_tokenizer, asked, regex.spans) == ["is 8841", "is 7310"]
+    assert texts(bpe_tokenizer, asked, regex.target_spans) == ["8841"] and regex.source == "regex"
 
 
 def test_an_answer_that_the_context_lacks_is_searched_for_unless_it_was_asked_for(
     bpe_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     asked = prompt(bpe_tokenizer, "9999")
-    assert find_evidence(bpe_tokenizer, asked, None) is None
-    assert find_evidence(bpe_tokenizer, prompt(bpe_tokenizer, "8841"), "search") is None
+    assert find_evidence(bpe_tokenizer, asked, None) == EvidenceSpans((), (), "")
+    present = prompt(bpe_tokenizer, "8841")
+    searched = find_evidence(bpe_tokenizer, present, "search")
+    assert (searched.spans, texts(bpe_tokenizer, present, searched.target_spans)) == ((), ["8841"])
     with pytest.raises(UserError, match="does not occur in the context"):
         find_evidence(bpe_tokenizer, asked, "sentence")
     with pytest.raises(UserError, match="matches nothing"):
