@@ -9,6 +9,7 @@ from kvbench.report.equal import equal_rows, labels, without_room
 from kvbench.report.frames import Results, judged, readers, tasks_at_chance, unaveraged_tasks, uncompared
 from kvbench.report.last_queries import LowBeforeQuestion, low_before_question
 from kvbench.report.panel import MARK
+from kvbench.runs.schema import FIDELITY
 from kvbench.tables.numbers import NumberFormat, number
 from kvbench.tables.table import Name, Phrase
 from kvbench.tables.text import REFERENCE_MODEL, REFERENCE_NOTE, listed
@@ -54,7 +55,8 @@ def remarks(results: Results) -> Iterator[Phrase]:
             _names(sparse), " free no memory: the whole cache is held, and the budget limits what a decode step reads "
             "(KV read).",
         )  # fmt: skip
-    uncompared_tasks = uncompared(cells)
+    # A distance from the full cache is one without its own row.
+    uncompared_tasks = uncompared(cells[~cells["metric"].isin(FIDELITY)])
     if uncompared_tasks:
         everywhere = len(uncompared_tasks) == cells["task"].nunique()
         location: Phrase = "" if everywhere else (" on ", _names(uncompared_tasks))

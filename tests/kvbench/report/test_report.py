@@ -239,6 +239,7 @@ def test_reports_of_odd_runs_are_written(run_frames, tmp_path):
     assert "- `vt`: no statement, because there is no full cache to compare with." in text
     assert "not above chance on" not in text
     assert "There is no full cache to compare with: it was not run" in shown(cells)
+    assert "There is no full cache" not in shown(cells.assign(metric="kl")), "a distance from it is known"
     assert "above chance" not in shown(cells)
     every = [(p, b, t) for p in ("snapkv", "full") for b in ("0.2", "full") for t in ("vt", "cwe")]
     cells, samples = run_frames(["snapkv"], ("0.2",), failed=every)
