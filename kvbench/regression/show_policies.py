@@ -201,7 +201,7 @@ def _table(comparison: PolicyComparison, pair: PolicyPair) -> Table:
     columns: list[tuple[Column, Sequence[TableCell]]] = [
         (Column("task"), [_task_cell(difference) for difference in differences]),
         (Column("moment"), [", ".join(difference.moments) for difference in differences]),
-        (Column("budget", align="right"), [", ".join(difference.budgets) for difference in differences]),
+        (Column("budget"), [", ".join(difference.budgets) for difference in differences]),
         (Column(base, kind), [difference.base_score for difference in differences]),
         (Column(policy, kind), [difference.score for difference in differences]),
         (Column("difference", kind, signed=True), gap_cells),

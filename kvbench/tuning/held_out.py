@@ -37,6 +37,11 @@ class HeldOut:
     run: Path | None
 
     @property
+    def best(self) -> str:
+        """Return the policy to use: the winner if it gains, otherwise the named policy."""
+        return self.winner if self.winner is not None and self.gains else self.named
+
+    @property
     def gains(self) -> bool:
         """Return whether the winner is better than the named policy beyond doubt, on every benchmark and length."""
         return bool(self.comparisons) and all(

@@ -4,7 +4,8 @@ A round asks a tree-structured Parzen estimator (optuna) for settings. They run 
 third of them on a third, and the best third of these on all (successive halving: Jamieson and Talwalkar, AISTATS 2016).
 A rung is one grid, so all its settings share one prefill per context. The registered policies take part in the first
 round. Every rung is a run in a folder of its own: a search that was stopped repeats its questions to the estimator, and
-finds the answers there.
+finds the answers there. The settings asked first do not depend on `trials`, so more trials complete a round that was
+cut, with the same result as a search that had them from the start.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvbench.runs.grid import Grid
 from kvbench.runs.load import load_frames
 from kvbench.runs.runner import execute
 from kvbench.runs.schema import LOG_KL
+from kvbench.runs.store import GRID, RESPONSES
 from kvbench.tables.text import counted
 from kvbench.tuning.options import BY_BOTH, BY_KL, BY_SCORE
 from kvbench.tuning.space import Space
@@ -39,7 +41,7 @@ _FAILED = (math.nan, math.nan)
 """Score and log KL of a setting that failed."""
 
 _SECONDS = "seconds.json"
-"""File in the folder of a rung: how long it took when it was run."""
+"""File in the folder of a rung: how long it took to run, without later readings."""
 
 
 class SettingScore(NamedTuple):
@@ -74,12 +76,14 @@ class Found:
         last_rungs: Folders of the runs with the most samples, one per round.
         left_out: Why policies cannot run here, by spelling.
         by: What the search goes by: score, KL or both.
+        trials: Number of settings that the estimator suggested, repetitions included.
     """
 
     outcomes: tuple[SettingScore, ...]
     last_rungs: tuple[Path, ...]
     left_out: Mapping[str, str]
     by: str = BY_SCORE
+    trials: int = 0
 
     def ranked(self) -> list[SettingScore]:
         """Return the outcomes with all samples, the best first, once each."""
@@ -185,7 +189,7 @@ def search(
             else:
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
         longest_round = max(longest_round, spent - began)
-    return Found(tuple(outcomes), tuple(last_rungs), left_out, by)
+    return Found(tuple(outcomes), tuple(last_rungs), left_out, by, tried)
 
 
 def _goals(by: str, score: float, log_kl: float) -> tuple[float, ...]:
@@ -219,24 +223,38 @@ def _promoted(goals: Mapping[str, tuple[float, ...]], named: set[str]) -> list[s
 def _run_rung(
     grid_values: Mapping[str, Any], policies: Sequence[str], samples: int, folder: Path, reporter: Reporter
 ) -> tuple[dict[str, tuple[float, float]], dict[str, str], float]:
-    """Run settings, or read a run that is complete; return score and log KL, reasons of failures, and seconds."""
-    began = time.monotonic()
-    grid = Grid.from_dict({**grid_values, "policies": list(policies), "samples": samples, "out": str(folder)})
-    result = execute(grid, reporter)
+    """Run settings that the folder lacks; return score and log KL, reasons of failures, and seconds.
+
+    With more trials, other settings may have been promoted. Those in the folder stay there, but have no result.
+    """
+    began, size_before = time.monotonic(), _size(folder / RESPONSES)
+    stored = Grid.from_yaml(folder / GRID).policies if (folder / GRID).exists() else ()
+    all_policies = list(dict.fromkeys([*stored, *policies]))
+    grid = Grid.from_dict({**grid_values, "policies": all_policies, "samples": samples, "out": str(folder)})
+    result = execute(grid, reporter, extend=True)
+    cells = result.cells[result.cells["policy"].isin(policies)]
+    scores = mean_scores(cells)
     if grid.fidelity:
-        divergences = {policy: -mean for policy, mean in mean_scores(load_frames(folder, metric=LOG_KL)[0]).items()}
-        scores = mean_scores(result.cells)
-        results = {policy: (scores.get(policy, math.nan), divergence) for policy, divergence in divergences.items()}
+        divergences = mean_scores(load_frames(folder, metric=LOG_KL)[0])
+        results = {
+            policy: (scores.get(policy, math.nan), -divergences[policy]) for policy in policies if policy in divergences
+        }
     else:
-        results = {policy: (score, math.nan) for policy, score in mean_scores(result.cells).items()}
-    failed = result.cells[result.cells["status"] != "ok"]
+        results = {policy: (score, math.nan) for policy, score in scores.items()}
+    failed = cells[cells["status"] != "ok"]
     failures = dict(zip(failed["policy"].astype(str), failed["error"].astype(str), strict=True))
     failures |= {policy: reason for policy, reason in result.left_out.items() if policy in policies}
     seconds_file = folder / _SECONDS
-    if not seconds_file.exists():
+    seconds = float(json.loads(seconds_file.read_text(encoding="utf-8"))) if seconds_file.exists() else 0.0
+    if not seconds_file.exists() or _size(folder / RESPONSES) > size_before:  # reading what is there is no search
+        seconds += time.monotonic() - began
         with replacing(seconds_file) as partial_path:
-            partial_path.write_text(json.dumps(time.monotonic() - began), encoding="utf-8")
-    return results, failures, float(json.loads(seconds_file.read_text(encoding="utf-8")))
+            partial_path.write_text(json.dumps(seconds), encoding="utf-8")
+    return results, failures, seconds
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def mean_scores(cells: pd.DataFrame) -> dict[str, float]:

@@ -12,8 +12,13 @@ import pytest
 
 from kvbench.cli.app import call
 from kvbench.progress import Silent
+from kvbench.report.figure_flags import DEFAULT_FLAGS
+from kvbench.report.figure_options import figure_options
+from kvbench.runs.grid import Grid
 from kvbench.runs.load import load_frames
 from kvbench.tuning import search as searching
+from kvbench.tuning import write
+from kvbench.tuning.options import TuneOptions
 from kvbench.tuning.search import Found, SettingScore, mean_scores, rung_samples, search
 from kvbench.tuning.space import Space, search_space
 
@@ -110,6 +115,72 @@ def test_no_round_begins_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch
     assert max(o.round for o in run_search(monkeypatch, Scripted(100.0), trials=None, seconds=1.0).outcomes) == 1
 
 
+@pytest.mark.parametrize("by", ["score", "kl"])
+def test_more_trials_complete_a_round_that_was_cut(by: str, tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"samples": 3, "round_size": 3, "seconds": None, "seed": 1, "by": by}
+
+    def outcomes(folder: str, trials: int) -> list[SettingScore]:
+        found = search(GRID, small_space(), tmp_path / folder, Silent(), trials=trials, **limits)
+        assert found.trials == trials
+        return [outcome._replace(seconds=0.0) for outcome in found.outcomes]
+
+    few = outcomes("continued", 1)
+    more = outcomes("continued", 5)
+    assert more == outcomes("at_once", 5) and {outcome.round for outcome in more} == {1, 2}
+    assert outcomes("continued", 1) == few
+
+
+def test_time_is_added_if_a_rung_runs_more_settings_but_not_if_it_is_read(tmp_path: Path) -> None:
+    def seconds(*policies: str) -> float:
+        return searching._run_rung(GRID, policies, 1, tmp_path / "rung", Silent())[2]
+
+    first = seconds("keydiff")
+    more = seconds("keydiff", "snapkv")
+    assert more > first > 0 and seconds("snapkv") == more
+
+
+SMALL = (
+    SettingScore("keydiff", True, 1, 9, 0.5, math.nan, 1.0),
+    SettingScore("keydiff:window=9", False, 2, 9, 0.6, math.nan, 2.0),
+)
+
+
+def test_the_legend_shows_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(write, "save", lambda figure, *_: drawn.append(figure))
+    write._draw(Found(SMALL, (), {}), Path("nowhere"), figure_options(DEFAULT_FLAGS, []))
+    legend, lines = drawn[0].legends[0], drawn[0].axes[0].lines
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == ["named policies", "settings of the search", "best so far"]
+    styles = [[(line.get_linestyle(), line.get_marker()) for line in group] for group in (legend.legend_handles, lines)]
+    assert styles[0] == styles[1]
+
+
+def test_settings_that_repeat_others_are_counted() -> None:
+    grid = Grid.from_dict({"policies": "random", "tasks": "niah_single_2", "samples": 9})
+    notes = write._notes(Found(SMALL, (), {}, trials=4), grid, TuneOptions(held_out=6))
+    assert notes[0].startswith("4 settings (3 repeat another or are a named policy) in 2 rounds, and 1 named policies")
+    assert notes[0].endswith("then 6 held-out samples per task.")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("responses.jsonl", "", "holds a run; choose another folder"),
+        ("settings.json", '{"analysis": "attention"}', "holds another analysis; choose another folder"),
+        ("settings.json", "{", "holds another analysis; choose another folder"),
+    ],
+)
+def test_a_folder_with_other_results_is_left_as_it_is(
+    name: str, content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert call(["tune", "--task", "niah_single_2", "--out", str(tmp_path)]) == 2
+    errors = capsys.readouterr().err
+    assert f"--out {tmp_path} {says}" in errors and errors.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == content
+
+
 def test_the_command_finds_a_setting_compares_it_on_other_samples_and_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +204,31 @@ def test_the_command_finds_a_setting_compares_it_on_other_samples_and_continues(
     assert pd.read_parquet(out / "search.parquet")["round"].max() == 2
     assert call(["run", "--config", str(out / "winner.yaml"), "--samples", "2", "--out", str(tmp_path / "run")]) == 0
     assert json.loads((out / "settings.json").read_text())["analysis"] == "tune"
+    assert "# The first 3 samples per task chose this policy" in (out / "winner.yaml").read_text()
+    assert f"use --policy {Grid.from_yaml(out / 'winner.yaml').policies[0]}, or kvbench run" in printed
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "differing"),
+    [
+        ({"analysis": "tune", "by": "score", "round_size": 24}, ["--budget", "0.3", "--by", "kl"], "budgets, by"),
+        ({"analysis": "tune", "by": "score", "round_size": 24}, ["--round-size", "4"], "round-size"),
+        (None, ["--budget", "0.3"], "budgets"),  # it was stopped
+    ],
+)
+def test_another_search_in_the_same_folder_is_refused_before_any_work(
+    settings: Any, flags: list[str], differing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (rung := tmp_path / "rungs" / "1-1").mkdir(parents=True)
+    stored = Grid.from_dict({"policies": "keydiff", "tasks": "niah_single_2", "full": False})
+    (rung / "grid.yaml").write_text(json.dumps(stored.to_dict()))
+    if settings is not None:
+        (tmp_path / "settings.json").write_text(json.dumps(settings))
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert call(["tune", "--task", "niah_single_2", "--out", str(tmp_path), *flags]) == 2
+    errors = capsys.readouterr().err
+    assert f"{tmp_path} holds another search, with other {differing}; choose another --out" in errors
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
 
 
 def test_a_search_by_kl_needs_no_reference_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,6 +258,7 @@ def test_a_search_by_kl_needs_no_reference_answers(tmp_path: Path, capsys: pytes
         (["--by", "luck"], "by"),
         (["--time", "soon"], "--time soon: use a number and a unit"),
         (["--model", "reference,smollm2"], "a search is for one model"),
+        (["--budget", "full"], "the budget full evicts nothing"),
         (["--score", "windwo"], "did you mean window"),
     ],
 )
