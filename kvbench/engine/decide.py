@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -135,8 +135,14 @@ class EvictionStep(ViewBuilder):
 
     def _scored(self, layer_indices: list[int]) -> list[tuple[Sequence[int], Scored]]:
         """Score packed layers together, or one by one if the score reads which layer it sees."""
-        view = self.several(layer_indices)
-        extras = dict(view.extras)
+        try:
+            view = self.several(layer_indices)
+        except LayerNeeded:
+            return [
+                ([layer_index], self._prepared(self.several([layer_index]), [layer_index]))
+                for layer_index in layer_indices
+            ]
+        extras = {name: extra.clone() for name, extra in view.extras.items()}  # a score may write to them
         try:
             return [(layer_indices, self._prepared(view, layer_indices))]
         except LayerNeeded:
@@ -281,7 +287,9 @@ class EvictionStep(ViewBuilder):
         """Select and merge the entries of some layers; return one decision per layer."""
         view, scores = scored
         try:
-            entry_mask = self.policy.select.select(view, scores, head_budgets)
+            # A selector may write to its scores.
+            own_scores = scores if len(layer_indices) == 1 else _copied(scores)
+            entry_mask = self.policy.select.select(view, own_scores, head_budgets)
             is_wrong = (entry_mask & ~view.valid).any(-1) | (entry_mask.sum(-1) != head_budgets)
             message = "in layer {} the selector did not keep exactly each head's budget"
             self._flags.append(_flags(message, is_wrong, layer_indices))
@@ -318,6 +326,8 @@ class EvictionStep(ViewBuilder):
             layer_states = self.cache.ragged[layer_index].state
             chosen = self.rows is not None and layer_states
             sequence_states += [layer_states[row] for row in self.rows or ()] if chosen else layer_states
+        if len(layer_indices) > 1 and len({_shape_of(state) for state in sequence_states}) > 1:
+            raise LayerNeeded
         state_names = sequence_states[0] if sequence_states else ()
         state = {
             state_name: torch.cat([sequence_state[state_name] for sequence_state in sequence_states])
@@ -342,6 +352,11 @@ def _flags(message: str, is_wrong: Tensor, layer_indices: Sequence[int]) -> Flag
     """Return the flags of some layers, where `is_wrong` is bool `[layers * B, ...]`."""
     errors = is_wrong.reshape(len(layer_indices), -1).any(-1)
     return Flags([message.format(layer_index) for layer_index in layer_indices], errors)
+
+
+def _shape_of(state: Mapping[str, Tensor]) -> frozenset[object]:
+    """Return what the merger states of two layers must have in common to be joined."""
+    return frozenset((name, tensor.shape[1:], tensor.dtype) for name, tensor in state.items())
 
 
 def _copied(scores: Scores) -> Scores:

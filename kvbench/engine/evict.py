@@ -306,6 +306,7 @@ def _by_merger_state(cache: RaggedCache, sequence_indices: Sequence[int]) -> lis
 def _evict_groups(eviction_steps: Sequence[EvictionStep], cache: RaggedCache) -> None:
     """Run the eviction steps of disjoint groups of sequences in one packing per layer."""
     step_decisions = [eviction_step.again() for eviction_step in eviction_steps]
+    keeps_room = eviction_steps[0].moment == "decode"
     evicted_rows = [sequence_index for eviction_step in eviction_steps for sequence_index in eviction_step.rows or ()]
     for layer_index, layer in enumerate(cache.ragged):
         _, layer_mask = layer.padded_rows()
@@ -325,7 +326,7 @@ def _evict_groups(eviction_steps: Sequence[EvictionStep], cache: RaggedCache) ->
             layer_mask[eviction_step.rows, :, : row_indices.shape[2]] = decision.keep
             for sequence_index, merger_state in zip(eviction_step.rows, merger_states, strict=True):
                 layer.state[sequence_index] = merger_state
-        layer.evict(layer_mask, evicted_rows)
+        layer.evict(layer_mask, evicted_rows, keeps_room=keeps_room)
     cache.budget_entries = [*(cache.budget_entries or [0] * cache.batch)]
     cache.held_entries = [*(cache.held_entries or [0] * cache.batch)]
     for eviction_step in eviction_steps:

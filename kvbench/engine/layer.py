@@ -308,12 +308,15 @@ class RaggedLayer(CacheLayerMixin):
             segment_lengths + (new_columns if token_mask is None else token_mask.sum(-1)[:, None, None]),
         )
 
-    def evict(self, entry_mask: Tensor, sequence_indices: Sequence[int] | None = None) -> None:
+    def evict(
+        self, entry_mask: Tensor, sequence_indices: Sequence[int] | None = None, *, keeps_room: bool = False
+    ) -> None:
         """Evict entries of a packed layer.
 
         Args:
             entry_mask: Entries to keep, bool `[B, H, n]`, in the layout of `padded_rows`.
             sequence_indices: Sequences to evict from; None: all.
+            keeps_room: Whether to allocate as many rows as before, because as many entries will follow.
         """
         row_indices, live_mask = self.padded_rows()
         assert self.key is not None and self.value is not None
@@ -324,9 +327,10 @@ class RaggedLayer(CacheLayerMixin):
             entry_mask = torch.where(is_evicted, entry_mask, live_mask)
         extras = {extra_name: extra[row_indices] for extra_name, extra in self.extras.items()}
         key, value, coded_counts = self.key, self.value, self.coded
-        kept_counts = entry_mask.flatten(0, 1).sum(-1).tolist()
-        # As many free rows as before, because as many entries will follow.
-        reserve = [max(8, room - kept) for room, kept in zip(self.room, kept_counts, strict=True)]
+        reserve = None
+        if keeps_room:
+            kept_counts = entry_mask.flatten(0, 1).sum(-1).tolist()
+            reserve = [max(8, room - kept) for room, kept in zip(self.room, kept_counts, strict=True)]
         self.pack(key[row_indices], value[row_indices], entry_mask, self.col[row_indices], extras, reserve)
         if self.coding is not None and sequence_indices is not None:  # re-encode only the evicted sequences
             other_sequences = [

@@ -62,10 +62,12 @@ class _Last(NamedTuple):
     Attributes:
         query: `[B, H_q, w, d]`.
         seen: Mask of existing queries, bool `[B, w]`.
+        is_settled: Whether these are the last queries, zero-padded at the front; otherwise those of one forward.
     """
 
     query: Tensor
     seen: Tensor
+    is_settled: bool = True
 
 
 class LayerObserver:
@@ -105,7 +107,7 @@ class QueryObserver(LayerObserver):
         """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
         new_tokens = q.shape[2]
         is_query = valid[:, valid.shape[1] - new_tokens :].clone()
-        self._held[layer] = (*self._held.get(layer, ()), _Last(q.detach(), is_query))
+        self._held[layer] = (*self._held.get(layer, ()), _Last(q.detach(), is_query, False))
         # Decoding adds one query at a time: they are moved to the end when they are read, not at every step.
         if new_tokens > 1 or len(self._held[layer]) > _WAITING:
             self.last(layer)
@@ -114,7 +116,7 @@ class QueryObserver(LayerObserver):
     def last(self, layer: int) -> _Last:
         """Return the last `window` queries, zero-padded at the front if a sequence has fewer, and their mask."""
         parts = self._held[layer]
-        if len(parts) == 1 and parts[0].seen.shape[1] == self.window:
+        if len(parts) == 1 and parts[0].is_settled:
             return parts[0]
         query = torch.cat([part.query for part in parts], 2)
         seen = torch.cat([part.seen for part in parts], 1)
@@ -136,7 +138,9 @@ class QueryObserver(LayerObserver):
         """Return the observer of one sequence; see `kvbench.plugin.Separable`."""
         separated, sequence_slice = copy.copy(self), slice(row, row + 1)
         separated._held = {
-            layer_index: (_Last(*(state[sequence_slice] for state in self.last(layer_index))),)
+            layer_index: (
+                _Last(self.last(layer_index).query[sequence_slice], self.last(layer_index).seen[sequence_slice]),
+            )
             for layer_index in self._held
         }
         return separated
@@ -146,7 +150,9 @@ class QueryObserver(LayerObserver):
         """Join the sequences of several observers in one batch."""
         stacked = cls(parts[0].window)
         for layer in parts[0]._held:
-            stacked._held[layer] = (_Last(*map(torch.cat, zip(*(part.last(layer) for part in parts), strict=True))),)
+            states = [part.last(layer) for part in parts]
+            query, seen = torch.cat([state.query for state in states]), torch.cat([state.seen for state in states])
+            stacked._held[layer] = (_Last(query, seen),)
         return stacked
 
 

@@ -16,6 +16,7 @@ from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.threads import now
 from kvbench.errors import BudgetError
 from kvbench.plugin import CHANNEL_QUERIES, ModelInfo, Moment, Need, Policy, Score, Scores, Surprisal, View
+from kvbench.view.shown import LayerNeeded
 
 _PER_POLICY: tuple[object, ...] = ("budget", Surprisal())
 """Tensors of a view that are created anew for every policy."""
@@ -157,6 +158,7 @@ class ViewBuilder:
         """Return one view of several packed layers of equal shapes; its sequences are those of one layer after another.
 
         Raises:
+            LayerNeeded: What was observed has several shapes.
             Exception: An observer that the policy needs has failed.
         """
         layers = [self.cache.ragged[layer_index] for layer_index in layer_indices]
@@ -183,6 +185,8 @@ class ViewBuilder:
                 for layer_index, columns, (layer, rows) in zip(layer_indices, layer_columns, layer_rows, strict=True)
             ]
             found = [part for part in parts if part is not None]
+            if 0 < len(found) < count:
+                raise LayerNeeded
             if found:
                 observations[need] = joined(found)
         own = (self.length, self._own(self.seeds), self.mean)
@@ -304,8 +308,16 @@ def _noted(read_weight: Callable[[int], Tensor], changes: Changes, layer_index: 
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Join the tensors of several layers, one layer after another."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    """Join the tensors of several layers, one layer after another.
+
+    Raises:
+        LayerNeeded: They have several shapes or dtypes.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if len({(part.shape[1:], part.dtype) for part in parts}) > 1:
+        raise LayerNeeded
+    return torch.cat(list(parts))
 
 
 class Flags(NamedTuple):

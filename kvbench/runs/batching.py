@@ -164,19 +164,21 @@ class Batching:
             self._climb(row_count, LEAST[0], widths)
             return
         steady = self._steady
+        # As far as memory allows it, the choice does not depend on memory, and so on what else a run measures.
         least = most = 0
-        for candidate in LEAST:
-            top = self._top(steady, candidate, row_count, widths, trunk_widths, branch_widths)
+        for candidate in (LEAST[0], *(later for later in LEAST[1:] if later <= row_count)):
+            top = self._top(steady, candidate, self._most, widths, trunk_widths, branch_widths)
             if top >= 2 * most:
                 least, most = candidate, top
-            if 2 * most > row_count:
+            if 2 * most > self._most:
                 break
-        if not most:
+        top = self._top(steady, least, min(most, row_count), widths, trunk_widths, branch_widths) if most else 0
+        if not top:
             row_count = min(row_count, _FIXED)
             self.counts, self.asking = (row_count,), (max(1, row_count // 2),)
             self._queued = self.asking
             return
-        self._climb(most, least, widths)
+        self._climb(top, least, widths)
         between = [
             batch_rows
             for batch_rows in _between(self.counts)
@@ -217,7 +219,7 @@ class Batching:
     ) -> bool:
         """Return whether a row has the same bits at every step of the ladders from `least` on; see `fit` for widths."""
         fed_tokens = {batch_rows * width for batch_rows in {*self.counts, *self.asking} for width in widths if width}
-        head_rows = {*self.counts}
+        head_rows = {*self.counts, *(self.asking if widths else ())}
         for width in {*trunk_widths, *branch_widths}:
             row_counts = self._counts_for(width)
             fed_tokens |= {batch_rows * width for batch_rows in row_counts}

@@ -17,8 +17,11 @@ from kvbench.view.needs import ModelInfo, Need, Queries
 from kvbench.view.softmax import attention_weights, capped
 
 
-class LayerNeeded(Exception):
-    """A part of a policy has asked which layer it sees while it sees several at once."""
+class LayerNeeded(BaseException):
+    """A part of a policy has asked which layer it sees while it sees several, or these cannot be shown at once.
+
+    No `Exception`, so that a plugin does not catch it.
+    """
 
 
 class View:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import kvbench
 from kvbench.engine import decide
 from kvbench.errors import BudgetError
 from kvbench.parts import FunctionScore, TopK, Uniform
-from kvbench.plugin import Policy, View
+from kvbench.plugin import Merger, Policy, Score, Scores, View, protect_nothing
 
 from .conftest import batch, step
 
@@ -95,3 +97,73 @@ def test_a_wrong_layer_is_named_though_it_was_shown_with_others(llama: Any) -> N
     policy = Policy("wrong", FunctionScore.of(score), Uniform(), TopK(), buffer=0)
     with pytest.raises(BudgetError, match="a score of layer 1 is not finite"):
         decoded(llama, policy, [0])
+
+
+@dataclass(frozen=True)
+class Counted(Score):
+    """Counts the eviction steps of every entry in place, and asks for its layer afterwards."""
+
+    name: ClassVar[str] = "counted"
+    extras: ClassVar[Mapping[str, torch.dtype]] = {"steps": torch.float32}
+
+    def score(self, v: View) -> Scores:
+        v.extras["steps"] += 1
+        return Scores(v.noise() + 0 * v.extras["steps"], protect_nothing(v))
+
+
+@dataclass(frozen=True)
+class Uneven(Merger):
+    """Has state in one layer only, or state of as many numbers as the layer holds entries."""
+
+    name: ClassVar[str] = "uneven"
+    sized: bool = False
+
+    def merge(self, v: View, keep: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        if self.sized:
+            state["kept"] = keep.float()
+        elif v.layer == 0:
+            state["first"] = keep.float().sum(-1)
+        return v.key, v.value
+
+
+@dataclass(frozen=True)
+class Overwriting(TopK):
+    """Writes into scores of its own before it asks for its layer."""
+
+    def prepare(self, v: View, scores: Scores) -> Scores:
+        return Scores(scores.value.clone(), scores.protect.clone())
+
+    def select(self, v: View, scores: Scores, budget: Tensor) -> Tensor:
+        scores.value.neg_()
+        assert v.layer >= 0
+        return super().select(v, scores, budget)
+
+
+def norm(v: View) -> Tensor:
+    return v.key.float().square().sum(-1)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy("p", Counted(), Uniform(), TopK(), buffer=0),
+        Policy("p", FunctionScore.of(norm), Uniform(), TopK(), merge=Uneven(), buffer=0),
+        Policy("p", FunctionScore.of(norm), kvbench.policy("pyramidkv").allocate, TopK(), merge=Uneven(True), buffer=0),
+        Policy("p", FunctionScore.of(norm), Uniform(), Overwriting(), buffer=0),
+    ],
+    ids=["state in place", "state of one layer", "state of several sizes", "scores in place"],
+)
+def test_a_part_that_asks_late_has_changed_nothing(llama: Any, monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+    together, logits = decoded(llama, policy, [0, 4])
+    monkeypatch.setattr(decide, "_TOGETHER", 0)
+    alone, other_logits = decoded(llama, policy, [0, 4])
+    assert str(together) == str(alone)
+    for ours, theirs in zip(logits, other_logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    if isinstance(policy.score, Counted):
+        with kvbench.attach(llama, policy, 7, moment="decode") as cache:
+            ids, mask = batch(1, 33, [0])
+            step(llama, cache, ids[:, :23], mask, 0)
+            for column in range(23, 33):
+                step(llama, cache, ids[:, column : column + 1], mask, column)
+            assert max(float(layer.extras["steps"].max()) for layer in cache.ragged) <= 11

@@ -51,7 +51,7 @@ CASES = list(itertools.product(STREAMS, CHUNKS))
 
 
 @pytest.mark.parametrize(("stream", "chunks"), CASES)
-@pytest.mark.parametrize("window", [1, 8, 32, 70])
+@pytest.mark.parametrize("window", [1, 8, 32, 63, 70])
 def test_the_last_queries_stand_at_the_end(stream: str, chunks: str, window: int) -> None:
     data = Stream(STREAMS[stream])
     observer = QueryObserver(window)

@@ -103,6 +103,27 @@ def test_more_rows_are_the_least_where_bits_of_few_are_others(
     assert plan.slots(2) == counts[0]
 
 
+def test_logits_after_questions_are_compared_as_well(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Steady,
+        "at",
+        lambda self, rows, least, with_head=False: rows >= 48 and least == 48 and not (with_head and rows == 64),
+    )
+    plan = Batching(tiny_llama, "auto", 10**9)
+    plan.fit(100, [7])
+    assert 64 not in plan.asking
+
+
+def test_the_first_step_does_not_depend_on_memory(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Steady, "at", lambda self, rows, least, with_head=False: rows >= least and (rows > 32) == (least > 32)
+    )
+    plan = Batching(tiny_llama, "auto", 150 * 100 * token_bytes(tiny_llama))
+    for queues, first in ((1, 48), (3, 48), (5, 8)):
+        plan.fit(100, [], queues=queues)
+        assert (plan.counts[0], plan.rows >= 48) == (first, first == 48)
+
+
 def test_batches_that_feed_no_question_have_rows_of_their_own(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Steady, "at", lambda self, rows, least, with_head=False: with_head and (rows > 32) == (least > 32)
