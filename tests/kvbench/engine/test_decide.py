@@ -14,7 +14,7 @@ import kvbench
 from kvbench.engine import decide
 from kvbench.errors import BudgetError
 from kvbench.parts import FunctionScore, TopK, Uniform
-from kvbench.plugin import Merger, Policy, Score, Scores, View, protect_nothing
+from kvbench.plugin import Merger, ModelInfo, Policy, Score, Scores, View, protect_nothing
 
 from .conftest import batch, step
 
@@ -127,6 +127,19 @@ class Uneven(Merger):
 
 
 @dataclass(frozen=True)
+class Sloped(Uniform):
+    """Gives the first layer what it takes from the last."""
+
+    name: ClassVar[str] = "sloped"
+
+    def shares(self, model: ModelInfo, length: Tensor, budget: Tensor) -> Tensor:
+        even = super().shares(model, length, budget)
+        slope = torch.zeros_like(even)
+        slope[:, 0], slope[:, -1] = 2 * model.kv_heads, -2 * model.kv_heads
+        return even + slope
+
+
+@dataclass(frozen=True)
 class Overwriting(TopK):
     """Writes into scores of its own before it asks for its layer."""
 
@@ -148,7 +161,7 @@ def norm(v: View) -> Tensor:
     [
         Policy("p", Counted(), Uniform(), TopK(), buffer=0),
         Policy("p", FunctionScore.of(norm), Uniform(), TopK(), merge=Uneven(), buffer=0),
-        Policy("p", FunctionScore.of(norm), kvbench.policy("pyramidkv").allocate, TopK(), merge=Uneven(True), buffer=0),
+        Policy("p", FunctionScore.of(norm), Sloped(), TopK(), merge=Uneven(True), buffer=0),
         Policy("p", FunctionScore.of(norm), Uniform(), Overwriting(), buffer=0),
     ],
     ids=["state in place", "state of one layer", "state of several sizes", "scores in place"],
