@@ -307,14 +307,9 @@ class EvictionStep(ViewBuilder):
                 None if key is None else key[own, :, :width],
                 None if value is None else value[own, :, :width],
             )
-            for (_, own), width in zip(self._slices(layer_indices), map(self._width, layer_indices), strict=True)
+            for layer_index, own in self._slices(layer_indices)
+            for width in [self.cache.ragged[layer_index].longest(self.rows)]
         ]
-
-    def _width(self, layer_index: int) -> int:
-        """Return the entries of the longest segment of a packed layer; forget the rows that fill up shorter layers."""
-        width = self.cache.ragged[layer_index].longest(self.rows)
-        self.row_indices[layer_index] = self.row_indices[layer_index][..., :width]
-        return width
 
     def _merged(
         self, view: View, entry_mask: Tensor, layer_indices: Sequence[int]

@@ -306,7 +306,7 @@ def _by_merger_state(cache: RaggedCache, sequence_indices: Sequence[int]) -> lis
 def _evict_groups(eviction_steps: Sequence[EvictionStep], cache: RaggedCache) -> None:
     """Run the eviction steps of disjoint groups of sequences in one packing per layer."""
     step_decisions = [eviction_step.again() for eviction_step in eviction_steps]
-    keeps_room = eviction_steps[0].moment == "decode"
+    keeps_room = eviction_steps[0].moment == "decode"  # after a chunk or a turn, other numbers of entries follow
     evicted_rows = [sequence_index for eviction_step in eviction_steps for sequence_index in eviction_step.rows or ()]
     for layer_index, layer in enumerate(cache.ragged):
         _, layer_mask = layer.padded_rows()
@@ -314,7 +314,7 @@ def _evict_groups(eviction_steps: Sequence[EvictionStep], cache: RaggedCache) ->
         for eviction_step, decisions in zip(eviction_steps, step_decisions, strict=True):
             assert eviction_step.rows is not None
             decision, merger_states = decisions[layer_index], eviction_step.state_of(layer_index)
-            row_indices = eviction_step.row_indices[layer_index]
+            row_indices = eviction_step.row_indices[layer_index][..., : decision.keep.shape[2]]
             kept_rows = row_indices[decision.keep]
             for extra_name, extra in decision.extras.items():
                 if isinstance(extra_name, str):  # the layer already holds ongoing observations

@@ -145,7 +145,9 @@ class RaggedLayer(CacheLayerMixin):
         entry_mask: Tensor,
         columns: Tensor,
         extras: Mapping[str | Need, Tensor],
-        reserve: int | list[int] | None = None,
+        reserve: int | None = None,
+        *,
+        keeps_room: bool = False,
     ) -> None:
         """Keep only the chosen entries and free everything else.
 
@@ -155,13 +157,15 @@ class RaggedLayer(CacheLayerMixin):
             entry_mask: Entries to keep, bool `[B, H, n]`.
             columns: Logical columns, `[B, H, n]` or `[1, H, n]`, ascending along the last axis.
             extras: Per-entry state, `[B, H, n, ...]` each.
-            reserve: Free rows behind every segment or each; None derives it from the number of kept entries.
+            reserve: Free rows behind every segment; None derives it from the number of kept entries.
+            keeps_room: Whether to allocate as many rows as before, because as many entries will follow.
         """
         self.batch, self.heads, column_count = entry_mask.shape
         flat_mask = entry_mask.reshape(-1, column_count)
         self.length = flat_mask.sum(-1).tolist()
         kept_indices = flat_mask.reshape(-1).nonzero().squeeze(-1)
-        target_rows = self._layout(reserve)
+        rooms = zip(self.room, self.length, strict=True)
+        target_rows = self._layout([max(8, room - kept) for room, kept in rooms] if keeps_room else reserve)
         # The gather fills the free rows with arbitrary entries, which is faster than skipping them.
         source_indices = torch.zeros(sum(self.room), dtype=torch.int64, device=key.device)
         source_indices[target_rows] = kept_indices
@@ -316,7 +320,7 @@ class RaggedLayer(CacheLayerMixin):
         Args:
             entry_mask: Entries to keep, bool `[B, H, n]`, in the layout of `padded_rows`.
             sequence_indices: Sequences to evict from; None: all.
-            keeps_room: Whether to allocate as many rows as before, because as many entries will follow.
+            keeps_room: As for `pack`.
         """
         row_indices, live_mask = self.padded_rows()
         assert self.key is not None and self.value is not None
@@ -327,11 +331,8 @@ class RaggedLayer(CacheLayerMixin):
             entry_mask = torch.where(is_evicted, entry_mask, live_mask)
         extras = {extra_name: extra[row_indices] for extra_name, extra in self.extras.items()}
         key, value, coded_counts = self.key, self.value, self.coded
-        reserve = None
-        if keeps_room:
-            kept_counts = entry_mask.flatten(0, 1).sum(-1).tolist()
-            reserve = [max(8, room - kept) for room, kept in zip(self.room, kept_counts, strict=True)]
-        self.pack(key[row_indices], value[row_indices], entry_mask, self.col[row_indices], extras, reserve)
+        columns = self.col[row_indices]
+        self.pack(key[row_indices], value[row_indices], entry_mask, columns, extras, keeps_room=keeps_room)
         if self.coding is not None and sequence_indices is not None:  # re-encode only the evicted sequences
             other_sequences = [
                 sequence_index for sequence_index in range(self.batch) if sequence_index not in sequence_indices

@@ -40,7 +40,7 @@ class ViewBuilder:
         length: Tokens of every sequence, int64 `[B]`; one per budget.
         mean: `budget` as a tensor, int64 `[B]`.
         spread: Whether there are several budgets for the only sequence.
-        row_indices: Rows of the viewed entries of packed layers, int64 `[B, H, n]`, by layer.
+        row_indices: Rows of the viewed entries of packed layers, int64 `[B, H, n]`, by layer; `n` is that of the view.
     """
 
     policy: Policy

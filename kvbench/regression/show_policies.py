@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbench.regression import significance
 from kvbench.regression.policies import PolicyComparison, PolicyDifference
-from kvbench.report.frames import FIDELITY_NAMES, INFORMED, metric_title
+from kvbench.report.frames import FIDELITY_NAMES, metric_title, policy_title
 from kvbench.tables.numbers import LEAST_P, NumberFormat, interval, number, score_kind
 from kvbench.tables.outputs import LATEX_PACKAGES, latex, latex_text, markdown, markdown_text, plain_text
 from kvbench.tables.table import Column, Interval, Name, Phrase, Table, TableCell, beside
@@ -35,7 +35,7 @@ class PolicyPair:
     def titles(self, comparison: PolicyComparison) -> tuple[Phrase, Phrase]:
         """Return the names to show for base and policy; policies that see the answer are marked."""
         base, policy = (
-            (self.labels.get(name) or Name(name), INFORMED * (name in comparison.informed))
+            policy_title(name, informed=name in comparison.informed, labels=self.labels)
             for name in (self.base, self.policy)
         )
         return base, policy

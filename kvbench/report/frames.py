@@ -193,9 +193,10 @@ def informed_policies(cells: pd.DataFrame) -> set[str]:
     return {str(policy) for policy in cells.loc[cells["informed"], "policy"]}
 
 
-def policy_title(policy: str, *, informed: bool) -> Phrase:
-    """Return the name of a policy, marked if it sees the answer."""
-    return (Name(policy), INFORMED) if informed else Name(policy)
+def policy_title(policy: str, *, informed: bool, labels: Mapping[str, str] | None = None) -> Phrase:
+    """Return the name or the label of a policy, marked if it sees the answer."""
+    title = (labels or {}).get(policy) or Name(policy)
+    return (title, INFORMED) if informed else title
 
 
 def metric_title(metric: str) -> str:

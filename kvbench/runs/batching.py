@@ -178,7 +178,6 @@ class Batching:
             self.counts, self.asking = (row_count,), (max(1, row_count // 2),)
             self._queued = self.asking
             return
-        self._climb(top, least, widths)
         between = [
             batch_rows
             for batch_rows in _between(self.counts)

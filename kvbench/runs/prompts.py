@@ -184,8 +184,9 @@ def prompts_of(
             if not (request.media or request.continuations or request.rolling):
                 raise
             raise UserError(f"{sample_label}: {error}") from error
-        token_count += len(prompt.ids)
-        unknown_count += prompt.ids.count(unknown_id)
+        prompt_ids = prompt.ids
+        token_count += len(prompt_ids)
+        unknown_count += prompt_ids.count(unknown_id)
         if request.rolling:  # its windows fit
             prompts.tokenised(prompt)
             progress.advance()

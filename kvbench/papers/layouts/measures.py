@@ -17,9 +17,9 @@ from kvbench.errors import UserError
 from kvbench.regression import significance
 from kvbench.report.filters import filter_cells
 from kvbench.report.frames import (
-    INFORMED,
     informed_policies,
     metric_title,
+    policy_title,
     recorded,
     records,
     unaveraged_tasks,
@@ -28,7 +28,7 @@ from kvbench.report.frames import (
 from kvbench.report.sorted_samples import Samples
 from kvbench.runs.load import load_frames
 from kvbench.runs.schema import FIDELITY
-from kvbench.tables.table import Name, Phrase
+from kvbench.tables.table import Phrase
 from kvbench.tables.text import counted, tokens
 
 Row: TypeAlias = dict[str, Any]
@@ -243,7 +243,7 @@ class Measures:
 
     def policy_labels(self, labels: Mapping[str, str]) -> Mapping[str, Phrase]:
         """Return the names to show for policies, with marks for those that see the answer."""
-        return dict(labels) | {policy: (labels.get(policy) or Name(policy), INFORMED) for policy in self.informed}
+        return dict(labels) | {policy: policy_title(policy, informed=True, labels=labels) for policy in self.informed}
 
     def is_mean(self, source: ScoreSource) -> bool:
         """Return whether the score of a source's task is a mean over samples."""
