@@ -35,6 +35,22 @@ def cannot(verb: str, target_path: str | Path, error: OSError) -> UserError:
     return UserError(f"cannot {verb} {target_path}: {error.strerror or error}")
 
 
+def check_writable(path: Path) -> None:
+    """Refuse a folder that cannot be created or written.
+
+    Raises:
+        UserError: The folder cannot be created or written.
+    """
+    try:
+        nearest_folder = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    except OSError as error:  # such as a name that is too long
+        raise cannot("write", path, error) from None
+    if not nearest_folder.is_dir():
+        raise UserError(f"cannot write {path}: {nearest_folder} is a file, not a folder")
+    if not os.access(nearest_folder, os.W_OK):
+        raise UserError(f"cannot write {path}: permission denied in {nearest_folder}")
+
+
 # --- digests --------------------------------------------------------------------------------------
 
 

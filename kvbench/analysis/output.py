@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,12 +16,11 @@ import pyarrow.parquet as pq
 
 from kvbench.analysis.summary import summary_text
 from kvbench.errors import UserError
-from kvbench.files import cannot, replacing
+from kvbench.files import cannot, check_writable, replacing
 from kvbench.report.figure_flags import FigureFlags
 from kvbench.report.figure_options import FigureOptions, figure_options
+from kvbench.runs.folders import is_run
 from kvbench.runs.grid import Grid
-from kvbench.runs.integrity import CELLS
-from kvbench.runs.store import GRID, RESPONSES
 from kvbench.tables.table import Table
 
 SCHEMA_VERSION = 1
@@ -48,7 +46,7 @@ class AnalysisOutput:
 
 
 def prepare_output(grid: Grid, analysis: str, figures: FigureFlags, *settings: object) -> tuple[Path, FigureOptions]:
-    """Return the output folder, created if needed, and the options of the figures, before any work is done.
+    """Return the output folder, which need not exist, and the options of the figures, before any work is done.
 
     By default, the folder depends on everything that affects the results except `--samples`.
 
@@ -68,33 +66,15 @@ def prepare_output(grid: Grid, analysis: str, figures: FigureFlags, *settings: o
 
 
 def prepare_folder(folder: Path) -> Path:
-    """Create a folder and its figures folder, before any work is done.
+    """Check a folder before any work is done; it is created when its first file is written.
 
     Raises:
         UserError: The folder is not writable, or holds a run, whose tables the analysis could overwrite.
     """
-    # An analysis of perturbation also writes a `cells.parquet`, but no grid.
-    if (folder / RESPONSES).exists() or ((folder / CELLS).exists() and (folder / GRID).exists()):
+    check_writable(folder)
+    if is_run(folder):
         raise UserError(f"--out {folder} holds a run; choose another folder")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"cannot write {folder}: it is a file, not a folder")
-    try:
-        (folder / "figures").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot("write", folder, error) from None
     return folder
-
-
-@contextmanager
-def removed_on_failure(folder: Path) -> Iterator[None]:
-    """Remove the folders of `prepare_folder` if the work fails before there is anything in them."""
-    try:
-        yield
-    except BaseException:
-        for created in (folder / "figures", folder):
-            with suppress(OSError):  # not empty
-                created.rmdir()
-        raise
 
 
 @dataclass(frozen=True)
@@ -155,6 +135,10 @@ def write_files(
         UserError: A file cannot be written.
     """
     frames, figures = findings.frames, findings.figures
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot("write", folder, error) from None
     files = [
         _write_csv(frames[frame_name], folder / f"{frame_name}.csv")
         for frame_name in frames

@@ -40,6 +40,7 @@ from kvbench.engine.implementations import (
 )
 from kvbench.engine.latent import absorb, expand_output, is_latent
 from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.mlp_parts import split_mlps
 from kvbench.engine.models import attention_modules, decoder_of, reading_modules, visual_ids
 from kvbench.engine.pruning import prune_embeddings, prune_inside
 from kvbench.engine.reading import attend_few
@@ -398,6 +399,7 @@ class Attachment:
     def install(self) -> None:
         """Install the attention and its hooks."""
         _ATTACHED.add(id(self.decoder))
+        self._handles += split_mlps(self.decoder)
         output_head = getattr(self.model, "get_output_embeddings", lambda: None)()
         if isinstance(output_head, nn.Module):
             self._handles.append(output_head.register_forward_pre_hook(_make_contiguous))

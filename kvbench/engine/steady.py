@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from kvbench.engine.mlp_parts import part_count
 from kvbench.engine.models import decoder_of
 
 LEAST = (8, 16, 32, 48)
@@ -30,6 +31,7 @@ class Steady:
         decoder = decoder_of(model)
         get_head = getattr(model, "get_output_embeddings", None)
         output_head = get_head() if callable(get_head) else None
+        self._device = next(decoder.parameters()).device
         self._layers = _distinct(decoder)
         self._head = _distinct(output_head) if isinstance(output_head, nn.Module) else {}
         self._plain = all(map(_is_plain, (decoder, *([output_head] if output_head is not None else []))))
@@ -47,8 +49,16 @@ class Steady:
             return False
         if (row_count, least, with_head) not in self._known:
             layers = [*self._layers.values(), *(self._head.values() if with_head else ())]
-            self._known[row_count, least, with_head] = all(_same(layer, row_count, least) for layer in layers)
+            sizes = {row_count, *self._part_sizes(row_count)}
+            self._known[row_count, least, with_head] = all(
+                size >= least and _same(layer, size, least) for size in sizes for layer in layers
+            )
         return self._known[row_count, least, with_head]
+
+    def _part_sizes(self, row_count: int) -> set[int]:
+        """Return the sizes of the parts in which MLPs take this many rows."""
+        parts = part_count(row_count, self._device)
+        return {row_count // parts, -(-row_count // parts)}
 
 
 def _distinct(module: nn.Module) -> dict[tuple[object, ...], nn.Linear]:

@@ -59,7 +59,6 @@ def draw_losses(results: Results, folder: Path, options: FigureOptions = DEFAULT
         raise UserError(
             "there is no loss to draw: no policy has a score beside that of the full cache; run without --no-full"
         )
-    folder.mkdir(parents=True, exist_ok=True)
     styles = marker_styles(results.policies)
     paths: list[Path] = []
     with plot_style():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import pyarrow.parquet as pq
 from kvbench import native
 from kvbench.engine.hardware import describe_hardware
 from kvbench.errors import UserError
-from kvbench.files import cannot
+from kvbench.files import check_writable
 from kvbench.progress import Reporter, Silent, duration
 from kvbench.progress import reporter as terminal_reporter
 from kvbench.runs.estimate import estimate
@@ -243,7 +242,7 @@ def describe(grid: Grid, notify: Say, *, fresh: bool = False, reporter: Reporter
         Lines to print.
     """
     folder = grid.path.absolute()
-    _check_writable(grid.path)
+    check_writable(grid.path)
     planned = plan(grid, notify, reporter=reporter)
     lines = []
     if not fresh:
@@ -270,19 +269,3 @@ def describe(grid: Grid, notify: Say, *, fresh: bool = False, reporter: Reporter
         if store is not None:
             store.close()
     return [*lines, f"into {grid.path}"]
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse a folder that cannot be created or written.
-
-    Raises:
-        UserError: The folder cannot be created or written.
-    """
-    try:
-        nearest_folder = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    except OSError as error:  # such as a name that is too long
-        raise cannot("write", path, error) from None
-    if not nearest_folder.is_dir():
-        raise UserError(f"cannot write {path}: {nearest_folder} is a file, not a folder")
-    if not os.access(nearest_folder, os.W_OK):
-        raise UserError(f"cannot write {path}: permission denied in {nearest_folder}")

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
-from kvbench.files import replacing
+from kvbench.files import cannot, replacing
 from kvbench.tables.figure_files import DEFAULT_FORMATS, FORMATS
 from kvbench.tables.text import plain, short
 
@@ -292,11 +292,15 @@ def _legend(
 
 
 def save(figure: Figure, figure_stem: Path, formats: Sequence[str] = DEFAULT_FORMATS) -> list[Path]:
-    """Write a file per format, such as `stem.png` (200 dpi); the same figure gives the same bytes.
+    """Write a file per format, such as `stem.png` (200 dpi), and their folder; the same figure gives the same bytes.
 
     Raises:
         UserError: A file cannot be written; an existing one is unchanged.
     """
+    try:
+        figure_stem.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot("write", figure_stem.parent, error) from None
     figure_paths = []
     for format_name in dict.fromkeys(formats):
         figure_path = figure_stem.with_name(f"{figure_stem.name}.{format_name}")

@@ -24,7 +24,6 @@ from kvbench.analysis.output import (
     AnalysisOutput,
     Findings,
     prepare_output,
-    removed_on_failure,
     require_results,
     write_all,
 )
@@ -78,15 +77,14 @@ def write_causes(
     grid = _run_grid(grid_options, options, run)
     settings = {"run": run, "against": options.against, "evidence": options.evidence, "units": options.units}
     folder, figure_settings = prepare_output(grid, "causes", figures, *settings.values())
-    with removed_on_failure(folder):
-        if run is None:
-            source = folder / _RUN
-            execute(Grid.from_dict({**_given(grid_options, options), "full": True, "out": str(source)}), reporter)
-        else:
-            source = Path(run)
-        result = examine_run(grid, RunAnswers(source), options, reporter)
-        require_results(result.samples, result.failed or {"": "the full cache answers none of the samples"})
-        _require_lost(result)
+    if run is None:
+        source = folder / _RUN
+        execute(Grid.from_dict({**_given(grid_options, options), "full": True, "out": str(source)}), reporter)
+    else:
+        source = Path(run)
+    result = examine_run(grid, RunAnswers(source), options, reporter)
+    require_results(result.samples, result.failed or {"": "the full cache answers none of the samples"})
+    _require_lost(result)
     frames = {
         "samples": sample_rows(result),
         "interventions": intervention_rows(result),

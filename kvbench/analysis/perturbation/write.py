@@ -25,7 +25,7 @@ def write_perturbation(
     figures: FigureFlags = DEFAULT_FLAGS,
     command: str = "kvbench analyze perturbation",
 ) -> AnalysisOutput:
-    """Measure output perturbation and write `heads`, `layers`, `pairs` and `cells.parquet`.
+    """Measure output perturbation and write `heads`, `layers`, `pairs` and `policies.parquet`.
 
     Args:
         grid_options: Grid options, in the format of `Grid.from_dict`.
@@ -48,7 +48,7 @@ def write_perturbation(
         "heads": perturbation.heads,
         "layers": perturbation.layers,
         "pairs": pairs,
-        "cells": cells,
+        "policies": cells,
     }
     findings = Findings(
         frames,

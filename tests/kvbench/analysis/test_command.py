@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from kvbench import cli
 
-FRAMES = {"heads", "layers", "pairs", "cells"}
+FRAMES = {"heads", "layers", "pairs", "policies"}
 
 
 def arguments(command: str, folder: str, task: str, out: Path, *more: str) -> list[str]:
@@ -121,7 +121,7 @@ def test_a_folder_that_is_a_file_is_refused_before_any_work(
     (tmp_path / "x").write_text("mine")
     run = arguments("allocation", grouped, questions, tmp_path / "x", "--policy", "snapkv")
     assert cli.call(run) == 2
-    assert "it is a file" in capsys.readouterr().err
+    assert "is a file, not a folder" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_no_unfinished_figure(
