@@ -59,7 +59,8 @@ dim, `d_model` hidden size, `b` mean entries kept per (layer, KV head), `w` wind
 attention, `W_O` output projection. Keys are as cached, after RoPE. Costs are per cut, for one layer
 of one sequence; ranking the entries adds `O(H T log T)`.
 
-**Moments** are those for which the policy's paper defines it; every policy runs at all of them:
+**Moments** are those for which the policy's paper defines it; every policy runs at all of them, except
+`oracle` and those that prune images (`context` and `question`):
 `context` (the context is compressed before the question is seen), `question` (context and question
 are compressed together), `decode` (the budget holds during generation), `chunked` (the
 prompt comes in chunks, and after each the cache is cut back to its share of the whole prompt;

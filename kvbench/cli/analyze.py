@@ -139,7 +139,7 @@ def vision(**flag_values: Any) -> None:
     *_GRID,
     help_texts={
         "moments": "When to compress, comma-separated: context, before the question (the default); question, after it; "
-        "or decode, while the answer is generated, with a budget in tokens.",
+        "or decode, while the answer is generated.",
         "samples": "Samples per task. Default: 50, or those of RUN.",
     },
     anchor="run",

@@ -252,11 +252,11 @@ class Response:
         default=None,
         metadata=_cost(
             _REAL,
-            "likewise: fraction of the tokens that the cell finds most likely, too; by how much the mean negative "
-            "log-likelihood of a token is larger, in nats; number of tokens before the first one that the cell does "
-            "not find most likely (all, if there is none), and of all tokens. These columns are empty without "
-            "`--fidelity`, for texts that are measured, for answers to a question after the first, and in tables of "
-            "schema 6 and before",
+            "likewise: fraction of the answer's tokens that are also the cell's most likely token; by how much the "
+            "mean negative log-likelihood of a token is larger, in nats; number of tokens before the first one that "
+            "the cell does not find most likely (all, if there is none), and of all tokens. These columns are empty "
+            "without `--fidelity`, for texts that are measured, for repeats of a question after the first, and in "
+            "tables of schema 6 and before",
             since=7,
             substitute=math.nan,
         ),

@@ -28,7 +28,7 @@ VERDICTS = {
     EITHER: "the evicted evidence is sufficient, and not necessary: the full cache answers without it",
     MORE: "the evicted evidence is necessary, and not sufficient: other entries are missing as well",
     ELSEWHERE: "the evicted evidence is neither sufficient nor necessary",
-    NOT_FOUND: "a search found no evidence: no 4 of 16 passages bring the answer back",
+    NOT_FOUND: "a search found no evidence: not even the four best of 16 chunks together bring the answer back",
     VALUES: "the kept entries are sufficient, the keys and values that the policy has written there are not",
     WORDING: "the policy's own words lead elsewhere; after the full cache's words it answers",
     UNSTABLE: "a control changes the verdict, or the answer with everything is not the full cache's",
