@@ -34,18 +34,18 @@ def test_it_finds_the_size_from_which_a_layer_rounds_differently(
     assert not steady.at(104, 8) and not steady.at(104, 32)
 
 
-def halved_at_150(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """Rounds differently with 150 rows only."""
-    half = x.shape[1] // 2 if len(x) == 150 else 0
+def halved_at_300(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """Rounds differently with 300 rows only."""
+    half = x.shape[1] // 2 if len(x) == 300 else 0
     weights = layer.weight
     return nn.functional.linear(x[:, :half], weights[:, :half]) + nn.functional.linear(x[:, half:], weights[:, half:])
 
 
 def test_the_parts_of_mlps_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.Linear, "forward", halved_at_150)
+    monkeypatch.setattr(nn.Linear, "forward", halved_at_300)
     steady = Steady(build("llama"))
-    assert steady.at(298, 8) and steady.at(302, 8)
-    assert not steady.at(299, 8) and not steady.at(300, 8) and not steady.at(150, 8)
+    assert steady.at(598, 8) and steady.at(602, 8)
+    assert not steady.at(599, 8) and not steady.at(600, 8) and not steady.at(300, 8)
 
 
 def test_matrices_outside_of_linear_layers_are_not_steady() -> None:
