@@ -8,6 +8,7 @@ output with tensors of a part's size.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +53,7 @@ def in_parts(whole: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     Returns:
         What `whole` returns for all tokens, `[..., channels]`.
     """
-    parts = part_count(hidden.shape[:-1].numel(), hidden.device)
+    parts = part_count(math.prod(hidden.shape[:-1]), hidden.device)
     if parts <= 1:
         return whole(hidden)
     outputs = [whole(part) for part in hidden.flatten(0, -2).tensor_split(parts)]
