@@ -51,6 +51,18 @@ def check_writable(path: Path) -> None:
         raise UserError(f"cannot write {path}: permission denied in {nearest_folder}")
 
 
+def create_folder(folder: Path) -> None:
+    """Create a folder and its parents unless they exist.
+
+    Raises:
+        UserError: It cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot("write", folder, error) from None
+
+
 # --- digests --------------------------------------------------------------------------------------
 
 

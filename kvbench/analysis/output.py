@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from kvbench.analysis.summary import summary_text
 from kvbench.errors import UserError
-from kvbench.files import cannot, check_writable, replacing
+from kvbench.files import check_writable, create_folder, replacing
 from kvbench.report.figure_flags import FigureFlags
 from kvbench.report.figure_options import FigureOptions, figure_options
 from kvbench.runs.folders import is_run
@@ -135,10 +135,7 @@ def write_files(
         UserError: A file cannot be written.
     """
     frames, figures = findings.frames, findings.figures
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot("write", folder, error) from None
+    create_folder(folder)
     files = [
         _write_csv(frames[frame_name], folder / f"{frame_name}.csv")
         for frame_name in frames

@@ -47,13 +47,14 @@ class Steady:
         """
         if not self._plain or row_count < least:
             return False
-        if (row_count, least, with_head) not in self._known:
+        return all(self._same_at(size, least, with_head) for size in {row_count, *self._part_sizes(row_count)})
+
+    def _same_at(self, size: int, least: int, with_head: bool) -> bool:
+        """Compare products of one size, once; many numbers of rows have parts of the same size."""
+        if (size, least, with_head) not in self._known:
             layers = [*self._layers.values(), *(self._head.values() if with_head else ())]
-            sizes = {row_count, *self._part_sizes(row_count)}
-            self._known[row_count, least, with_head] = all(
-                size >= least and _same(layer, size, least) for size in sizes for layer in layers
-            )
-        return self._known[row_count, least, with_head]
+            self._known[size, least, with_head] = size >= least and all(_same(layer, size, least) for layer in layers)
+        return self._known[size, least, with_head]
 
     def _part_sizes(self, row_count: int) -> set[int]:
         """Return the sizes of the parts in which MLPs take this many rows."""

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
-from kvbench.files import cannot, replacing
+from kvbench.files import create_folder, replacing
 from kvbench.tables.figure_files import DEFAULT_FORMATS, FORMATS
 from kvbench.tables.text import plain, short
 
@@ -297,10 +297,7 @@ def save(figure: Figure, figure_stem: Path, formats: Sequence[str] = DEFAULT_FOR
     Raises:
         UserError: A file cannot be written; an existing one is unchanged.
     """
-    try:
-        figure_stem.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot("write", figure_stem.parent, error) from None
+    create_folder(figure_stem.parent)
     figure_paths = []
     for format_name in dict.fromkeys(formats):
         figure_path = figure_stem.with_name(f"{figure_stem.name}.{format_name}")

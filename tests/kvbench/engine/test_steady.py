@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -49,14 +51,14 @@ def test_the_parts_of_mlps_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_matrices_outside_of_linear_layers_are_not_steady() -> None:
-    model = build("llama")
+    model = copy.deepcopy(build("llama"))
     assert Steady(model).at(8, 8)
     model.model.layers[0].experts = nn.ParameterList([torch.zeros(2, 3, 4)])
     assert not Steady(model).at(8, 8)
 
 
 def test_other_kinds_of_linear_layers_are_not_steady() -> None:
-    model = build("llama")
+    model = copy.deepcopy(build("llama"))
     layer = model.model.layers[0].mlp.down_proj
     model.model.layers[0].mlp.down_proj = Halved(layer.in_features, layer.out_features)
     assert not Steady(model).at(8, 8)
