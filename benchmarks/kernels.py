@@ -37,6 +37,7 @@ from benchmarks.memory import allocated
 from kvbench.engine.attend import attend
 from kvbench.engine.kernels import launch
 from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.segments import NewTokens
 from kvbench.errors import out_of_memory
 from kvbench.parts import entry_key
 
@@ -317,8 +318,7 @@ def _segments(length: int, query_count: int, *, shares: bool) -> tuple[RaggedLay
     else:
         layer.pack(key, value, kept, torch.arange(2 * length, device=DEVICE).expand(batch, heads, -1), {}, reserve=64)
     layer.update(*(torch.randn(batch, heads, query_count, 128).bfloat16().to(DEVICE) for _ in range(2)))
-    ranks = torch.arange(query_count, device=DEVICE).expand(batch, -1)
-    layer.append(ranks, None, [query_count] * batch, 2 * length)
+    layer.append(NewTokens.everywhere(batch, query_count, 2 * length, layer.device))
     query = torch.randn(batch, query_count, heads * 4, 128).bfloat16().to(DEVICE).transpose(1, 2)
     return layer, query
 

@@ -19,6 +19,7 @@ from kvbench.engine.attend import attend
 from kvbench.engine.dense import dense_attention
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.observers import column_sums
+from kvbench.engine.segments import NewTokens
 
 PROMPTS = ((2, 2, 32, 1018), (3, 3, 64, 854), (3, 3, 64, 8192), (8, 4, 128, 1024))
 """KV heads, query heads of each, channels, tokens: of the reference model, SmolLM2 and Llama 3."""
@@ -62,7 +63,7 @@ def cells(dtype: torch.dtype) -> Iterator[tuple[str, list[float]]]:
         layer.lazy_initialization(key, value)
         layer.share(key, value, kept, count)
         layer.update(*torch.randn(2, batch, heads, count, dim).to(dtype))
-        layer.append(torch.arange(count).expand(batch, -1), None, [count] * batch, PREFILLED)
+        layer.append(NewTokens.everywhere(batch, count, PREFILLED, key.device))
         query = torch.randn(batch, count, heads * group, dim).to(dtype).transpose(1, 2)
         run = partial(attend, query, layer, PREFILLED, SCALE)
         with mock.patch.object(native, "can_attend", return_value=False):

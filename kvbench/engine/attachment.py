@@ -44,6 +44,7 @@ from kvbench.engine.mlp_parts import split_mlps
 from kvbench.engine.models import attention_modules, decoder_of, reading_modules, visual_ids
 from kvbench.engine.pruning import prune_embeddings, prune_inside
 from kvbench.engine.reading import attend_few
+from kvbench.engine.segments import NewTokens
 from kvbench.errors import UserError
 
 NAME = "kvbench"
@@ -56,9 +57,7 @@ class Forward:
     Attributes:
         first_column: Logical column of the first new token.
         new_columns: Number of new columns.
-        valid: New columns that are tokens, bool `[B, n]`; None: all.
-        token_ranks: Index of each column among its row's new tokens, int64 `[B, n]`.
-        token_counts: Number of new tokens in each row, on the CPU.
+        new_tokens: The tokens among the new columns.
         on_layer: Callback after the attention of a layer. It must not reference the forward: the cycle would keep the
             cache alive.
         powers: Powers of the attention weights whose sums layers return: packed ones always, dense ones if
@@ -74,9 +73,7 @@ class Forward:
     cache: RaggedCache
     first_column: int
     new_columns: int
-    valid: Tensor | None
-    token_ranks: Tensor
-    token_counts: list[int]
+    new_tokens: NewTokens
     on_layer: Callable[[Forward, RaggedLayer, Step], None] | None = None
     powers: tuple[int, ...] = ()
     mask: Tensor | None = None
@@ -161,10 +158,11 @@ def _open_forward(
         both_visual = cache.visual is not None and visual_columns is not None
         cache.visual = torch.cat([cache.visual, visual_columns], 1) if both_visual else None  # type: ignore[list-item]
     cache.padded |= token_mask is not None
-    token_ranks = torch.arange(n, device=device).expand(batch_size, n)
-    if token_mask is not None:
-        token_ranks = (token_mask.long().cumsum(-1) - 1).clamp(min=0)
-    return Forward(cache, start, n, token_mask, token_ranks, token_counts)
+    if token_mask is None:
+        new_tokens = NewTokens.everywhere(batch_size, n, start, device)
+    else:
+        new_tokens = NewTokens.where(token_mask, start, token_counts)
+    return Forward(cache, start, n, new_tokens)
 
 
 def kvbench_mask(*args: Any, stock_mask: Callable[..., Tensor | None], **kwargs: Any) -> Tensor | None:
@@ -211,13 +209,9 @@ def kvbench_attention(
         query, key, value = absorb(module, query, layer)
     step = Step(context.index, query, key, value, context.hidden, scale)
     if layer.packed:
-        token_mask = None if forward.valid is None else forward.valid.to(query.device)
-        layer.append(
-            forward.token_ranks.to(query.device),
-            token_mask,
-            forward.token_counts,
-            forward.first_column,
-        )
+        layer.append(forward.new_tokens)
+        token_mask = forward.new_tokens.mask
+        token_mask = None if token_mask is None else token_mask.to(query.device)
         decoded_layer = layer if layer.coding is None else layer.coding.decoded(layer)
         readings = forward.cache.readings
         if readings:
@@ -228,7 +222,7 @@ def kvbench_attention(
                 forward.first_column,
                 scale,
                 readings,
-                forward.token_counts,
+                forward.new_tokens.counts,
             )
         else:
             ordered_query = reordered(query, layer.order)
@@ -270,7 +264,8 @@ def _read_shared(query: Tensor, context: _AttentionContext, scale: float, stock:
         raise UserError("a policy that reads selected entries does not support layers that share keys and values")
     # transformers may compute only the last columns of these layers.
     skipped_columns = forward.new_columns - query.shape[2]
-    token_mask = None if forward.valid is None else forward.valid[:, skipped_columns:].to(layer.device)
+    token_mask = forward.new_tokens.mask
+    token_mask = None if token_mask is None else token_mask[:, skipped_columns:].to(layer.device)
     decoded_layer = layer if layer.coding is None else layer.coding.decoded(layer)
     first_column = forward.first_column + skipped_columns
     near_query = reordered(query.to(layer.device), layer.order)  # the layer may lie on another device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -29,3 +30,71 @@ def runs(range_starts: Sequence[int], range_lengths: Sequence[int], device: torc
     preceding = length_tensor.cumsum(0) - length_tensor
     offsets = torch.repeat_interleave(start_tensor - preceding, length_tensor, output_size=total_length)
     return torch.arange(total_length, device=device) + offsets
+
+
+@dataclass
+class SegmentTokens:
+    """New tokens as segments receive them; a segment is one sequence and KV head.
+
+    Attributes:
+        counts: New tokens of every segment, on the CPU.
+        ranks: Index of every column among the new tokens of its sequence, int64 `[B, 1, n]`.
+        added: New tokens of every segment: an int, or int64 `[B, 1, 1]`.
+        indices: The tokens among all `B * H * n` columns, int64; None: all.
+        columns: Logical columns of the tokens, int32.
+    """
+
+    counts: list[int]
+    ranks: Tensor
+    added: int | Tensor
+    indices: Tensor | None
+    columns: Tensor
+
+
+@dataclass
+class NewTokens:
+    """New tokens of a batch. What layers need of them is computed once for all layers.
+
+    Attributes:
+        mask: New columns that are tokens, bool `[B, n]`; None: all of them.
+        counts: Number of new tokens of every sequence, on the CPU.
+        ranks: Index of every column among the new tokens of its sequence, int64 `[B, n]`.
+        first_column: Logical column of the first of them.
+    """
+
+    mask: Tensor | None
+    counts: list[int]
+    ranks: Tensor
+    first_column: int
+    _segments: dict[tuple[int, torch.device], SegmentTokens] = field(default_factory=dict)
+
+    @classmethod
+    def everywhere(cls, batch_size: int, count: int, first_column: int, device: torch.device) -> NewTokens:
+        """Return as many tokens for every sequence."""
+        ranks = torch.arange(count, device=device).expand(batch_size, count)
+        return cls(None, [count] * batch_size, ranks, first_column)
+
+    @classmethod
+    def where(cls, mask: Tensor, first_column: int, counts: list[int] | None = None) -> NewTokens:
+        """Return the tokens of columns padded on the left, bool `[B, n]`; `counts` of its rows if they are known."""
+        ranks = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        return cls(mask, mask.sum(-1).tolist() if counts is None else counts, ranks, first_column)
+
+    def for_segments(self, heads: int, device: torch.device) -> SegmentTokens:
+        """Return the tokens as a layer of so many KV heads receives them."""
+        key = (heads, device)
+        if key not in self._segments:
+            batch_size, column_count = self.ranks.shape
+            shape = (batch_size, heads, column_count)
+            end_column = self.first_column + column_count
+            columns = torch.arange(self.first_column, end_column, dtype=torch.int32, device=device)
+            columns = columns.expand(shape).reshape(-1)
+            indices: Tensor | None = None
+            added: int | Tensor = column_count
+            if self.mask is not None:
+                mask = self.mask.to(device)
+                indices = mask[:, None].expand(shape).reshape(-1).nonzero().squeeze(-1)
+                columns, added = columns[indices], mask.sum(-1)[:, None, None]
+            counts = [count for count in self.counts for _ in range(heads)]
+            self._segments[key] = SegmentTokens(counts, self.ranks.to(device)[:, None], added, indices, columns)
+        return self._segments[key]

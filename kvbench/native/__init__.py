@@ -56,10 +56,8 @@ POWERS = (1, 2)
 DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes that attention computes."""
 
-_CAUSAL_DIMS = (32, 64, 128)
-"""Head dimensions with which `causal_attention` is faster than SDPA: `kernels.c` knows them when it is compiled."""
-_CAUSAL_TOKENS = 1 << 14
-"""Tokens up to which it was measured to be faster. Every four queries read all keys before them again."""
+_CAUSAL_TOKENS = 1 << 13
+"""Tokens up to which `causal_attention` is used: it writes all weights of up to 32 queries to memory, SDPA none."""
 _CAUSAL_BLOCK, _CAUSAL_BLOCKS = 128, 16
 """Fewest queries of a block, and most blocks of a prompt. What keys receive is summed block by block."""
 
@@ -260,11 +258,8 @@ def _in_threads(compute: Callable[..., int], parts: Sequence[tuple[int, ...]], t
 
 def can_attend_causally(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether `causal_attention` computes this, and faster than SDPA does."""
-    head_dim, token_count = key.shape[-1], key.shape[2]
     return (
-        head_dim in _CAUSAL_DIMS
-        and head_dim == value.shape[-1]
-        and query.shape[2] == token_count <= _CAUSAL_TOKENS
+        query.shape[2] == key.shape[2] <= _CAUSAL_TOKENS
         and key.is_contiguous()
         and value.is_contiguous()
         and can_attend(query, key, value)
@@ -286,18 +281,18 @@ def causal_attention(
 
     Args:
         query: `[B, H_q, n, d]`.
-        key, value: `[B, H, n, d]`, contiguous.
+        key, value: `[B, H, n, d]` and `[B, H, n, d_v]`, contiguous.
         scale: Scaling factor of the logits.
         powers: Also sum these powers of the attention weights over the queries, of `POWERS`.
 
     Returns:
-        Output `[B, H_q, n, d]`, and by power what every key receives from each query head, float32 `[B, H_q, n]`. Both
-        depend on the shapes, not on the number of threads.
+        Output `[B, H_q, n, d_v]`, and by power what every key receives from each query head, float32 `[B, H_q, n]`.
+        Both depend on the shapes, not on the number of threads.
     """
     batch_size, query_heads, token_count, head_dim = query.shape
     kv_heads = key.shape[1]
     query = query if query.stride(-1) == 1 else query.contiguous()
-    output = query.new_empty(batch_size, token_count, query_heads, head_dim)
+    output = query.new_empty(batch_size, token_count, query_heads, value.shape[-1])
     block_size = -(-max(_CAUSAL_BLOCK, -(-token_count // _CAUSAL_BLOCKS)) // 4) * 4
     block_starts = range(0, token_count, block_size)
     columns = torch.arange(token_count, dtype=torch.int32, device=query.device).repeat(kv_heads)

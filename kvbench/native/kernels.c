@@ -92,84 +92,176 @@ INLINE float exponentials(float *logits, i64 count)
 
 /* --- attention ------------------------------------------------------------------------------------------------- */
 
-/* Attention of some queries over the entries of one segment; query `r` sees the first `seen[r]` of them.
+#if defined(__AVX512F__)
+#define WIDTH 16 /* numbers in a vector */
+#elif defined(__AVX__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+#define TILE (WIDTH == 16 ? 8 : 4) /* keys, or channels, whose sums fit in registers for two vectors of queries */
+#define BLOCK 64                   /* values that stay in the nearest cache */
+#define MOST_FEW 4
+#define MOST_WIDE (2 * WIDTH)
+#define ENOUGH 8 /* more queries than these are computed side by side, though some lanes may be idle */
 
-   `query` and `sums` are memory for [rows, dim] and [rows, value_dim]. `weights`, [rows, stride], receives the
-   exponentials of the logits, and `inverse` the reciprocals of their sums. */
-INLINE void attend_rows(int rows, i64 dim, i64 value_dim, int is_bf16, const char *const *key_rows,
-                        const char *const *value_rows, const i64 *seen, const char *const *query_rows, float scale,
-                        float *restrict query, float *restrict sums, float *restrict weights, float *restrict inverse,
-                        i64 stride, char *const *output_rows)
+typedef float lanes __attribute__((vector_size(4 * WIDTH), may_alias));
+#define VECTOR(NUMBERS, I) ((lanes *)(NUMBERS))[I]
+
+/* Some queries of a segment: query `r` sees the first `seen[r]` entries, and no fewer than those before it. */
+typedef struct {
+    i64 dim, value_dim;
+    int is_bf16, rows;
+    float scale;
+    const char **key_rows, **value_rows;
+    const char *query_rows[MOST_WIDE];
+    char *output_rows[MOST_WIDE];
+    i64 seen[MOST_WIDE], stride;
+    /* Memory for queries, outputs, BLOCK keys or values, and weights: exponentials of logits, [rows, stride] of few
+       queries and [entries, width] of those side by side. `inverse` receives the reciprocals of their sums. */
+    float *query, *sums, *numbers, *weights, inverse[MOST_WIDE];
+} attention;
+
+#define PARAMETERS                                                                                                    \
+    i64 rows, const char *const *key_rows, const char *const *value_rows, const i64 *all_seen,                        \
+        const char *const *query_rows, char *const *output_rows, float scale, i64 stride, float *restrict query,      \
+        float *restrict sums, float *restrict numbers, float *restrict weights, float *restrict inverse
+#define ARGUMENTS(A)                                                                                                  \
+    (A)->rows, (A)->key_rows, (A)->value_rows, (A)->seen, (A)->query_rows, (A)->output_rows, (A)->scale, (A)->stride, \
+        (A)->query, (A)->sums, (A)->numbers, (A)->weights, (A)->inverse
+
+/* Attention of up to MOST_FEW queries. */
+INLINE void attend_few(int count, i64 dim, i64 value_dim, int is_bf16, PARAMETERS)
 {
-    i64 entries = 0;
-    for (int r = 0; r < rows; r++) {
-        entries = seen[r] > entries ? seen[r] : entries;
+    i64 entries = all_seen[count - 1];
+    for (int r = 0; r < count; r++)
         for (i64 d = 0; d < dim; d++)
             query[r * dim + d] = number_at(query_rows[r], d, is_bf16) * scale;
-    }
-    for (i64 j = 0; j < entries; j++) {
-        const char *key = key_rows[j];
-        for (int r = 0; r < rows; r++) {
+    for (i64 j = 0; j < entries; j++)
+        for (int r = 0; r < count; r++) {
             float logit = 0.0f;
             for (i64 d = 0; d < dim; d++)
-                logit += query[r * dim + d] * number_at(key, d, is_bf16);
+                logit += query[r * dim + d] * number_at(key_rows[j], d, is_bf16);
             weights[r * stride + j] = logit;
         }
+    for (int r = 0; r < count; r++) {
+        inverse[r] = all_seen[r] ? exponentials(weights + r * stride, all_seen[r]) : 0.0f;
+        memset(weights + r * stride + all_seen[r], 0, sizeof(float) * (entries - all_seen[r]));
     }
-    for (int r = 0; r < rows; r++) {
-        inverse[r] = seen[r] ? exponentials(weights + r * stride, seen[r]) : 0.0f;
-        memset(weights + r * stride + seen[r], 0, sizeof(float) * (entries - seen[r]));
-    }
-    memset(sums, 0, sizeof(float) * rows * value_dim);
-    for (i64 j = 0; j < entries; j++) {
-        const char *value = value_rows[j];
-        for (int r = 0; r < rows; r++) {
+    memset(sums, 0, sizeof(float) * count * value_dim);
+    for (i64 j = 0; j < entries; j++)
+        for (int r = 0; r < count; r++) {
             float weight = weights[r * stride + j];
             for (i64 d = 0; d < value_dim; d++)
-                sums[r * value_dim + d] += weight * number_at(value, d, is_bf16);
+                sums[r * value_dim + d] += weight * number_at(value_rows[j], d, is_bf16);
         }
-    }
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < count; r++)
         for (i64 d = 0; d < value_dim; d++)
             store_number(output_rows[r], d, sums[r * value_dim + d] * inverse[r], is_bf16);
 }
 
-#define MOST_ROWS 4
-
-/* Call attend_rows with constants where they are known, so that the compiler keeps the sums in registers. */
-#define WITH_SIZES(R, D, V, H)                                                                                        \
-    attend_rows(R, D, V, H, key_rows, value_rows, seen, query_rows, scale, query, sums, weights, inverse, stride,      \
-                output_rows)
+/* Call attend_few with constants where they are known, so that the compiler keeps the sums in registers. */
 #define WITH_TYPE(R, D, V)                                                                                            \
-    do {                                                                                                              \
-        if (is_bf16)                                                                                                  \
-            WITH_SIZES(R, D, V, 1);                                                                                   \
-        else                                                                                                          \
-            WITH_SIZES(R, D, V, 0);                                                                                   \
-    } while (0)
-#define ATTEND(R)                                                                                                     \
-    static void attend_##R(i64 dim, i64 value_dim, int is_bf16, const char *const *key_rows,                          \
-                           const char *const *value_rows, const i64 *seen, const char *const *query_rows,             \
-                           float scale, float *query, float *sums, float *weights, float *inverse, i64 stride,        \
-                           char *const *output_rows)                                                                  \
+    a->is_bf16 ? attend_few(R, D, V, 1, ARGUMENTS(a)) : attend_few(R, D, V, 0, ARGUMENTS(a))
+#define WITH_SIZE(R, D)                                                                                               \
+    if (a->dim == D && a->value_dim == D)                                                                             \
+        WITH_TYPE(R, D, D);                                                                                           \
+    else
+#define FEW(R)                                                                                                        \
+    static void few_##R(attention *a)                                                                                 \
     {                                                                                                                 \
-        if (dim == 32 && value_dim == 32)                                                                             \
-            WITH_TYPE(R, 32, 32);                                                                                     \
-        else if (dim == 64 && value_dim == 64)                                                                        \
-            WITH_TYPE(R, 64, 64);                                                                                     \
-        else if (dim == 128 && value_dim == 128)                                                                      \
-            WITH_TYPE(R, 128, 128);                                                                                   \
-        else                                                                                                          \
-            WITH_TYPE(R, dim, value_dim);                                                                             \
+        WITH_SIZE(R, 32) WITH_SIZE(R, 64) WITH_SIZE(R, 128) WITH_TYPE(R, a->dim, a->value_dim);                       \
     }
-ATTEND(1)
-ATTEND(2)
-ATTEND(3)
-ATTEND(4)
+FEW(1) FEW(2) FEW(3) FEW(4)
 
-static void (*const attend_few[MOST_ROWS])(i64, i64, int, const char *const *, const char *const *, const i64 *,
-                                           const char *const *, float, float *, float *, float *, float *, i64,
-                                           char *const *) = {attend_1, attend_2, attend_3, attend_4};
+static void (*const few[MOST_FEW])(attention *) = {few_1, few_2, few_3, few_4};
+
+/* Return `count` numbers as float32, copied to `copy` with zeros up to `padded` if they are not that already. */
+INLINE const float *as_floats(const char *row, i64 count, i64 padded, int is_bf16, float *copy)
+{
+    if (!is_bf16 && count == padded)
+        return (const float *)row;
+    for (i64 d = 0; d < count; d++)
+        copy[d] = number_at(row, d, is_bf16);
+    for (i64 d = count; d < padded; d++)
+        copy[d] = 0.0f;
+    return copy;
+}
+
+/* Attention of up to `vectors * WIDTH` queries side by side: each lane of a vector is a query. No sum runs across lanes,
+   so a query's result does not depend on its lane. */
+INLINE void attend_wide(int vectors, i64 dim, i64 value_dim, int is_bf16, PARAMETERS)
+{
+    int width = vectors * WIDTH;
+    i64 padded = (value_dim + TILE - 1) / TILE * TILE, entries = all_seen[rows - 1];
+    int32_t seen[MOST_WIDE];
+    float largest[MOST_WIDE], total[MOST_WIDE];
+    for (int r = 0; r < width; r++) {
+        seen[r] = r < rows ? (int32_t)all_seen[r] : 0;
+        largest[r] = -INFINITY;
+        total[r] = 0.0f;
+        for (i64 d = 0; d < dim; d++)
+            query[d * width + r] = r < rows ? number_at(query_rows[r], d, is_bf16) * scale : 0.0f;
+    }
+    for (i64 j = 0; j < entries; j += TILE) {
+        const float *keys[TILE];
+        lanes logits[TILE][2] = {0};
+        for (int k = 0; k < TILE; k++)
+            keys[k] = as_floats(key_rows[j + k < entries ? j + k : j], dim, dim, is_bf16, numbers + k * dim);
+        for (i64 d = 0; d < dim; d++)
+            for (int k = 0; k < TILE; k++)
+                for (int v = 0; v < vectors; v++)
+                    logits[k][v] += VECTOR(query, d * vectors + v) * keys[k][d];
+        for (int k = 0; k < TILE; k++)
+            for (int v = 0; v < vectors; v++)
+                VECTOR(weights, (j + k) * vectors + v) = logits[k][v];
+        for (i64 i = j; i < j + TILE; i++)
+            for (int r = 0; r < width; r++) {
+                float logit = (int32_t)i < seen[r] ? weights[i * width + r] : -INFINITY;
+                largest[r] = logit > largest[r] ? logit : largest[r];
+            }
+    }
+    for (i64 j = 0; j < entries; j++)
+        for (int r = 0; r < width; r++) {
+            float power = exponential(weights[j * width + r] - largest[r]);
+            power = (int32_t)j < seen[r] ? power : 0.0f;
+            weights[j * width + r] = power;
+            total[r] += power;
+        }
+    for (int r = 0; r < rows; r++)
+        inverse[r] = seen[r] ? 1.0f / total[r] : 0.0f;
+    memset(sums, 0, sizeof(float) * width * padded);
+    for (i64 first = 0; first < entries; first += BLOCK) {
+        const float *values[BLOCK];
+        int count = entries - first < BLOCK ? (int)(entries - first) : BLOCK;
+        for (int j = 0; j < count; j++)
+            values[j] = as_floats(value_rows[first + j], value_dim, padded, is_bf16, numbers + j * padded);
+        for (i64 d = 0; d < padded; d += TILE) {
+            lanes parts[TILE][2];
+            for (int k = 0; k < TILE; k++)
+                for (int v = 0; v < vectors; v++)
+                    parts[k][v] = VECTOR(sums, (d + k) * vectors + v);
+            for (int j = 0; j < count; j++)
+                for (int k = 0; k < TILE; k++)
+                    for (int v = 0; v < vectors; v++)
+                        parts[k][v] += VECTOR(weights, (first + j) * vectors + v) * values[j][d + k];
+            for (int k = 0; k < TILE; k++)
+                for (int v = 0; v < vectors; v++)
+                    VECTOR(sums, (d + k) * vectors + v) = parts[k][v];
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (i64 d = 0; d < value_dim; d++)
+            store_number(output_rows[r], d, sums[d * width + r] * inverse[r], is_bf16);
+}
+
+#define WIDE(V)                                                                                                       \
+    static void wide_##V(attention *a)                                                                                \
+    {                                                                                                                 \
+        a->is_bf16 ? attend_wide(V, a->dim, a->value_dim, 1, ARGUMENTS(a))                                            \
+                   : attend_wide(V, a->dim, a->value_dim, 0, ARGUMENTS(a));                                           \
+    }
+WIDE(1) WIDE(2)
 
 /* Where attention that entries receive is summed: [entries, group] in the order of the segments; NULL: not at all. */
 typedef struct {
@@ -177,6 +269,51 @@ typedef struct {
     const i64 *first;       /* the first entry of every segment */
     const uint8_t *counted; /* queries that are tokens, [B, n]; NULL: all */
 } received;
+
+/* Add the weights of a query among few, which is head `g` of its group, to sums [entries, group].
+
+   A loop for each sum, here and below: in one, whether products are rounded would depend on what is asked for. */
+INLINE void add_few(attention *a, int r, i64 group, i64 g, float *to_weights, float *to_squares)
+{
+    float *weights = a->weights + r * a->stride, inverse = a->inverse[r];
+    i64 seen = a->seen[r];
+    for (i64 j = 0; j < seen; j++)
+        weights[j] *= inverse;
+    for (i64 j = 0; j < seen && to_weights; j++)
+        to_weights[j * group + g] += weights[j];
+    for (i64 j = 0; j < seen && to_squares; j++)
+        to_squares[j * group + g] += weights[j] * weights[j];
+}
+
+/* Add the weights of queries side by side to sums of every lane, [entries, MOST_WIDE]. */
+INLINE void add_wide(attention *a, i64 entries, float *restrict to_weights, float *restrict to_squares)
+{
+    int width = a->rows > WIDTH ? 2 * WIDTH : WIDTH;
+    float *restrict weights = a->weights, inverse[MOST_WIDE];
+    int32_t seen[MOST_WIDE];
+    for (int r = 0; r < width; r++) {
+        seen[r] = r < a->rows ? (int32_t)a->seen[r] : 0;
+        inverse[r] = seen[r] ? a->inverse[r] : 0.0f;
+    }
+    for (i64 j = 0; j < entries; j++)
+        for (int r = 0; r < width; r++)
+            weights[j * width + r] = (int32_t)j < seen[r] ? weights[j * width + r] * inverse[r] : 0.0f;
+    for (i64 j = 0; j < entries && to_weights; j++)
+        for (int r = 0; r < width; r++)
+            to_weights[j * MOST_WIDE + r] += weights[j * width + r];
+    for (i64 j = 0; j < entries && to_squares; j++)
+        for (int r = 0; r < width; r++)
+            to_squares[j * MOST_WIDE + r] += weights[j * width + r] * weights[j * width + r];
+}
+
+/* Add sums of lanes to those of query heads; lanes repeat the heads of a group. */
+INLINE void add_lanes(const float *lane_sums, i64 entries, i64 step, i64 group, float *restrict sums)
+{
+    for (i64 j = 0; j < entries; j++)
+        for (i64 r = 0; r < step; r += group)
+            for (i64 g = 0; g < group; g++)
+                sums[j * group + g] += lane_sums[j * MOST_WIDE + r + g];
+}
 
 /* Attention of new queries over ragged segments.
 
@@ -189,67 +326,63 @@ int ragged_attention(const char *query_states, i64 query_batch, i64 query_head, 
                      const shared_entries *shared, i64 first, i64 last, i64 kv_heads, i64 group, i64 queries, i64 dim,
                      i64 value_dim, i64 first_column, float scale, int is_bf16, const received *sums_to, char *output)
 {
-    i64 number = is_bf16 ? 2 : 4, most = 1;
+    i64 number = is_bf16 ? 2 : 4, most = 1, total = queries * group;
     i64 key_bytes = dim * number, value_bytes = value_dim * number, query_heads = kv_heads * group;
     for (i64 s = first; s < last; s++) {
         i64 entries = length[s] + (shared ? shared[s].count : 0);
         most = entries > most ? entries : most;
     }
-    i64 stride = (most + 15) / 16 * 16;
-    const char **key_rows = malloc(sizeof(char *) * most), **value_rows = malloc(sizeof(char *) * most);
-    float *weights = malloc(sizeof(float) * MOST_ROWS * stride);
-    float *query = malloc(sizeof(float) * MOST_ROWS * dim), *sums = malloc(sizeof(float) * MOST_ROWS * value_dim);
-    int failed = !(key_rows && value_rows && weights && query && sums);
+    int is_wide = total > ENOUGH && group <= MOST_WIDE, width = is_wide ? MOST_WIDE : MOST_FEW;
+    int step = is_wide && sums_to ? MOST_WIDE / (int)group * (int)group : width; /* a lane always has the same head */
+    attention a = {.dim = dim, .value_dim = value_dim, .is_bf16 = is_bf16, .scale = scale};
+    a.stride = (most + 15) / 16 * 16;
+    i64 channels = ((dim > value_dim ? dim : value_dim) + 15) / 16 * 16;
+    i64 lane_sums = is_wide && sums_to ? width * a.stride : 0;
+    a.key_rows = malloc(sizeof(char *) * most);
+    a.value_rows = malloc(sizeof(char *) * most);
+    a.query = aligned_alloc(64, sizeof(float) * ((BLOCK + 2 * width) * channels + width * a.stride + 2 * lane_sums));
+    int failed = !(a.key_rows && a.value_rows && a.query);
+    a.sums = a.query + width * channels;
+    a.numbers = a.sums + width * channels;
+    a.weights = a.numbers + BLOCK * channels;
+    float *lane_weights = sums_to && sums_to->weights ? a.weights + width * a.stride : NULL;
+    float *lane_squares = sums_to && sums_to->squares ? a.weights + width * a.stride + lane_sums : NULL;
     for (i64 s = first; s < last && !failed; s++) {
         i64 own = length[s], before = shared ? shared[s].count : 0, batch = s / kv_heads, head = s % kv_heads;
+        float *to_weights = lane_weights ? sums_to->weights + sums_to->first[s] * group : NULL;
+        float *to_squares = lane_squares ? sums_to->squares + sums_to->first[s] * group : NULL;
         for (i64 j = 0; j < before; j++) {
-            key_rows[j] = shared[s].key + shared[s].column[j] * key_bytes;
-            value_rows[j] = shared[s].value + shared[s].column[j] * value_bytes;
+            a.key_rows[j] = shared[s].key + shared[s].column[j] * key_bytes;
+            a.value_rows[j] = shared[s].value + shared[s].column[j] * value_bytes;
         }
         for (i64 j = 0; j < own; j++) {
-            key_rows[before + j] = key + (start[s] + j) * key_bytes;
-            value_rows[before + j] = value + (start[s] + j) * value_bytes;
+            a.key_rows[before + j] = key + (start[s] + j) * key_bytes;
+            a.value_rows[before + j] = value + (start[s] + j) * value_bytes;
         }
-        i64 total = queries * group, visible = 0;
-        for (i64 row = 0; row < total;) {
-            int rows = total - row < MOST_ROWS ? (int)(total - row) : MOST_ROWS;
-            const char *query_rows[MOST_ROWS];
-            char *output_rows[MOST_ROWS];
-            i64 seen[MOST_ROWS];
-            float inverse[MOST_ROWS];
-            for (int r = 0; r < rows; r++) {
-                i64 step = (row + r) / group, query_index = head * group + (row + r) % group;
-                if (queries == 1)
-                    visible = own;
-                while (visible < own && columns[start[s] + visible] <= first_column + step)
+        memset(a.weights + width * a.stride, 0, sizeof(float) * 2 * lane_sums);
+        i64 visible = queries == 1 ? own : 0;
+        for (i64 row = 0; row < total; row += step) {
+            a.rows = total - row < step ? (int)(total - row) : step;
+            for (int r = 0; r < a.rows; r++) {
+                i64 index = (row + r) / group, query_index = head * group + (row + r) % group;
+                while (visible < own && columns[start[s] + visible] <= first_column + index)
                     visible++;
-                seen[r] = before + visible;
-                query_rows[r] = query_states + batch * query_batch + query_index * query_head + step * query_step;
-                output_rows[r] = output + ((batch * queries + step) * query_heads + query_index) * value_bytes;
+                a.seen[r] = before + visible;
+                a.query_rows[r] = query_states + batch * query_batch + query_index * query_head + index * query_step;
+                a.output_rows[r] = output + ((batch * queries + index) * query_heads + query_index) * value_bytes;
             }
-            attend_few[rows - 1](dim, value_dim, is_bf16, key_rows, value_rows, seen, query_rows, scale, query, sums,
-                                 weights, inverse, stride, output_rows);
-            for (int r = 0; r < rows && sums_to; r++) {
-                i64 step = (row + r) / group, entry = sums_to->first[s] * group + (row + r) % group;
-                float *weight = weights + r * stride;
-                if (sums_to->counted && !sums_to->counted[batch * queries + step])
-                    continue;
-                /* A loop for each sum: in one loop, whether products are rounded would depend on what is asked for. */
-                for (i64 j = 0; j < seen[r]; j++)
-                    weight[j] *= inverse[r];
-                for (i64 j = 0; j < seen[r] && sums_to->weights; j++)
-                    sums_to->weights[entry + j * group] += weight[j];
-                for (i64 j = 0; j < seen[r] && sums_to->squares; j++)
-                    sums_to->squares[entry + j * group] += weight[j] * weight[j];
-            }
-            row += rows;
+            (!is_wide ? few[a.rows - 1] : a.rows > WIDTH ? wide_2 : wide_1)(&a);
+            for (int r = 0; r < a.rows && sums_to && sums_to->counted; r++)
+                a.seen[r] *= sums_to->counted[batch * queries + (row + r) / group] != 0;
+            if (is_wide && sums_to)
+                add_wide(&a, before + visible, lane_weights, lane_squares);
+            for (int r = 0; r < a.rows && sums_to && !is_wide; r++)
+                add_few(&a, r, group, (row + r) % group, to_weights, to_squares);
         }
+        add_lanes(lane_weights, is_wide && to_weights ? own : 0, step, group, to_weights);
+        add_lanes(lane_squares, is_wide && to_squares ? own : 0, step, group, to_squares);
     }
-    free(key_rows);
-    free(value_rows);
-    free(weights);
-    free(query);
-    free(sums);
+    free(a.key_rows), free(a.value_rows), free(a.query);
     return failed;
 }
 

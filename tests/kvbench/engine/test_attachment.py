@@ -11,6 +11,7 @@ import torch
 import kvbench
 from kvbench.engine.attend import _attend_padded, attend
 from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.segments import NewTokens
 from kvbench.engine.session import AttachedCache
 
 from .conftest import batch, build, masked_run, step
@@ -126,7 +127,7 @@ def test_both_ways_to_attend_agree(llama: Any) -> None:
         for first, n in ((CONTEXT, 1), (CONTEXT + 1, 5)):
             shape = (2, layer.heads, n, layer.dim)
             layer.update(torch.randn(shape, generator=g), torch.randn(shape, generator=g))
-            layer.append(torch.arange(n).expand(2, n), None, [n, n], first)
+            layer.append(NewTokens.everywhere(2, n, first, ids.device))
             query = torch.randn(2, 8, n, layer.dim, generator=g)
             loop, _ = attend(query, layer, first, 0.3)
             rectangle, _ = _attend_padded(query, layer, first, 0.3, (), None)

@@ -16,6 +16,7 @@ from kvbench.engine import block_quantizers
 from kvbench.engine.block_quantizers import QUANTIZERS, check_quantizer
 from kvbench.engine.codes import Coded, Coding
 from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.segments import NewTokens
 from kvbench.errors import UserError
 from kvbench.runs.cell import versions
 
@@ -137,7 +138,7 @@ def test_a_head_does_not_depend_on_what_else_is_cached(name: str) -> None:
         now = slice(first, first + 1)
         # All heads of a sequence get the same tokens, so what is kept of one is drawn once.
         grown.pending = (key[:, :, now], value[:, :, now])
-        grown.append(torch.zeros(2, 1, dtype=torch.int64), None, [1, 1], first)
+        grown.append(NewTokens.everywhere(2, 1, first, key.device))
         coding.age(grown)
     keep[:, :, 20:] = True
     whole = packed(coding, key, value, keep)

@@ -26,6 +26,7 @@ import kvbench
 from kvbench.engine.channels import channel_order, reordered, restored
 from kvbench.engine.codes import Coded, Coding
 from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.segments import NewTokens
 
 from .conftest import _KEPT, SIZE, batch, masked_run, oracle, positions, step
 from .test_codes import BATCH, HEADS, a_layer, drawn, of_segment, quantised
@@ -166,7 +167,7 @@ def test_a_cut_prunes_what_it_cuts_and_nothing_else() -> None:
     layer = packed(Coding(None, 8, 5, 0.6), 16, order)
     new = torch.ones(BATCH, HEADS, 16, 16)
     layer.pending = (new, new)
-    layer.append(torch.arange(16).expand(BATCH, 16), None, [16] * BATCH, 45)
+    layer.append(NewTokens.everywhere(BATCH, 16, 45, new.device))
     assert layer.coded == [n - 21 for n in layer.length]
     before = layer.live_bytes(1)
     keep = layer.padded_rows()[1].clone()

@@ -13,6 +13,7 @@ from torch import Tensor
 import kvbench
 from kvbench.engine.codes import Coded, Coding
 from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.segments import NewTokens
 
 from .conftest import batch, build, step
 
@@ -123,9 +124,7 @@ def test_appended_entries_are_quantised_when_they_leave_the_residual(steps: Sequ
     for n in steps:
         new = slice(first, first + n)
         grown.pending = (key[:, :, new], value[:, :, new])
-        valid = keep[:, 0, new]
-        rank = (valid.long().cumsum(-1) - 1).clamp(min=0)
-        grown.append(rank, valid, valid.sum(-1).tolist(), first)
+        grown.append(NewTokens.where(keep[:, 0, new], first))
         coding.age(grown)
         first += n
     assert grown.length == whole.length
@@ -155,7 +154,7 @@ def test_a_fork_grows_on_its_own() -> None:
     other = layer.fork()
     new = torch.ones(BATCH, HEADS, 9, 16)
     other.pending = (new, new)
-    other.append(torch.arange(9).expand(BATCH, 9), None, [9] * BATCH, 45)
+    other.append(NewTokens.everywhere(BATCH, 9, 45, new.device))
     Coding(4, 4, 2).age(other)
     assert [of_segment(layer, layer.key, s).tolist() for s in range(BATCH * HEADS)] == [x.tolist() for x in before]
 

@@ -14,7 +14,7 @@ from kvbench.engine import attend as module
 from kvbench.engine.attend import attend
 from kvbench.engine.kernels.ragged_attention import ref
 from kvbench.engine.layer import RaggedLayer
-from kvbench.engine.segments import starts
+from kvbench.engine.segments import NewTokens, starts
 from kvbench.engine.shared import can_share
 from kvbench.view.softmax import LogitScale
 from tests.kernels import DEVICES, INTERPRETED, scaled
@@ -200,8 +200,8 @@ def sharing(group: int, n: int, dim: int, device: str, dtype: torch.dtype) -> Ca
     layer.lazy_initialization(key, value)
     layer.share(key, value, kept, reserve=n)
     layer.update(*torch.randn(2, 3, HEADS, n, dim).to(device, dtype))
-    ranks = (valid.long().cumsum(-1) - 1).clamp(min=0).to(device)
-    layer.append(ranks, None if bool(valid.all()) else valid.to(device), valid.sum(-1).tolist(), FIRST)
+    everywhere = NewTokens.everywhere(3, n, FIRST, layer.device)
+    layer.append(everywhere if bool(valid.all()) else NewTokens.where(valid.to(device), FIRST))
     query = torch.randn(3, n, HEADS * group, dim).transpose(1, 2).to(dtype)
     return Case(query, layer, valid)
 
