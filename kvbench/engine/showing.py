@@ -15,7 +15,19 @@ from kvbench.engine.integrity import Ledger
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.threads import now
 from kvbench.errors import BudgetError
-from kvbench.plugin import CHANNEL_QUERIES, ModelInfo, Moment, Need, Policy, Score, Scores, Surprisal, View
+from kvbench.plugin import (
+    CHANNEL_QUERIES,
+    ModelInfo,
+    Moment,
+    Need,
+    Observer,
+    Policy,
+    Score,
+    Scores,
+    Separable,
+    Surprisal,
+    View,
+)
 from kvbench.view.shown import LayerNeeded
 
 _PER_POLICY: tuple[object, ...] = ("budget", Surprisal())
@@ -58,6 +70,7 @@ class ViewBuilder:
 
     def __post_init__(self) -> None:
         self.row_indices: dict[int, Tensor] = {}
+        self._separated: dict[Need, Observer | None] = {}
         self._index = None
         if self.rows is not None:
             self._index = torch.tensor(self.rows, device=self.seeds.device)
@@ -280,9 +293,24 @@ class ViewBuilder:
                 return None
             extra_rows = layer.extras[need][row_indices]
             return extra_rows if extra_rows.dim() == 3 else extra_rows.transpose(2, 3).flatten(1, 2)
+        if row_indices is not None and (alone := self._observer_of_one(need)) is not None:
+            return alone.read(layer_index)
         observer = self.cache.observers[need]
         field_name = "obs" if self.shared is None else f"obs[{need}]"
         return self._fixed(field_name, lambda: self._own(observer.read(layer_index)), layer_index)
+
+    def _observer_of_one(self, need: Need) -> Observer | None:
+        """Return the observer of the only sequence to view; None if it cannot be separated or there are others.
+
+        On a CPU every sequence is evicted from alone, and reading what was observed of all takes time for each of them.
+        """
+        if self.rows is None or len(self.rows) > 1 or self.cache.batch == 1:
+            return None
+        if need not in self._separated:
+            observer, (row,), lengths = self.cache.observers[need], self.rows, self.cache.lengths()
+            alone = observer.sequence(row, int(lengths[row])) if isinstance(observer, Separable) else None
+            self._separated[need] = alone
+        return self._separated[need]
 
     def _turns_ago(self, entry_columns: Tensor) -> Tensor:
         """Return how many turns before the newest one each entry was added; 0 outside dialogues."""

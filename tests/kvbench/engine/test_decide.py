@@ -15,6 +15,7 @@ from kvbench.engine import decide
 from kvbench.errors import BudgetError
 from kvbench.parts import FunctionScore, TopK, Uniform
 from kvbench.plugin import Merger, ModelInfo, Policy, Score, Scores, View, protect_nothing
+from kvbench_policies.expected_attention import _Moments
 
 from .conftest import batch, step
 
@@ -173,3 +174,18 @@ def test_a_part_that_asks_late_has_changed_nothing(llama: Any, monkeypatch: pyte
     assert str(together) == str(alone)
     for ours, theirs in zip(logits, other_logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_of_one_sequence_reads_only_what_was_observed_of_it(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading all sequences for each of them would take time that grows with the square of the batch."""
+    read, batches = _Moments.read, []
+
+    def recorded(self: _Moments, layer: int) -> Tensor:
+        moments = read(self, layer)
+        batches.append(len(moments))
+        return moments
+
+    monkeypatch.setattr(_Moments, "read", recorded)
+    decoded(llama, "expected_attention:buffer=3", [0, 4, 14])
+    assert 1 in batches
+    assert set(batches[batches.index(1) :]) == {1}, "after the prefill"
