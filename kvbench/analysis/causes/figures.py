@@ -16,6 +16,7 @@ from kvbench.analysis.causes.study import CausesResult, budget_shares
 from kvbench.analysis.maps import Colours, figure_suffixes, head_maps, layer_head_map
 from kvbench.analysis.scopes import Row, ordered_budgets, rows_in_scope, scopes
 from kvbench.report.figure_options import FigureOptions
+from kvbench.report.frames import INFORMED, informed_policies
 from kvbench.tables.plot_style import (
     COLUMN,
     GREY,
@@ -69,7 +70,8 @@ def _verdicts(rows: pd.DataFrame, title: str, stem: Path, options: FigureOptions
     verdicts = verdict_order(rows)
     coloured = [verdict for verdict in VERDICTS if verdict not in _GREYS]
     colours = {verdict: colour for verdict, (colour, _) in marker_styles(coloured).items()} | _GREYS
-    longest = max(len(f"{options.label(policy)} at {budget}") for policy, budget in cells)
+    informed = informed_policies(rows)
+    labels = [f"{options.label(policy)}{INFORMED * (policy in informed)} at {budget}" for policy, budget in cells]
     layout = lay_out_figure(
         1,
         1,
@@ -80,7 +82,7 @@ def _verdicts(rows: pd.DataFrame, title: str, stem: Path, options: FigureOptions
         y_label="",
         labels=verdicts,
         handles=[Patch(facecolor=colours[verdict]) for verdict in verdicts],
-        left_margin=min(2.6, 0.25 + 0.063 * longest),
+        left_margin=min(2.6, 0.25 + 0.063 * max(map(len, labels))),
     )
     axes = layout.axes[0, 0]
     for position, (policy, budget) in enumerate(cells):
@@ -92,7 +94,7 @@ def _verdicts(rows: pd.DataFrame, title: str, stem: Path, options: FigureOptions
             share = float(counts.get(verdict, 0.0))
             axes.barh(position, share, left=left, height=0.78, color=colours[verdict], edgecolor="white", linewidth=0.4)
             left += share
-    axes.set_yticks(range(len(cells)), [f"{options.label(policy)} at {budget}" for policy, budget in cells])
+    axes.set_yticks(range(len(cells)), labels)
     axes.set_ylim(len(cells) - 0.4, -0.6)
     axes.set_xlim(0, 1)
     return save(layout.figure, stem, options.formats)
@@ -165,7 +167,8 @@ def _maps(
             or any((np.isfinite(image) if label == "holds answer" else np.nan_to_num(image)).any() for _, image in row)
         ]
         scales = [_colours(row, label) for row, label in shown]
-        title = f"{options.label(str(policy))}: evidence by layer and KV head · {subtitle}"
+        mark = INFORMED * bool(policy_rows["informed"].any())
+        title = f"{options.label(str(policy))}{mark}: evidence by layer and KV head · {subtitle}"
         stem = folder / f"heads-{slug(str(policy))}-{suffix}"
         yield from head_maps([row for row, _ in shown], scales, title, "KV head", layers, stem, options)
 

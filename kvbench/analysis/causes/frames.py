@@ -34,7 +34,14 @@ def intervention_rows(result: CausesResult) -> pd.DataFrame:
         rows += [_labels(sample) | _located(row, layers) for trials in parts for row in trials.rows]
     for reading in result.reading:
         labels = {column: reading.where[column] for column in SCOPE}
-        labels |= {"moment": "", "policy": "full", "budget": "full", "cell": "", **_question(reading.prompt.request)}
+        labels |= {
+            "moment": "",
+            "policy": "full",
+            "budget": "full",
+            "cell": "",
+            "informed": False,
+            **_question(reading.prompt.request),
+        }
         layers = result.layers[str(reading.where["model"])]
         rows += [labels | _located(row, layers) for row in reading.trials.rows]
     return _frame(rows)
@@ -56,7 +63,7 @@ def pair_rows(result: CausesResult) -> pd.DataFrame:
             )
     if rows:
         return _frame(rows)
-    return _frame([], ["cell", *CELL, *_QUESTION, *_PAIR, *map(_right, OUTCOMES)])
+    return _frame([], ["cell", *CELL, "informed", *_QUESTION, *_PAIR, *map(_right, OUTCOMES)])
 
 
 def _right(intervention: str) -> str:
@@ -87,6 +94,7 @@ def head_rows(result: CausesResult) -> pd.DataFrame:
             pd.DataFrame(
                 {
                     **{column: labels[column] for column in CELL},
+                    "informed": samples[0].cell.policy.is_informed,
                     "layer": np.array(layers)[layer_index.ravel()],
                     "kv_head": head.ravel(),
                     "samples": len(samples),
@@ -205,8 +213,9 @@ def _located(row: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
 
 
 def _labels(sample: ExaminedSample) -> dict[str, Any]:
-    labels = sample.cell.labels
-    return {"cell": sample.cell.cell, **{column: labels[column] for column in CELL}, **_question(sample.prompt.request)}
+    cell = sample.cell
+    labels = {column: cell.labels[column] for column in CELL}
+    return {"cell": cell.cell, **labels, "informed": cell.policy.is_informed, **_question(sample.prompt.request)}
 
 
 def _question(request: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from kvbench.analysis.causes.study import CausesResult, ExaminedSample
 from kvbench.analysis.causes.trials import Trials, named
 from kvbench.analysis.scopes import scope_heading
 from kvbench.files import replacing
+from kvbench.report.frames import INFORMED
 from kvbench.tables.numbers import NumberFormat
 from kvbench.tables.outputs import html, html_text
 from kvbench.tables.table import Column, Name, beside
@@ -101,7 +102,8 @@ def sample_page(samples: Sequence[ExaminedSample], pieces: Sequence[str], result
 def _cell(sample: ExaminedSample, pieces: Sequence[str], layers: Sequence[int]) -> Iterator[str]:
     """Yield the part of one cell."""
     heading = f"{sample.cell.budget}, moment {sample.cell.labels['moment']}: {sample.verdict}"
-    yield f"<h2><code>{_text(sample.cell.policy)}</code> at {_text(heading)}</h2>"
+    mark = INFORMED * sample.cell.policy.is_informed
+    yield f"<h2><code>{_text(sample.cell.policy)}</code>{mark} at {_text(heading)}</h2>"
     yield f"<p>Its answer: <code>{_text(sample.own.response)}</code></p>"
     meaning = VERDICTS[sample.verdict]
     yield f'<p class="note">{_text(meaning[0].upper() + meaning[1:])}.</p>'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,10 @@ from kvbench.analysis.causes.frames import CELL, verdict_order
 from kvbench.analysis.causes.options import SEARCH
 from kvbench.analysis.causes.swaps import BOTH, EITHER, EVIDENCE, NOT_REPRODUCED, REST
 from kvbench.analysis.scopes import rows_in_scope, scope_heading, scopes
-from kvbench.report.frames import budget_order
+from kvbench.report.frames import INFORMED, budget_order, informed_policies, policy_title
 from kvbench.stats import wilson
 from kvbench.tables.numbers import NumberFormat
-from kvbench.tables.table import Column, Interval, Name, Table, beside
+from kvbench.tables.table import Column, Interval, Name, Phrase, Table, beside
 from kvbench.tables.text import counted
 
 _MOST_HEADS = 12
@@ -64,7 +64,8 @@ def cause_tables(
         if (head_rows["needed"] > 0).any():
             yield _head_table((*title, ": KV heads whose evidence brings answers back"), head_rows)
         if len(pairs) and len(pair_rows := rows_in_scope(pairs, scope)):
-            yield _pair_table((*title, ": lost, but answered by ", Name(str(against))), pair_rows)
+            other = policy_title(str(against), informed=against in informed_policies(rows))
+            yield _pair_table((*title, ": lost, but answered by ", other), pair_rows)
 
 
 def _cells(rows: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
@@ -76,10 +77,15 @@ def _cells(rows: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
     return sorted(groups, key=lambda group: budget_order(group[1]))
 
 
+def _policy_titles(cells: Sequence[tuple[str, str, pd.DataFrame]]) -> list[Phrase]:
+    """Return the names of the policies of cells; those that see the answer are marked."""
+    return [policy_title(policy, informed=policy in informed_policies(rows)) for policy, _, rows in cells]
+
+
 def _verdict_table(title: Any, rows: pd.DataFrame) -> Table:
     cells = _cells(rows)
     columns: list[tuple[Column, list[Any]]] = [
-        (Column("policy"), [Name(policy) for policy, _, _ in cells]),
+        (Column("policy"), _policy_titles(cells)),
         (Column("budget"), [Name(budget) for _, budget, _ in cells]),
         (Column("answered by full", NumberFormat.COUNT), [len(cell) for _, _, cell in cells]),
         (Column("lost", NumberFormat.COUNT), [int((cell["verdict"] != RIGHT).sum()) for _, _, cell in cells]),
@@ -103,7 +109,7 @@ def _intervention_table(title: Any, rows: pd.DataFrame) -> Table:
     cells = [(policy, budget, cell[cell["give_right"].notna()]) for policy, budget, cell in _cells(rows)]
     cells = [cell for cell in cells if len(cell[2])]
     columns: list[tuple[Column, list[Any]]] = [
-        (Column("policy"), [Name(policy) for policy, _, _ in cells]),
+        (Column("policy"), _policy_titles(cells)),
         (Column("budget"), [Name(budget) for _, budget, _ in cells]),
         (Column("samples", NumberFormat.COUNT), [len(cell) for _, _, cell in cells]),
     ]
@@ -128,7 +134,9 @@ def _share(values: pd.Series) -> Interval:
 
 def _head_table(title: Any, heads: pd.DataFrame) -> Table:
     ranked = heads[heads["needed"] > 0].sort_values("needed", ascending=False, kind="stable").head(_MOST_HEADS)
-    texts = [(Column(column), [Name(str(value)) for value in ranked[column]]) for column in ("policy", "budget")]
+    informed = informed_policies(ranked)
+    policies: list[Any] = [policy_title(policy, informed=policy in informed) for policy in map(str, ranked["policy"])]
+    budgets = [Name(str(budget)) for budget in ranked["budget"]]
     names = [Name(f"{row.layer}.{row.kv_head}") for row in ranked.itertuples()]
     numbers = [
         (Column(heading, kind, group), [float(value) for value in ranked[column]])
@@ -143,13 +151,15 @@ def _head_table(title: Any, heads: pd.DataFrame) -> Table:
         )
         if ranked[column].notna().any() or column not in ("target_held", "agreement")
     ]
-    return beside(title, [*texts, (Column("layer.head"), names), *numbers])
+    return beside(
+        title, [(Column("policy"), policies), (Column("budget"), budgets), (Column("layer.head"), names), *numbers]
+    )
 
 
 def _pair_table(title: Any, pairs: pd.DataFrame) -> Table:
     cells = _cells(pairs)
     columns: list[tuple[Column, list[Any]]] = [
-        (Column("policy"), [Name(policy) for policy, _, _ in cells]),
+        (Column("policy"), _policy_titles(cells)),
         (Column("budget"), [Name(budget) for _, budget, _ in cells]),
         (Column("samples", NumberFormat.COUNT), [len(cell) for _, _, cell in cells]),
     ]
@@ -180,16 +190,21 @@ def sentences(
         label: Returns the name to show for a policy.
     """
     lines = []
+    informed = informed_policies(samples)
+
+    def marked(policy: str) -> str:
+        return label(policy) + INFORMED * (policy in informed)
+
     for names, rows in samples.groupby(CELL, sort=False):
         cell = dict(zip(CELL, names, strict=True))
         where = f"{cell['task']}, {cell['moment']}" + (f", {cell['length']} tokens" if cell["length"] else "")
-        shown = f"{label(str(cell['policy']))} at {cell['budget']} ({where})"
+        shown = f"{marked(str(cell['policy']))} at {cell['budget']} ({where})"
         lines.append(_sentence(shown, rows))
         matching = pairs
         for column in CELL:
             matching = matching[matching[column] == cell[column]]
         if len(matching):
-            lines.append(_pair_sentence(shown, matching, label(str(against))))
+            lines.append(_pair_sentence(shown, matching, marked(str(against))))
     return lines
 
 

@@ -22,7 +22,7 @@ from kvbench.analysis.causes.frames import head_rows, pair_rows, sample_rows
 from kvbench.analysis.causes.lost import RunAnswers
 from kvbench.analysis.causes.options import CausesOptions
 from kvbench.analysis.causes.page import write_pages
-from kvbench.analysis.causes.tables import cause_tables
+from kvbench.analysis.causes.tables import cause_tables, sentences
 from kvbench.engine.driver import forward
 from kvbench.engine.loading import load_model
 from kvbench.engine.masks import masked_copies
@@ -33,6 +33,7 @@ from kvbench.report.figure_flags import FigureFlags
 from kvbench.report.figure_options import figure_options
 from kvbench.runs.grid import Grid
 from kvbench.runs.runner import execute
+from kvbench.tables.outputs import markdown
 from tests.kvbench.runs.test_fidelity import plain
 
 BASE = {"models": "reference", "tasks": "niah_single_2", "lengths": 160, "samples": 2, "dtype": "float32"}
@@ -275,3 +276,12 @@ def test_a_policy_that_sees_the_answer_is_examined_beside_others(tmp_path: Path)
             following = torch.tensor([[*question, *plain(model, sample.prompt)[0][:-1]]])
             kept = kvbench.kept(model, torch.tensor([seen]), "oracle", 0.1, following=following)
             assert torch.equal(sample.kept, torch.cat([mask for mask in kept if mask is not None]))
+    samples, heads, pairs = sample_rows(result), head_rows(result), pair_rows(result)
+    for frame in (samples, heads, pairs):
+        assert (frame["informed"] == frame["policy"].str.startswith("oracle")).all()
+    oracle = str(next(sample.cell.policy for sample in result.samples if sample.cell.policy.name == "oracle"))
+    texts = [*sentences(samples, pairs, oracle), *map(markdown, cause_tables(samples, heads, pairs, oracle))]
+    assert any("oracle" in text for text in texts)
+    for text in texts:  # a name or a code span
+        assert text.count(oracle) == text.count(f"{oracle} (informed)") + text.count(f"{oracle}` (informed)")
+        assert "kvzip (informed)" not in text and "kvzip` (informed)" not in text

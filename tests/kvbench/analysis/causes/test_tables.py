@@ -20,6 +20,7 @@ def row(verdict: str, give: bool | None = None, heads: str = "", **more: Any) ->
     random = {"give_random_right": False, "take_random_right": True}
     return {
         **_CELL,
+        "informed": False,
         "verdict": verdict,
         "give_right": give,
         "take_right": not give,
