@@ -73,7 +73,8 @@ class Version:
 
     def __init__(self, installed: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).absolute()), installed, "--serve"],
+            # -P: transformers would take kernels.py, beside this script, for a package that it can use.
+            [sys.executable, "-P", str(Path(__file__).absolute()), installed, "--serve"],
             cwd=installed or None,  # kvbench looks for plugins in the working directory, too
             env={**os.environ, "PYTHONPATH": installed, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,

@@ -32,7 +32,6 @@ BYTES = ROOT / "results" / "smollm2-bytes"
 DECODE = ROOT / "results" / "smollm2-decode"
 DECODE_COUNT = ROOT / "results" / "smollm2-decode-count"
 DECODE_MORE = ROOT / "results" / "smollm2-decode-more"
-DECODE_OTHERS = ROOT / "results" / "smollm2-decode-others"
 DECODE_84 = ROOT / "results" / "smollm2-decode-84"
 DECODE_FLOAT32 = ROOT / "results" / "smollm2-decode-float32"
 DECODE_OPEN = ROOT / "results" / "smollm2-decode-open"
@@ -273,24 +272,23 @@ def counted() -> Iterator[str]:
 
 
 def counted_by_others() -> Iterator[str]:
-    """The same for the other policies, of which some were run on fewer questions."""
+    """The same for the other policies."""
     every = pd.DataFrame()
-    for run in (DECODE_84, DECODE_FLOAT32, DECODE_OTHERS):  # a policy counts in the first run that has it
+    for run in (DECODE_84, DECODE_FLOAT32):  # a policy counts in the first run that has it
         cells, _ = kvbench.load(run)
         every = pd.concat([every, cells if every.empty else cells[~cells["policy"].isin(every["policy"])]])
-    yield from by_budget(every, sorted(set(every["budget"]) - {"full"}, key=int), with_questions=True)
+    yield from by_budget(every, sorted(set(every["budget"]) - {"full"}, key=int))
 
 
-def by_budget(cells: pd.DataFrame, budgets: list[str], *, with_questions: bool = False) -> Iterator[str]:
+def by_budget(cells: pd.DataFrame, budgets: list[str]) -> Iterator[str]:
     """Scores of every policy, the highest mean first, and of the full cache."""
     found = {(r.policy, r.budget): r for r in cells.itertuples()}
     means = cells[cells["policy"] != "full"].groupby("policy")["score"].mean().sort_values(ascending=False)
-    yield f"| policy | {'questions | ' * with_questions}{' | '.join(budgets)} |"
-    yield f"| --- |{' --: |' * (len(budgets) + with_questions)}"
+    yield f"| policy | {' | '.join(budgets)} |"
+    yield f"| --- |{' --: |' * len(budgets)}"
     for name in means.index:
         rows = [found[name, budget] for budget in budgets]
-        points = [str(int(rows[0].samples))] * with_questions
-        points += [ranged(r.score, r.score_lo, r.score_hi) for r in rows]
+        points = [ranged(r.score, r.score_lo, r.score_hi) for r in rows]
         yield f"| `{name.removesuffix(BUFFER)}` | {' | '.join(points)} |"
     full = found["full", "full"]
     yield ""
