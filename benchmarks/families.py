@@ -16,14 +16,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import torch
 import transformers
 
 from benchmarks.family_checks import COLUMNS, TOLERANCE, FamilyResult, Outcome, examine
 from benchmarks.family_models import FAMILIES, NOT_TRIED, Family, unknown_types
-from kvbench import native
 
 BEGIN, END = "<!-- begin: benchmarks.families -->\n", "<!-- end: benchmarks.families -->\n"
 HEADINGS = dict(zip(COLUMNS, COLUMNS, strict=True)) | {"run": "in a run", "decoding": "while decoding"}
@@ -166,8 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("a page needs all families; leave their names out")
     torch.set_num_threads(1)
     families = chosen_families(options.families)
-    # These models have small heads, and real ones take native code.
-    with quiet(), mock.patch.object(native, "_CAUSAL_DIMS", range(1, 257)):
+    with quiet():
         results = examine_all(families)
     print(f"{summary(results)} Right is within {TOLERANCE} standard deviations of the logits.")
     for model_type in [] if options.families else unknown_types():
