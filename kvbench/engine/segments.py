@@ -1,4 +1,4 @@
-"""Rows of packed layers: segment offsets, row ranges, and gathers of rows."""
+"""Rows of packed layers: segment offsets, row ranges, gathers of rows, and the tokens that a forward adds."""
 
 from __future__ import annotations
 

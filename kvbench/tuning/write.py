@@ -238,10 +238,11 @@ def _draw(found: Found, stem: Path, options: FigureOptions) -> list[Path]:
         axes = layout.axes[0, 0]
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         final = [outcome for outcome in found.outcomes if outcome.samples == all_samples]
-        for style, is_named in ((named_points, True), (tuned_points, False)):
+        # Side by side, because many have the same score.
+        for style, is_named, shift in ((named_points, True, -0.08), (tuned_points, False, 0.08)):
             points = [outcome for outcome in final if outcome.is_named is is_named]
             axes.plot(
-                [outcome.round for outcome in points],
+                [outcome.round + shift for outcome in points],
                 [value_of(outcome) for outcome in points],
                 **style,
             )
