@@ -44,7 +44,7 @@ from kvbench.engine.mlp_parts import split_mlps
 from kvbench.engine.models import attention_modules, decoder_of, reading_modules, visual_ids
 from kvbench.engine.pruning import prune_embeddings, prune_inside
 from kvbench.engine.reading import attend_few
-from kvbench.engine.segments import NewTokens
+from kvbench.engine.segments import NewTokens, ranks_of_tokens
 from kvbench.errors import UserError
 
 NAME = "kvbench"
@@ -489,7 +489,7 @@ class Attachment:
         if cache.padded and keywords.get("position_ids") is None:
             # The model would count padding columns by default, unlike a later `generate`.
             assert cache.valid is not None
-            position_ids = (cache.valid.long().cumsum(-1) - 1).clamp(min=0)[:, forward.first_column :]
+            position_ids = ranks_of_tokens(cache.valid)[:, forward.first_column :]
             keywords = {**keywords, "position_ids": position_ids}
         if cache.padded and keywords.get("attention_mask") is None:
             # Sliding-window layers of transformers do not know about earlier padding.

@@ -32,7 +32,7 @@ from kvbench.engine.linear import RaggedHybridLayer, combine_states, copied, res
 from kvbench.engine.observers import SurprisalObserver
 from kvbench.engine.pruning import Pruning, TowerFacts
 from kvbench.engine.reading import Reading
-from kvbench.engine.segments import starts
+from kvbench.engine.segments import ranks_of_tokens, starts
 from kvbench.errors import UserError, out_of_memory
 from kvbench.plugin import Need, Observer, Separable
 
@@ -154,7 +154,7 @@ class RaggedCache(Cache):
         if not self.padded:
             return columns
         token_mask = self.valid if sequence_indices is None else self.valid[sequence_indices]
-        token_ranks = (token_mask.long().cumsum(-1) - 1).clamp(min=0).to(columns.device)
+        token_ranks = ranks_of_tokens(token_mask).to(columns.device)
         return token_ranks[:, None].expand(-1, columns.shape[1], -1).gather(-1, columns)
 
     def visual_tokens(self) -> list[int]:

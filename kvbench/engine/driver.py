@@ -19,6 +19,7 @@ from kvbench.engine.evict import after_forward
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import cache_inputs, decoder_of, head_of, input_names, rotary_model
 from kvbench.engine.observers import SurprisalObserver, is_built_in, measured, observer_for, sums_all
+from kvbench.engine.segments import ranks_of_tokens
 from kvbench.engine.showing import ViewBuilder
 from kvbench.engine.vision import mask_inputs, media_positions
 from kvbench.errors import UserError
@@ -235,7 +236,7 @@ def _positions(
     if token_mask is None:
         token_ranks = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
     else:
-        token_ranks = (token_mask.long().cumsum(-1) - 1).clamp(min=0)
+        token_ranks = ranks_of_tokens(token_mask)
     return token_ranks + start_positions[:, None], None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from operator import add, gt
 from typing import Any
 
 import torch
@@ -289,7 +288,7 @@ class RaggedLayer(CacheLayerMixin):
         self.col[target_rows] = tokens.columns
         for extra in self.extras.values():
             extra[target_rows] = 0
-        self.length = [*map(add, self.length, tokens.counts)]
+        self.length = [length + added for length, added in zip(self.length, tokens.counts, strict=True)]
         self._bounds = (segment_starts, segment_lengths + tokens.added)
 
     def evict(
@@ -440,7 +439,10 @@ class RaggedLayer(CacheLayerMixin):
 
     def make_room(self, new_counts: Sequence[int]) -> None:
         """Reallocate all rows if any segment is too small for its new entries."""
-        if any(map(gt, map(add, self.length, new_counts), self.room)):  # a comprehension takes three times as long
+        if any(
+            length + new_count > capacity
+            for length, new_count, capacity in zip(self.length, new_counts, self.room, strict=True)
+        ):
             self._grow(max(new_counts))
 
     def _grow(self, new_count: int) -> None:

@@ -32,6 +32,15 @@ def runs(range_starts: Sequence[int], range_lengths: Sequence[int], device: torc
     return torch.arange(total_length, device=device) + offsets
 
 
+def ranks_of_tokens(mask: Tensor) -> Tensor:
+    """Return the index of every column among the tokens of its row, int64; 0 for padding before them.
+
+    Args:
+        mask: Columns that are tokens, bool `[B, n]`.
+    """
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
 @dataclass
 class SegmentTokens:
     """New tokens as segments receive them; a segment is one sequence and KV head.
@@ -77,8 +86,7 @@ class NewTokens:
     @classmethod
     def where(cls, mask: Tensor, first_column: int, counts: list[int] | None = None) -> NewTokens:
         """Return the tokens of columns padded on the left, bool `[B, n]`; `counts` of its rows if they are known."""
-        ranks = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        return cls(mask, mask.sum(-1).tolist() if counts is None else counts, ranks, first_column)
+        return cls(mask, mask.sum(-1).tolist() if counts is None else counts, ranks_of_tokens(mask), first_column)
 
     def for_segments(self, heads: int, device: torch.device) -> SegmentTokens:
         """Return the tokens as a layer of so many KV heads receives them."""

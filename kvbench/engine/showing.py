@@ -307,8 +307,8 @@ class ViewBuilder:
         if self.rows is None or len(self.rows) > 1 or self.cache.batch == 1:
             return None
         if need not in self._separated:
-            observer, (row,), lengths = self.cache.observers[need], self.rows, self.cache.lengths()
-            alone = observer.sequence(row, int(lengths[row])) if isinstance(observer, Separable) else None
+            observer, (row,) = self.cache.observers[need], self.rows
+            alone = observer.sequence(row, int(self.length[0])) if isinstance(observer, Separable) else None
             self._separated[need] = alone
         return self._separated[need]
 

@@ -257,7 +257,7 @@ def _in_threads(compute: Callable[..., int], parts: Sequence[tuple[int, ...]], t
 
 
 def can_attend_causally(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether `causal_attention` computes this, and faster than SDPA does."""
+    """Return whether `causal_attention` computes this, and SDPA is not clearly faster because of its length."""
     return (
         query.shape[2] == key.shape[2] <= _CAUSAL_TOKENS
         and key.is_contiguous()

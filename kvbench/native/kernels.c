@@ -60,20 +60,26 @@ INLINE float exponential(float x)
     return power * scale;
 }
 
-#define LANES 16
+#if defined(__AVX512F__)
+#define WIDTH 16 /* numbers in a vector */
+#elif defined(__AVX__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
 
 /* Return the largest of some numbers, in lanes: a plain loop waits for one comparison after the other. */
 INLINE float largest_of(const float *numbers, i64 count)
 {
-    float lanes[LANES], largest = -INFINITY;
-    i64 whole = count / LANES * LANES;
-    for (int lane = 0; lane < LANES; lane++)
-        lanes[lane] = -INFINITY;
-    for (i64 j = 0; j < whole; j += LANES)
-        for (int lane = 0; lane < LANES; lane++)
-            lanes[lane] = numbers[j + lane] > lanes[lane] ? numbers[j + lane] : lanes[lane];
-    for (int lane = 0; lane < LANES; lane++)
-        largest = lanes[lane] > largest ? lanes[lane] : largest;
+    float in_lane[WIDTH], largest = -INFINITY;
+    i64 whole = count / WIDTH * WIDTH;
+    for (int lane = 0; lane < WIDTH; lane++)
+        in_lane[lane] = -INFINITY;
+    for (i64 j = 0; j < whole; j += WIDTH)
+        for (int lane = 0; lane < WIDTH; lane++)
+            in_lane[lane] = numbers[j + lane] > in_lane[lane] ? numbers[j + lane] : in_lane[lane];
+    for (int lane = 0; lane < WIDTH; lane++)
+        largest = in_lane[lane] > largest ? in_lane[lane] : largest;
     for (i64 j = whole; j < count; j++)
         largest = numbers[j] > largest ? numbers[j] : largest;
     return largest;
@@ -92,13 +98,6 @@ INLINE float exponentials(float *logits, i64 count)
 
 /* --- attention ------------------------------------------------------------------------------------------------- */
 
-#if defined(__AVX512F__)
-#define WIDTH 16 /* numbers in a vector */
-#elif defined(__AVX__)
-#define WIDTH 8
-#else
-#define WIDTH 4
-#endif
 #define TILE (WIDTH == 16 ? 8 : 4) /* keys, or channels, whose sums fit in registers for two vectors of queries */
 #define BLOCK 64                   /* values that stay in the nearest cache */
 #define MOST_FEW 4

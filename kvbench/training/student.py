@@ -24,6 +24,7 @@ from kvbench.engine.models import (
     model_info,
     rotary_model,
 )
+from kvbench.engine.segments import ranks_of_tokens
 from kvbench.engine.vision import mask_inputs, media_positions
 from kvbench.errors import UserError
 from kvbench.plugin import Blocks
@@ -252,7 +253,7 @@ class Student(nn.Module):
         assert self.method.compress is not None
         memory = TrainingMemory(self.method.compress, self.gates, self.budget)
         token_mask = torch.ones_like(supervised) if valid is None else valid
-        positions = (token_mask.long().cumsum(-1) - 1).clamp(min=0)
+        positions = ranks_of_tokens(token_mask)
         hidden_states, targets = [], []
         for chunk_start in range(0, input_ids.shape[1] - 1, self.chunk):
             chunk_slice = slice(chunk_start, chunk_start + self.chunk)
@@ -353,7 +354,7 @@ class Student(nn.Module):
         kwargs: dict[str, Tensor] = {} if positions is None else {"position_ids": positions}
         if valid is not None:
             kwargs["attention_mask"] = valid.long()
-            kwargs["position_ids"] = (valid.long().cumsum(-1) - 1).clamp(min=0)
+            kwargs["position_ids"] = ranks_of_tokens(valid)
         decoder: Any = decoder_of(self.base)
         if self._pixels:  # the decoder's parent module inserts the images into the embeddings
             decoder = self.base.model

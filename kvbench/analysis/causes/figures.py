@@ -142,7 +142,7 @@ def _maps(
     options: FigureOptions,
 ) -> Iterator[Path]:
     """Draw, for every policy, the gain of each layer and head beside the policy's shares; a column per budget."""
-    layers = result.layers[scope["model"]]
+    layers, informed = result.layers[scope["model"]], informed_policies(heads)
     for policy, policy_rows in heads.groupby("policy", sort=False):
         panels: list[list[tuple[str, np.ndarray]]] = [[], [], [], []]
         for budget in ordered_budgets(policy_rows):
@@ -167,7 +167,7 @@ def _maps(
             or any((np.isfinite(image) if label == "holds answer" else np.nan_to_num(image)).any() for _, image in row)
         ]
         scales = [_colours(row, label) for row, label in shown]
-        mark = INFORMED * bool(policy_rows["informed"].any())
+        mark = INFORMED * (policy in informed)
         title = f"{options.label(str(policy))}{mark}: evidence by layer and KV head · {subtitle}"
         stem = folder / f"heads-{slug(str(policy))}-{suffix}"
         yield from head_maps([row for row, _ in shown], scales, title, "KV head", layers, stem, options)
