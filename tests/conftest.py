@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-LONGEST = ("test_interpreter.py", "test_offline.py", "test_smollm2.py", "test_ray.py")
+LONGEST = ("test_interpreter.py", "test_offline.py", "test_lm_eval_truth.py", "test_ray.py")
 """Files with a slow test of half a minute: the others fill the workers beside them."""
 
 

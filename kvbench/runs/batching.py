@@ -300,13 +300,12 @@ class Batching:
 
         Own rows count half as much again, because they are copied when they enter a batch.
         """
-        prefills: dict[int, int] = {}
-        tokens = indices = 0.0
-        for layer in (layer for cache in caches for layer in cache.ragged[:1]):
-            tokens += 1.5 * sum(layer.reserved_room()) / layer.heads
-            for entries in filter(None, layer.shared):
-                prefills[entries.key.data_ptr()] = entries.key.shape[2]
-                indices += entries.count / layer.heads
+        layers = [layer for cache in caches for layer in cache.ragged[:1]]
+        shared = [entries for layer in layers for entries in layer.shared if entries is not None]
+        keys = {id(entries.key): entries.key for entries in shared}.values()  # many sequences have one tensor
+        prefills = {key.data_ptr(): key.shape[2] for key in keys}
+        tokens = sum(1.5 * sum(layer.reserved_room()) / layer.heads for layer in layers)
+        indices = sum(entries.count / len(entries.lengths) for entries in shared)
         return int((tokens + sum(prefills.values())) * self.token_bytes + indices * self._segments * _INDEX_BYTES)
 
 

@@ -168,7 +168,7 @@ def test_rows_that_read_a_prefill_are_planned_by_their_own_tokens(
         keys = [torch.zeros(1, 2, 100, 4) for _ in range(prefills)]
         made = []
         for key in keys * cells:
-            shared = [SimpleNamespace(key=key, count=20)]
+            shared = [SimpleNamespace(key=key, count=20, lengths=[10, 10])]
             layer = SimpleNamespace(heads=2, shared=shared, reserved_room=lambda: [own, own])
             made.append(SimpleNamespace(ragged=[layer]))
         return made
