@@ -199,11 +199,6 @@ class FunctionScore(Score):
                 raise UserError(f"parameter {parameter.name} of {function.__name__} needs a default")
         return cls(function, tuple((parameter.name, parameter.default) for parameter in parameters[1:]))
 
-    @property
-    def code_module(self) -> str:
-        """Name of the module that defines the function."""
-        return self.function.__module__
-
     def parameters(self) -> dict[str, Any]:
         """Return the function's keyword parameters."""
         return dict(self.keywords)

@@ -90,9 +90,6 @@ __all__ = [
 PLUGIN_API = 1
 """Version of the plugin API; raised by changes that break existing plugins."""
 
-_PACKAGES = ("kvbench", "kvbench_policies")
-"""Packages whose code ships with kvbench."""
-
 CHANNEL_QUERIES = Queries(32)
 """Queries that select the channels of pruned keys; a window of 32, as in ThinK."""
 
@@ -133,11 +130,6 @@ class Part:
         values are affected.
         """
         return 1
-
-    @property
-    def code_module(self) -> str:
-        """Name of the module whose code the part runs."""
-        return type(self).__module__
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -415,11 +407,6 @@ class Policy:
     def is_informed(self) -> bool:
         """Whether the policy sees what follows the cached tokens, such as the answer: a reference, not a method."""
         return any(need.informed for need in self.needs)
-
-    @cached_property
-    def is_shipped(self) -> bool:
-        """Whether all code of the parts comes with kvbench."""
-        return all(component.code_module.partition(".")[0] in _PACKAGES for component in self.parts)
 
     @property
     def part_versions(self) -> dict[str, int]:

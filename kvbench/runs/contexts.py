@@ -316,7 +316,7 @@ class _Contexts:
             prompt = group_prompts[0]
             token_ids = prompt.ids if has_question else prompt.context_ids
             try:
-                with worker.policy_call([cell.policy]):
+                with worker.policy_call():
                     prefix, logits = worker.prefill(token_ids, cell.policy.needs, prompt.media, pruning)
             except PluginError as error:
                 worker.fail(cell, prompt, str(error))
@@ -378,7 +378,7 @@ class _Contexts:
         worker = self.worker
         start_time = now(worker.device)
         try:
-            with worker.meter.phase("prefill"), worker.policy_call([cell.policy]):  # a policy also runs between chunks
+            with worker.meter.phase("prefill"), worker.policy_call():  # a policy also runs between chunks
                 token_ids = worker.tensor(repeats[0].ids)
                 for chunk_logits in feed_chunks(worker.model, token_ids, cache, cell.chunk, trailing_tokens):
                     logits = chunk_logits
@@ -468,7 +468,7 @@ class _Contexts:
         cells = [answer.cell for answer in answers]
         responses: list[Response] = []
         try:
-            with self.worker.policy_call([cell.policy for cell in cells]) if queue.policy else nullcontext():
+            with self.worker.policy_call() if queue.policy else nullcontext():
                 if queue.columns:
                     self._compare(answers, queue)
                 else:

@@ -179,7 +179,7 @@ class Continuations:
         worker = self.worker
         started = now(worker.device)
         try:
-            with worker.policy_call([pending.cell.policy]):  # a policy can run again while tokens are fed
+            with worker.policy_call():  # a policy can run again while tokens are fed
                 columns, evict_seconds = self._measure_branches(pending, cache)
         except PluginError as error:
             worker.fail(pending.cell, pending.prompt, str(error))

@@ -152,7 +152,7 @@ def _hold(worker: Worker, dialogues: list[Dialogue], turn_width: int, done_keys:
             if key_of(dialogue.cell, prompt) not in done_keys:
                 worker.meter.begin(dialogue.cell, prompt, earlier_turns.get(id(prompt)))
     try:
-        with worker.policy_call([dialogues[0].cell.policy]):  # it runs again before every turn
+        with worker.policy_call():  # the policy runs again before every turn
             compared = [dialogue for dialogue in dialogues if dialogue.full_answers]
             pairs = _turns(worker, compared, turn_width, fed=True) if compared else ()
             columns = {

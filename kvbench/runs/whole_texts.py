@@ -98,7 +98,7 @@ def _feed_rest(worker: Worker, text: _WholeText, measurement: MeasuredText, pref
         return None
     response = begun(cell, prompt, cache, prefix.seconds, cache.seconds)
     try:
-        with worker.policy_call([cell.policy]):  # a policy also runs while tokens are fed
+        with worker.policy_call():  # a policy also runs while tokens are fed
             if cell.moment == "chunked":
                 prompt_ids = worker.tensor(token_ids)
                 for logits in feed_chunks(

@@ -185,15 +185,11 @@ class ModelRunner:
         return prefilled(needs - self.harmful.keys())
 
     @contextmanager
-    def policy_call(self, policies: Iterable[Policy], prefix: Prefix | None = None) -> Iterator[None]:
-        """Run policies; see `plugin_call`. The model's parameters are the same afterwards.
-
-        Reading all parameters takes long, so they are not checked after policies that ship with kvbench, which
-        `kvbench check` has checked.
+    def policy_call(self, prefix: Prefix | None = None) -> Iterator[None]:
+        """Run a policy; see `plugin_call`. The model's parameters are the same afterwards.
 
         Args:
-            policies: The policies that may run.
-            prefix: What they are shown; it counts as modified if parameters were changed.
+            prefix: What the policy is shown; it counts as modified if parameters were changed.
 
         Raises:
             PluginError: The policy has failed, or changed a parameter of the model.
@@ -204,8 +200,7 @@ class ModelRunner:
                 yield
         except Exception as error:
             failure = error
-        is_checked = not all(policy.is_shipped for policy in policies)
-        if is_checked and (changed_name := self._weights.changed()):
+        if changed_name := self._weights.changed():
             self._weights.restore(changed_name)
             if prefix is not None:
                 prefix.cache.modified_in_place = True
@@ -290,10 +285,9 @@ class ModelRunner:
         self, prefix: Prefix, compressions: Sequence[Compression], reserved_tokens: int | None
     ) -> list[RaggedCache]:
         """Compress a prefix in several ways, at one moment."""
-        policies = [compression.policy for compression in compressions]
-        runs_policy = not all(policy.is_full for policy in policies)
+        runs_policy = not all(compression.policy.is_full for compression in compressions)
         try:
-            with self.meter.phase("compress"), self.policy_call(policies, prefix) if runs_policy else nullcontext():
+            with self.meter.phase("compress"), self.policy_call(prefix) if runs_policy else nullcontext():
                 return prefix.compress(compressions, None if compressions[0].moment in LATER else reserved_tokens)
         except PluginError:
             if prefix.is_lent:

@@ -53,7 +53,7 @@ def compress_while_decoding(
     for step in range(max(judged, default=0)):
         held = torch.stack(kept_masks(cache))
         try:
-            with runner.policy_call([cell.policy]):  # it evicts in the forward
+            with runner.policy_call():  # it evicts in the forward
                 (logits,) = forward(runner.model, cache, runner.tensor([answer_ids[step]])).float()
         except PluginError as error:
             runner.fail(cell, prompt, str(error))

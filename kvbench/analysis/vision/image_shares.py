@@ -282,7 +282,7 @@ class _Follower:
         needs = frozenset(need for cell in cells for need in cell.policy.needs)
         if pruning is not None:
             token_ids = prompt.ids if with_question else prompt.context_ids
-            with runner.policy_call([first_cell.policy]):
+            with runner.policy_call():
                 prefix, logits = runner.prefill(token_ids, needs, prompt.media, pruning)
             return prefix, logits if with_question else None
         prefix, _ = runner.prefill(prompt.context_ids, needs, prompt.media)

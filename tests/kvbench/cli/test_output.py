@@ -99,8 +99,9 @@ def test_json_and_dry_run_exclude_each_other(run: list[str], capsys: pytest.Capt
 @pytest.mark.parametrize(
     "environment",
     [
-        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"PYTHONIOENCODING": "ascii"},
         slow({"PYTHONIOENCODING": "latin-1"}),
+        slow({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
     ],
 )
 def test_names_and_exceptions_reach_no_terminal_as_they_are(run: list[str], environment: dict[str, str]) -> None:
