@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvbench import moved
-from kvbench.engine import torchvision_build
+from kvbench.engine import lean_transformers, torchvision_build
 
 if TYPE_CHECKING:
     from kvbench.budget import Budget
@@ -22,7 +22,9 @@ __version__ = "0.1.0"
 
 __all__ = ["Budget", "__version__", "attach", "kept", "load", "policy", "run"]
 
-torchvision_build.install()  # before anything imports transformers
+# Before anything imports transformers.
+lean_transformers.install()
+torchvision_build.install()
 moved.install()
 
 _HOMES = {

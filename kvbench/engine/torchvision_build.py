@@ -10,60 +10,41 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.abc import Loader
 from types import ModuleType
 from typing import Any
 
+from kvbench.engine import import_hook
+
 _MISSING = re.compile(r"operator torchvision::\w+ does not exist")
 _OPERATORS = ("nms", "qnms")
+_library: Any = None  # the declarations live as long as this object
 
 
-class _Retry(Loader):
-    """Executes torchvision, a second time if its operators are missing."""
-
-    _library: Any = None  # the declarations live as long as this object
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        try:
-            self._loader.exec_module(module)
-        except RuntimeError as error:
-            if not _MISSING.search(str(error)):
-                raise
-            self._declare()
-            for module_name in [module_name for module_name in sys.modules if module_name.startswith("torchvision.")]:
-                del sys.modules[module_name]
-            self._loader.exec_module(module)
-
-    @classmethod
-    def _declare(cls) -> None:
-        import torch
-
-        # A fragment, because a module imported before kvbench may have declared some of them.
-        cls._library = torch.library.Library("torchvision", "FRAGMENT")
-        for operator_name in _OPERATORS:
-            if not hasattr(torch.ops.torchvision, operator_name):
-                cls._library.define(f"{operator_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+def _execute(loader: Loader, module: ModuleType) -> None:
+    """Execute torchvision, a second time if its operators are missing."""
+    try:
+        loader.exec_module(module)
+    except RuntimeError as error:
+        if not _MISSING.search(str(error)):
+            raise
+        _declare()
+        for module_name in [module_name for module_name in sys.modules if module_name.startswith("torchvision.")]:
+            del sys.modules[module_name]
+        loader.exec_module(module)
 
 
-class _Finder(MetaPathFinder):
-    """Finds torchvision; leaves every other module to Python."""
+def _declare() -> None:
+    global _library
+    import torch
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name == "torchvision" else None
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Retry(spec.loader)
-        return spec
+    # A fragment, because a module imported before kvbench may have declared some of them.
+    _library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator_name in _OPERATORS:
+        if not hasattr(torch.ops.torchvision, operator_name):
+            _library.define(f"{operator_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def install() -> None:
     """Make a later import of torchvision succeed; nothing is imported now."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    import_hook.at_import("torchvision", _execute)

@@ -1,0 +1,44 @@
+"""Runs our own function where Python would execute a module, for the modules of other packages that need it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+Execute = Callable[[Loader, ModuleType], None]
+"""Executes a module by its own loader, and does what is to be done around it."""
+
+
+class _Wrapped(Loader):
+    def __init__(self, loader: Loader, execute: Execute) -> None:
+        self._loader = loader
+        self._execute = execute
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._execute(self._loader, module)
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module; leaves every other module to Python."""
+
+    def __init__(self, module_name: str, execute: Execute) -> None:
+        self.module_name = module_name
+        self._execute = execute
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == self.module_name else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Wrapped(spec.loader, self._execute)
+        return spec
+
+
+def at_import(module_name: str, execute: Execute) -> None:
+    """Have a later import of `module_name` call `execute`; nothing is imported now, and a second call does nothing."""
+    if not any(isinstance(finder, _Finder) and finder.module_name == module_name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(module_name, execute))
