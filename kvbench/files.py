@@ -97,45 +97,60 @@ def state_of(file_path: Path) -> State:
     )
 
 
+_LARGE = 1 << 20
+"""Bytes from which reading a file takes longer than looking its digest up."""
+
+
 def file_digests(file_paths: Iterable[Path]) -> list[str]:
-    """Return the SHA-256 of each file, cached by path and `state_of`.
+    """Return the SHA-256 of each file; those of large files are cached by path and `state_of`.
 
     Raises:
         OSError: A file cannot be read.
     """
-    cache_path = cache_dir() / "digests.json"
-    cached_digests = _known_digests(cache_path)
-    previous_digests = dict(cached_digests)
+    known: _KnownDigests | None = None
     digests = []
     for file_path in file_paths:
-        resolved_name, file_state = str(file_path.resolve()), list(state_of(file_path))
-        if resolved_name not in cached_digests or cached_digests[resolved_name][0] != file_state:
-            with file_path.open("rb") as file_handle:
-                cached_digests[resolved_name] = [
-                    file_state,
-                    hashlib.file_digest(file_handle, "sha256").hexdigest(),
-                ]
-        digests.append(cached_digests[resolved_name][1])
-        if time.time_ns() - file_state[2] < _SETTLED or list(state_of(file_path)) != file_state:
-            del cached_digests[resolved_name]
-    if cached_digests != previous_digests:
-        store_json(cache_path, cached_digests)
+        if file_path.stat().st_size < _LARGE:
+            digests.append(_sha256(file_path))
+        else:
+            known = known or _KnownDigests()
+            digests.append(known.digest(file_path))
+    if known is not None:
+        known.store()
     return digests
 
 
-def _known_digests(cache_path: Path) -> dict[str, Any]:
-    """Load state and digest by path; drop entries of earlier versions."""
-    try:
-        cached_digests = json.loads(cache_path.read_text())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(cached_digests, dict):
-        return {}
-    return {
-        resolved_name: cached_digest
-        for resolved_name, cached_digest in cached_digests.items()
-        if isinstance(cached_digest, list) and len(cached_digest) == 2
-    }
+def _sha256(file_path: Path) -> str:
+    with file_path.open("rb") as file_handle:
+        return hashlib.file_digest(file_handle, "sha256").hexdigest()
+
+
+class _KnownDigests:
+    """State and digest of large files by path, as the cache holds them."""
+
+    def __init__(self) -> None:
+        self._cache_path = cache_dir() / "digests.json"
+        try:
+            content = json.loads(self._cache_path.read_text())
+        except (OSError, ValueError):
+            content = {}
+        self._stored = content if isinstance(content, dict) else {}
+        self._known = dict(self._stored)
+
+    def digest(self, file_path: Path) -> str:
+        """Return the digest of a file; it is read unless its state is known."""
+        resolved_name, file_state = str(file_path.resolve()), list(state_of(file_path))
+        known = self._known.pop(resolved_name, None)
+        if not isinstance(known, list) or len(known) != 2 or known[0] != file_state:  # also entries of earlier versions
+            known = [file_state, _sha256(file_path)]
+        if time.time_ns() - file_state[2] >= _SETTLED and list(state_of(file_path)) == file_state:
+            self._known[resolved_name] = known
+        return str(known[1])
+
+    def store(self) -> None:
+        """Write what has changed, without files that are gone."""
+        if self._known != self._stored:
+            store_json(self._cache_path, {name: known for name, known in self._known.items() if os.path.exists(name)})
 
 
 def stored_json(cache_path: Path, compute: Callable[[], Any], decode: Callable[[Any], Value]) -> Value:

@@ -6,6 +6,7 @@ Nothing here is word-level: what works with these is not bound to the reference 
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
 import shutil
@@ -33,6 +34,7 @@ settings.register_profile("any machine", deadline=None)  # a busy machine is no 
 settings.load_profile("any machine")
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -53,6 +55,16 @@ def pytest_unconfigure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def described_environment() -> Iterator[None]:
+    """Let lm-eval, which asks pip for all packages in every evaluation, ask once: a second each."""
+    from torch.utils import collect_env
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collect_env, "get_pretty_env_info", functools.cache(collect_env.get_pretty_env_info))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import functools
 import gc
 import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -140,7 +142,8 @@ def _call(arguments: Sequence[str]) -> int:
     try:
         if nul_arguments := [argument for argument in arguments if "\0" in argument]:
             raise UserError(f"{quoted(nul_arguments[0])} contains a NUL character; remove it")
-        exit_code = app(
+        command = _command(arguments[0] if arguments else "")
+        exit_code = command(
             args=run.with_default_values(arguments) or ["--help"], standalone_mode=False, prog_name="kvbench"
         )
     except UserError as error:
@@ -160,6 +163,19 @@ def _call(arguments: Sequence[str]) -> int:
             message = message.replace(argument, shorten(argument)) if argument else message
         return complain(f"{message} (kvbench --help lists the commands and options)")
     return exit_code if isinstance(exit_code, int) else OK
+
+
+@functools.cache
+def _command(name: str) -> Any:
+    """Return the program with one command, or with all if none has this name; Typer builds all for every call."""
+    program = copy.copy(app)
+    program.registered_commands = [
+        command
+        for command in app.registered_commands
+        if name == (command.name or typer.main.get_command_name(getattr(command.callback, "__name__", "")))
+    ]
+    program.registered_groups = [group for group in app.registered_groups if name == group.name]
+    return typer.main.get_command(program if program.registered_commands or program.registered_groups else app)
 
 
 def _version(is_requested: bool) -> None:

@@ -6,6 +6,8 @@ A folder that is written aside appears whole or not at all, and only once.
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import stat
 import subprocess
@@ -180,6 +182,7 @@ def test_a_file_replaced_with_its_size_and_time_kept_has_a_new_digest(
 ) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(files, "_SETTLED", 0)
+    monkeypatch.setattr(files, "_LARGE", 0)
     weights, other = tmp_path / "weights", tmp_path / "other"
     weights.write_bytes(b"one")
     first = file_digests([weights])
@@ -190,18 +193,38 @@ def test_a_file_replaced_with_its_size_and_time_kept_has_a_new_digest(
     other.replace(weights)
     os.utime(weights, ns=(1, 1))
     moved = file_digests([weights])
-    monkeypatch.setattr(files.hashlib, "file_digest", lambda *_: pytest.fail("it is read again"))
+    monkeypatch.setattr(hashlib, "file_digest", lambda *_: pytest.fail("it is read again"))
     assert file_digests([weights]) == moved
 
 
 def test_a_digest_of_a_file_that_has_just_changed_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "_LARGE", 0)
     monkeypatch.setattr(files, "state_of", lambda path: (3, 5, time.time_ns(), 7, 8))
     weights = tmp_path / "weights"
     weights.write_bytes(b"one")
     first = file_digests([weights])
     weights.write_bytes(b"two")  # within the resolution of the file system's clock
     assert file_digests([weights]) != first
+
+
+def test_digests_are_kept_of_large_files_that_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("KVBENCH_CACHE", str(cache))
+    monkeypatch.setattr(files, "_SETTLED", 0)
+    monkeypatch.setattr(files, "_LARGE", 4)
+    small, large, gone = (tmp_path / name for name in ("small", "large", "gone"))
+    small.write_bytes(b"one")
+    assert file_digests([small]) == [hashlib.sha256(b"one").hexdigest()]
+    assert not cache.exists()
+    gone.write_bytes(b"seven")
+    file_digests([gone])
+    assert list(json.loads((cache / "digests.json").read_text())) == [str(gone)]
+    gone.unlink()
+    large.write_bytes(b"eleven")
+    digests = file_digests([large, small])
+    assert digests == [hashlib.sha256(content).hexdigest() for content in (b"eleven", b"one")]
+    assert list(json.loads((cache / "digests.json").read_text())) == [str(large)]
 
 
 # --- what is not a file ---------------------------------------------------------------------------
