@@ -134,10 +134,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # The site, in build/site. A warning, such as a link to nowhere, is an error (but not with --quiet).
 docs: $(VENV)/.docs
 	$(VENV)/bin/python docs/make_site.py build/site-pages
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(VENV)/docs $(VENV)/bin/python -m mkdocs build --strict
 
+# Beside the environment, like hqq: `.ci/run` installs it while something else runs there.
 $(VENV)/.docs: $(VENV)/.installed
-	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[docs]'
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt --no-warn-conflicts --target $(VENV)/docs $$($(VENV)/bin/python -c \
+	    "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
 	touch $@
 
 # Are the pages that scripts write up to date (tests/test_docs.py asks the other scripts)? Then every example of the pages, as a reader would run it.

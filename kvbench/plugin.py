@@ -21,6 +21,7 @@ Shapes: `B` sequences, `H` KV heads, `H_q` query heads, `G = H_q / H`, `n` entri
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,12 +169,18 @@ class Part:
 
     def parameter_types(self) -> dict[str, Any]:
         """Return the type of each parameter."""
-        type_hints = typing.get_type_hints(type(self))
+        part_class: Any = type(self)  # mypy takes the `__hash__` of instances for that of the class
+        type_hints = _type_hints(part_class)
         return {parameter.name: type_hints[parameter.name] for parameter in dataclasses.fields(self) if parameter.init}
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with changed parameters; validate their range in `__post_init__`."""
         return dataclasses.replace(self, **changes)
+
+
+@functools.cache
+def _type_hints(part_class: type) -> dict[str, Any]:
+    return typing.get_type_hints(part_class)
 
 
 @dataclass(frozen=True)

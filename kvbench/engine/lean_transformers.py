@@ -39,7 +39,9 @@ def install() -> None:
 
 def _execute_structure(loader: Loader, module: Any) -> None:
     loader.exec_module(module)
-    read_files: Callable[[str | Path], Structure] = module.create_import_structure_from_path
+    read_files: Callable[[str | Path], Structure] | None = getattr(module, "create_import_structure_from_path", None)
+    if read_files is None:  # another version, whose import is slower but works
+        return
     reader_path = Path(module.__file__)
     models_folder = reader_path.parents[1] / "models"
 
@@ -101,7 +103,10 @@ def _execute_losses(loader: Loader, module: ModuleType) -> None:
     stand_ins = {name: _Deferred(name) for name in names - {module.__name__} - sys.modules.keys()}
     sys.modules.update(stand_ins)
     try:
+        try:
+            loader.exec_module(module)
+        finally:
+            for name in stand_ins:
+                del sys.modules[name]
+    except Exception:  # another version, which needs more of a loss than to list it
         loader.exec_module(module)
-    finally:
-        for name in stand_ins:
-            del sys.modules[name]

@@ -132,14 +132,15 @@ class Checked(NamedTuple):
     @property
     def digest(self) -> str:
         """Return the key of the result."""
-        return digest_of([*self, _engine_digest(), *(version(package) for package in ("torch", "transformers"))])
+        return digest_of([*self, *_software()])
 
 
 @functools.cache
-def _engine_digest() -> str:
-    """Return a digest of the code that is tested, which changes between releases in a checkout."""
+def _software() -> tuple[str, ...]:
+    """Return what is tested: a digest of our code, which changes between releases in a checkout, and versions."""
     package = Path(__file__).parents[1]
-    return digest_of(file_digests([*sorted(package.glob("engine/**/*.py")), *sorted(package.glob("view/*.py"))]))
+    code_files = [*sorted(package.glob("engine/**/*.py")), *sorted(package.glob("view/*.py"))]
+    return digest_of(file_digests(code_files)), version("torch"), version("transformers")
 
 
 _PASSED: dict[str, dict[str, Any]] = {}

@@ -129,8 +129,13 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
     informed_policies = {str(policy) for policy in group_cells.loc[group_cells["informed"], "policy"]}
     mean, lower, upper = score_strata.interval()
     gap_mean, gap_lower, gap_upper = diff_strata.interval() if full_index is not None else (mean * np.nan,) * 3
-    held_means = ok_cells.groupby(CONFIG)[MEMORY].mean()
-    sample_counts = ok_cells.groupby(CONFIG)["samples"].sum()
+    cells_by_config = ok_cells.groupby(CONFIG)
+    labels = pd.MultiIndex.from_tuples(configs)
+    held_means = cells_by_config[MEMORY].mean().reindex(labels).to_numpy(dtype=np.float64)
+    sample_counts = cells_by_config["samples"].sum().reindex(labels, fill_value=0).to_numpy()
+    metric_names = set(ok_cells["metric"])
+    metric = metric_names.pop() if len(metric_names) == 1 else ""
+    higher_is_better = bool(ok_cells["higher_is_better"].iloc[0])
     mean_rows = []
     for config_index, config in enumerate(configs):
         is_complete = bool(np.isfinite(mean[config_index]))
@@ -140,11 +145,11 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
             | {
                 "status": "ok" if is_complete else "error",
                 "tasks": len(mean_tasks),
-                "samples": int(sample_counts.loc[config]) if is_complete else 0,
+                "samples": int(sample_counts[config_index]) if is_complete else 0,
                 "discriminative": bool(is_informative.any()),
                 "informed": config[0] in informed_policies,
-                "metric": metric_names.pop() if len(metric_names := set(ok_cells["metric"])) == 1 else "",
-                "higher_is_better": bool(ok_cells["higher_is_better"].iloc[0]),
+                "metric": metric,
+                "higher_is_better": higher_is_better,
                 "score": mean[config_index],
                 "score_lo": lower[config_index],
                 "score_hi": upper[config_index],
@@ -154,8 +159,8 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
                 "diff_hi": 0.0 if is_full else gap_upper[config_index],
             }
             | {
-                held_column: float(held_means.loc[config, held_column]) if is_complete else np.nan
-                for held_column in MEMORY
+                held_column: float(held_mean) if is_complete else np.nan
+                for held_column, held_mean in zip(MEMORY, held_means[config_index], strict=True)
             }
         )
     return mean_rows

@@ -124,3 +124,27 @@ def test_a_changed_file_is_read_again_and_other_folders_always(tmp_path: Path, m
         reader.module.create_import_structure_from_path(models / "llama")
     assert reader.files_read == 4
     lean_transformers._state.cache_clear()
+
+
+class OtherVersion:
+    """A stand-in for modules of another version: without the function, and with a table that calls what it imports."""
+
+    def __init__(self, package: Path) -> None:
+        self.module = ModuleType("other")
+        self.module.__file__ = str(package / "utils" / "import_utils.py")
+        self.sees_stand_ins: list[bool] = []
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.sees_stand_ins.append("transformers.loss.loss_mine" in sys.modules)
+        if self.sees_stand_ins[-1]:
+            raise TypeError("a class is needed")
+
+
+def test_another_version_is_imported_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "utils").mkdir()
+    (tmp_path / "utils" / "loss_mine.py").touch()
+    other = OtherVersion(tmp_path)
+    lean_transformers._execute_structure(other, other.module)  # type: ignore[arg-type]
+    assert not hasattr(other.module, "create_import_structure_from_path")
+    lean_transformers._execute_losses(other, other.module)  # type: ignore[arg-type]
+    assert other.sees_stand_ins == [False, True, False]
