@@ -11,7 +11,8 @@ import gc
 import os
 import shutil
 import tempfile
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # The user's own caches could hold data that a test expects to be missing.
@@ -26,6 +27,7 @@ import pytest
 from hypothesis import settings
 
 import kvbench  # noqa: F401 - before any test imports transformers: torchvision may be broken
+from kvbench.engine import import_hook
 from tests.own_tasks import write_own_tasks
 from tests.tiny import byte_tokenizer, random_llama
 
@@ -34,8 +36,8 @@ settings.register_profile("any machine", deadline=None)  # a busy machine is no 
 settings.load_profile("any machine")
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator
+    from importlib.abc import Loader
 
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -55,6 +57,28 @@ def pytest_unconfigure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def _build_once(loader: Loader, module: Any) -> None:
+    """Let lm-eval read the 13,000 YAML files that are installed with it once in a process: ten seconds each time."""
+    loader.exec_module(module)
+    build = module.TaskIndex.build
+    installed_folder = Path(module.__file__).parent
+
+    @functools.cache
+    def installed(**options: bool) -> dict[str, Any]:
+        return dict(build([installed_folder], **options))
+
+    def build_once(paths: Iterable[Path], **options: bool) -> dict[str, Any]:
+        index: dict[str, Any] = {}
+        for folder in paths:
+            index |= installed(**options) if folder == installed_folder else build([folder], **options)
+        return index
+
+    module.TaskIndex.build = staticmethod(build_once)
+
+
+import_hook.at_import("lm_eval.tasks._index", _build_once)
 
 
 @pytest.fixture(scope="session", autouse=True)
