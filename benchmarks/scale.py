@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +141,7 @@ def responses(job: Any, rng: np.random.Generator) -> Iterator[Any]:
     A cell is right with a probability that grows with its budget, and the same contexts are hard
     for all of them.
     """
-    from kvbench.runs.answers import key_of
-    from kvbench.runs.schema import Response
+    from kvbench.runs.answers import empty
 
     shares = np.array([1.0 if c.is_full else float(str(c.budget)) for c in job.cells])
     for prompt in job.prompts:
@@ -153,10 +152,8 @@ def responses(job: Any, rng: np.random.Generator) -> Iterator[Any]:
         for i, cell in enumerate(job.cells):
             text = " ".join(request.target if right[i] else request.target[1:])
             held = round(tokens * shares[i]) * 8
-            yield Response(
-                *key_of(cell, prompt),
-                doc_id=request.doc_id,
-                context_id=request.context_id,
+            yield replace(
+                empty(cell, prompt),
                 response=f" {text or 'nothing'}.",
                 stop="eos",
                 context_tokens=tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import shlex
 from collections.abc import Iterator
@@ -56,6 +57,7 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+@functools.cache
 def command_line(*names: str) -> Any:
     """A command of kvbench."""
     found: Any = typer.main.get_command(app)
