@@ -24,11 +24,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaModel
 
 import kvbench
 from benchmarks.memory import MIB, allocated
@@ -58,8 +58,11 @@ class Peak:
     left: int
 
 
-def llama(layers: int, length: int, device: torch.device) -> LlamaModel:
+def llama(layers: int, length: int, device: torch.device) -> Any:
     """A model whose K/V are large beside its activations: 8 KV heads of 64, hidden size 256."""
+    # kvbench must be imported before: `kvbench.engine.torchvision_build`.
+    from transformers import LlamaConfig, LlamaModel
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -74,7 +77,7 @@ def llama(layers: int, length: int, device: torch.device) -> LlamaModel:
     return LlamaModel(config).eval().to(device)
 
 
-def measure(model: LlamaModel, ids: Tensor, policy: str, budget: str, bare: int) -> Peak:
+def measure(model: Any, ids: Tensor, policy: str, budget: str, bare: int) -> Peak:
     """The peaks of one policy's prefill; `bare` is what the forward takes without a cache."""
     found = {"held": 0, "left": 0}
 
