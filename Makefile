@@ -67,6 +67,7 @@ quantizers: $(VENV)/.quantizers
 	    tests/kvbench/engine/test_block_quantizers.py tests/kvbench/runs/test_quantised.py
 
 $(VENV)/.quantizers: $(VENV)/.installed
+	rm -rf $(VENV)/quantizers
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt --no-deps --target $(VENV)/quantizers \
 	    hqq optimum-quanto einops termcolor ninja
 	touch $@
@@ -138,6 +139,7 @@ docs: $(VENV)/.docs
 
 # Beside the environment, like hqq: `.ci/run` installs it while something else runs there.
 $(VENV)/.docs: $(VENV)/.installed
+	rm -rf $(VENV)/docs
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt --no-warn-conflicts --target $(VENV)/docs $$($(VENV)/bin/python -c \
 	    "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
 	touch $@

@@ -165,7 +165,7 @@ def _call(arguments: Sequence[str]) -> int:
     return exit_code if isinstance(exit_code, int) else OK
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _command(name: str) -> Any:
     """Return the program with one command, or with all if none has this name; Typer builds all for every call."""
     program = copy.copy(app)

@@ -13,10 +13,11 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import typer
 
 import kvbench
 from kvbench import cli, registry
-from kvbench.cli import listing
+from kvbench.cli import app, listing
 from kvbench.engine import model_check
 from kvbench.errors import UserError
 from kvbench.harness import catalogue
@@ -82,6 +83,18 @@ def test_help_imports_nothing_heavy() -> None:
 def test_help_is_never_an_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(arguments) == 0
     assert "Usage: kvbench" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line", ["run --help", "train --help", "train gates -h", "list", "report --nope", "rnu", "Run --help", "compare a"]
+)
+def test_a_command_alone_says_what_it_says_among_all(
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = cli.call(line.split()), capsys.readouterr()
+    monkeypatch.setattr(app, "_command", lambda name: typer.main.get_command(app.app))
+    assert (cli.call(line.split()), capsys.readouterr()) == alone
+    assert alone[1].out or alone[1].err
 
 
 def test_help_says_that_a_budget_is_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:

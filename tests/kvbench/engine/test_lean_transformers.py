@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -74,8 +75,10 @@ def test_names_of_all_models_are_the_same_computed_and_from_the_cache(tmp_path: 
         module_name, names = printed(NAMES.format(hooks=""), tmp_path).split(" ", 1)
         assert (module_name, names) == ("kvbench.engine.lean_transformers", expected)
     (cache_path,) = tmp_path.glob("transformers-*.json")
-    cache_path.write_text("{")
-    assert printed(NAMES.format(hooks=""), tmp_path).split(" ", 1)[1] == expected
+    content = json.loads(cache_path.read_text())
+    for damaged in ({}, content | {"structure": {"": []}}, content | {"structure": {"": [[["torch"], []]]}}):
+        cache_path.write_text(json.dumps(damaged))
+        assert printed(NAMES.format(hooks=""), tmp_path).split(" ", 1)[1] == expected
 
 
 class Reader:
@@ -90,7 +93,7 @@ class Reader:
         module.create_import_structure_from_path = self.read  # type: ignore[attr-defined]
 
     def read(self, path: str | Path) -> lean_transformers.Structure:
-        files = sorted(Path(path).rglob("*.py"))
+        files = sorted(file for file in Path(path).rglob("*.py") if not file.name.startswith("convert_"))
         self.files_read += len(files)
         return {"llama": {frozenset({"torch", "vision"}): {file.stem: {file.read_text()} for file in files}}}
 
@@ -118,6 +121,11 @@ def test_a_changed_file_is_read_again_and_other_folders_always(tmp_path: Path, m
     assert names_and_files_read() == ({"modeling": {"LlamaFolks"}}, 1)
     (models / "llama" / "configuration.py").write_text("LlamaConfig")
     assert names_and_files_read()[1] == 2
+    assert len(list((tmp_path / "cache").iterdir())) == 1, "the names of earlier files are replaced"
+    (models / "llama" / "convert_llama.py").symlink_to("nowhere.py")  # has no state; transformers skips such names
+    for _ in range(2):
+        assert names_and_files_read()[1] == 2
+    (models / "llama" / "convert_llama.py").unlink()
     reader = Reader(models.parent)
     lean_transformers._execute_structure(reader, reader.module)  # type: ignore[arg-type]
     for _ in range(2):
