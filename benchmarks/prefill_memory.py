@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -38,6 +38,9 @@ from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import model_info
 from kvbench.engine.session import AttachedCache
 from kvbench_policies.gates.loaded import random_gates
+
+if TYPE_CHECKING:
+    from transformers import LlamaModel
 
 POLICIES = ("full", "trimkv", "snapkv", "dbtrimkv")
 HEADS, DIM, HIDDEN = 8, 64, 256
@@ -58,7 +61,7 @@ class Peak:
     left: int
 
 
-def llama(layers: int, length: int, device: torch.device) -> Any:
+def llama(layers: int, length: int, device: torch.device) -> LlamaModel:
     """A model whose K/V are large beside its activations: 8 KV heads of 64, hidden size 256."""
     # kvbench must be imported before: `kvbench.engine.torchvision_build`.
     from transformers import LlamaConfig, LlamaModel
@@ -77,7 +80,7 @@ def llama(layers: int, length: int, device: torch.device) -> Any:
     return LlamaModel(config).eval().to(device)
 
 
-def measure(model: Any, ids: Tensor, policy: str, budget: str, bare: int) -> Peak:
+def measure(model: LlamaModel, ids: Tensor, policy: str, budget: str, bare: int) -> Peak:
     """The peaks of one policy's prefill; `bare` is what the forward takes without a cache."""
     found = {"held": 0, "left": 0}
 

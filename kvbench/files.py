@@ -111,7 +111,7 @@ def file_digests(file_paths: Iterable[Path]) -> list[str]:
     digests = []
     for file_path in file_paths:
         if file_path.stat().st_size < _LARGE:
-            digests.append(_sha256(file_path))
+            digests.append(sha256_of(file_path))
         else:
             known = known or _KnownDigests()
             digests.append(known.digest(file_path))
@@ -120,7 +120,12 @@ def file_digests(file_paths: Iterable[Path]) -> list[str]:
     return digests
 
 
-def _sha256(file_path: Path) -> str:
+def sha256_of(file_path: Path) -> str:
+    """Return the SHA-256 of a file, 64 hex digits.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     with file_path.open("rb") as file_handle:
         return hashlib.file_digest(file_handle, "sha256").hexdigest()
 
@@ -142,7 +147,7 @@ class _KnownDigests:
         resolved_name, file_state = str(file_path.resolve()), list(state_of(file_path))
         known = self._known.pop(resolved_name, None)
         if not isinstance(known, list) or len(known) != 2 or known[0] != file_state:  # also entries of earlier versions
-            known = [file_state, _sha256(file_path)]
+            known = [file_state, sha256_of(file_path)]
         if time.time_ns() - file_state[2] >= _SETTLED and list(state_of(file_path)) == file_state:
             self._known[resolved_name] = known
         return str(known[1])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.benchmark import Medium
 from kvbench.errors import LeftOut, UserError
-from kvbench.files import State, state_of
+from kvbench.files import State, sha256_of, state_of
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -127,8 +127,7 @@ def _video(path: Path, frame_count: int) -> Medium:
 
 @functools.cache
 def _file_digest(path: Path, state: State) -> str:
-    with path.open("rb") as video_file:
-        return hashlib.file_digest(video_file, "sha256").hexdigest()
+    return sha256_of(path)
 
 
 def _rate(path: Path, frame_limit: int) -> float:

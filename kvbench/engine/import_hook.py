@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import TypeAlias
 
-Execute = Callable[[Loader, ModuleType], None]
+Execute: TypeAlias = Callable[[Loader, ModuleType], None]
 """Executes a module by its own loader, and does what is to be done around it."""
 
 

@@ -9,7 +9,6 @@ missing: earlier versions did not write it.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import math
 from collections import defaultdict
@@ -22,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from kvbench.errors import UserError, first_lines
-from kvbench.files import State, digest_of, state_of
+from kvbench.files import State, digest_of, sha256_of, state_of
 from kvbench.runs.schema import AVERAGED, CELL_COLUMNS, SAMPLES_SCHEMA
 
 CELLS = "cells.parquet"
@@ -45,7 +44,7 @@ def with_record(cells: pa.Table, folder: Path, facts: Mapping[str, Any]) -> pa.T
         folder: The run's folder, with the final files of its other tables; earlier versions wrote no metrics.
         facts: Further JSON values to record.
     """
-    file_digests = {field: _sha256(folder / name) for name, field in _DIGESTS.items() if (folder / name).is_file()}
+    file_digests = {field: sha256_of(folder / name) for name, field in _DIGESTS.items() if (folder / name).is_file()}
     digests = {"cells": _digest(cells), **file_digests}
     return cells.replace_schema_metadata({_RECORD: json.dumps({**facts, **digests})})
 
@@ -151,7 +150,7 @@ def _checked(_: Path, folder: Path, *states: State) -> pa.Table:
 def _check_digest(path: Path, digest: object) -> None:
     """Refuse a table other than the recorded one."""
     try:
-        is_same = digest == _sha256(path)
+        is_same = digest == sha256_of(path)
     except OSError as error:
         raise unreadable(path, error) from None
     if not is_same:
@@ -243,11 +242,6 @@ def _digest(cells: pa.Table) -> str:
     """Return the digest of all values of a table; NaN counts as missing."""
     columns = [[field.name, str(field.type), cells[field.name].to_pylist()] for field in cells.schema]
     return digest_of(columns)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def unreadable(path: Path, error: Exception) -> UserError:

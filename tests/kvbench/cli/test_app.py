@@ -17,7 +17,7 @@ import typer
 
 import kvbench
 from kvbench import cli, registry
-from kvbench.cli import app, listing
+from kvbench.cli import listing
 from kvbench.engine import model_check
 from kvbench.errors import UserError
 from kvbench.harness import catalogue
@@ -92,7 +92,7 @@ def test_a_command_alone_says_what_it_says_among_all(
     line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = cli.call(line.split()), capsys.readouterr()
-    monkeypatch.setattr(app, "_command", lambda name: typer.main.get_command(app.app))
+    monkeypatch.setattr(cli.app, "_command", lambda name: typer.main.get_command(cli.app.app))
     assert (cli.call(line.split()), capsys.readouterr()) == alone
     assert alone[1].out or alone[1].err
 
