@@ -34,7 +34,7 @@ class AttentionTimesValue(Score):
         return frozenset({Queries(self.window)})
 
     def score(self, v: View) -> Scores:
-        attention = v.grouped(v.window_attention(self.window).mean(2))
+        attention = v.grouped(v.window_attention_sum(self.window) / self.window)
         norm = torch.linalg.vector_norm(v.value.float(), ord=1, dim=-1)
         return Scores(attention * norm, protect_window(v, self.window))
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -24,12 +25,18 @@ from kvbench.plugin import (
     Scores,
     View,
 )
-from kvbench.view.shown import LayerNeeded, checked_scores
+from kvbench.view.shown import LayerNeeded, checked_scores, repeated
 
 _TOGETHER = 1 << 19
 """Maximum number of attention weights of observed queries in the layers that a policy sees at once.
 
 They should fit into a core's cache.
+"""
+
+_COPIED = 1 << 14
+"""Maximum number of entries in the layers of a prefill that a policy sees at once.
+
+Their K and V are copied, once for all policies; with more of them, calls no longer take most of the time.
 """
 
 
@@ -110,31 +117,31 @@ class EvictionStep(ViewBuilder):
 
     def layer(self, view: View) -> Decision:
         """Decide for one layer (scopes `head` and `layer`)."""
-        layer_indices = (view.layer,)
+        layer_indices = [view.layer]
         (decision,) = self._by_layer(layer_indices, self._prepared(view, layer_indices))
         self.untouched()
         return decision
 
-    def model(self, views: list[View]) -> list[Decision]:
-        """Decide for all layers together (scope `model`)."""
-        return self._by_model([((view.layer,), self._prepared(view, (view.layer,))) for view in views])
-
-    def again(self) -> list[Decision]:
-        """Decide for all layers of a packed cache.
+    def decisions(self) -> Iterator[Decision]:
+        """Decide for all layers, where the allocator permits it when the earlier ones have been taken.
 
         Layers of one shape are shown together, as far as they are small and no part reads which layer it sees: most
         of the time goes into calls. How many are small depends on nothing but the sequences of this step, and so do
         the bits of its decisions.
         """
-        groups = [group for layer_indices in self._groups() for group in self._scored(layer_indices)]
+        groups = (self._scored(layer_indices) for layer_indices in self._groups())
         if not self.by_layer:
-            return self._by_model(groups)
-        decisions = [decision for group in groups for decision in self._by_layer(*group)]
-        self.untouched()
-        return decisions
+            yield from self._by_model([*chain.from_iterable(groups)])
+            return
+        for group in groups:
+            decisions = [decision for scored in group for decision in self._by_layer(*scored)]
+            self.untouched()
+            yield from decisions
 
     def _scored(self, layer_indices: list[int]) -> list[tuple[Sequence[int], Scored]]:
-        """Score packed layers together, or one by one if the score reads which layer it sees."""
+        """Score layers together, or one by one if the score reads which layer it sees."""
+        if len(layer_indices) == 1:
+            return [(layer_indices, self._prepared(self.several(layer_indices), layer_indices))]
         try:
             view = self.several(layer_indices)
         except LayerNeeded:
@@ -153,7 +160,7 @@ class EvictionStep(ViewBuilder):
             ]
 
     def _by_layer(self, layer_indices: Sequence[int], scored: Scored) -> list[Decision]:
-        layer_budgets = self.shares[:, layer_indices].t().reshape(-1).to(scored.view.col.device)
+        layer_budgets = self._in_rows(self.shares[:, layer_indices]).to(scored.view.col.device)
         try:
             head_budgets = self.policy.allocate.allocate([scored], layer_budgets)[:, 0]
         except LayerNeeded:
@@ -171,7 +178,7 @@ class EvictionStep(ViewBuilder):
             for decision in self._select(
                 layer_indices,
                 scored,
-                head_budgets[:, layer_indices].transpose(0, 1).flatten(0, 1).to(scored.view.col.device),
+                self._in_rows(head_budgets[:, layer_indices]).to(scored.view.col.device),
             )
         ]
         self.untouched()
@@ -188,10 +195,18 @@ class EvictionStep(ViewBuilder):
         ]
 
     def _slices(self, layer_indices: Sequence[int]) -> Iterator[tuple[int, slice]]:
-        """Yield layers and the places of their sequences in a view of all of them."""
+        """Yield layers and the places of their sequences in a view of all of them.
+
+        Sequences are those of one layer after another; budgets of the only sequence repeat it in all layers.
+        """
         count = len(self.budget)
         for position, layer_index in enumerate(layer_indices):
-            yield layer_index, slice(position * count, (position + 1) * count)
+            own = slice(position * count, (position + 1) * count)
+            yield layer_index, slice(position, None, len(layer_indices)) if self.spread else own
+
+    def _in_rows(self, by_layer: Tensor) -> Tensor:
+        """Return values of sequences and layers, `[B, L, ...]`, in the order of the sequences of a view, `[B * L]`."""
+        return (by_layer if self.spread else by_layer.transpose(0, 1)).flatten(0, 1)
 
     def _groups(self) -> Iterator[list[int]]:
         """Group neighbouring layers that can be shown together."""
@@ -199,8 +214,13 @@ class EvictionStep(ViewBuilder):
         group: list[int] = []
         size = 0
         for layer_index, layer in enumerate(self.cache.ragged):
-            layer_size = len(self.budget) * self.info.kv_heads * self.info.group * layer.longest(self.rows) * window
-            if group and (not layer.is_like(self.cache.ragged[group[0]]) or size + layer_size > _TOGETHER):
+            layer_size, limit = layer.entries(), _COPIED
+            if layer.packed:
+                layer_size, limit = (
+                    len(self.budget) * self.info.query_heads * layer.longest(self.rows) * window,
+                    _TOGETHER,
+                )
+            if group and (not layer.is_like(self.cache.ragged[group[0]]) or size + layer_size > limit):
                 yield group
                 group, size = [], 0
             group.append(layer_index)
@@ -247,14 +267,15 @@ class EvictionStep(ViewBuilder):
                 others = self._score(view.for_budgets(budgets[1:]), layer_indices)
                 scores = Scores(torch.cat([scores.value, others.value]), torch.cat([scores.protect, others.protect]))
             else:
-                scores = Scores(*(x.expand(len(budgets), -1, -1) for x in (scores.value, scores.protect)))
+                scores = Scores(*(repeated(tensor, len(budgets)) for tensor in (scores.value, scores.protect)))
             view = view.for_budgets(budgets)
         return Scored(view, self.policy.select.prepare(view, scores))
 
     def _score(self, view: View, layer_indices: Sequence[int]) -> Scores:
         score = self.policy.score
         assert score is not None
-        cached = None if self.shared is None else self.shared.scores.get((view.layer, score))
+        cache_key = tuple(layer_indices), score
+        cached = None if self.shared is None else self.shared.scores.get(cache_key)
         if cached is not None:
             view.extras = {extra_name: extra.clone() for extra_name, extra in cached.extras.items()}
             self.saved += cached.seconds
@@ -266,15 +287,16 @@ class EvictionStep(ViewBuilder):
         except BudgetError as error:
             raise BudgetError(f"{self.policy}: {error}") from error
         scores = Scores(returned.value.float(), returned.protect)
-        flags = _flags("a score of layer {} is not finite", ~scores.value.isfinite() & view.valid, layer_indices)
-        self._flags.append(flags)
-        if self.shared is not None and not view.read_budget and len(view.length) == self.cache.batch:
+        is_wrong = ~scores.value.isfinite() & view.valid
+        flags = self._flagged("a score of layer {} is not finite", is_wrong, layer_indices)
+        is_of_one_budget = len(view.length) == self.cache.batch * len(layer_indices)
+        if self.shared is not None and not view.read_budget and is_of_one_budget:
             seconds = now(view.col.device) - started
             self.shared_seconds += seconds
             # A selector may write to its scores, so give it copies.
             extras = {extra_name: extra.clone() for extra_name, extra in view.extras.items()}
             cached_scores = CachedScores(_copied(scores), extras, seconds, flags)
-            self.shared.scores[view.layer, score] = cached_scores
+            self.shared.scores[cache_key] = cached_scores
         return self._shown_scores(scores)
 
     def _shown_scores(self, scores: Scores) -> Scores:
@@ -292,14 +314,12 @@ class EvictionStep(ViewBuilder):
             entry_mask = self.policy.select.select(view, own_scores, head_budgets)
             is_wrong = (entry_mask & ~view.valid).any(-1) | (entry_mask.sum(-1) != head_budgets)
             message = "in layer {} the selector did not keep exactly each head's budget"
-            self._flags.append(_flags(message, is_wrong, layer_indices))
+            self._flagged(message, is_wrong, layer_indices)
             key, value = self._merged(view, entry_mask, layer_indices)
         except LayerNeeded:
             places = zip(self._singles(layer_indices, scored), self._slices(layer_indices), strict=True)
             return [decision for group, (_, own) in places for decision in self._select(*group, head_budgets[own])]
         extras = self._extras(view)
-        if not self.row_indices:  # a dense layer
-            return [Decision(entry_mask, extras, key, value)]
         return [
             Decision(
                 entry_mask[own, :, :width],
@@ -308,8 +328,18 @@ class EvictionStep(ViewBuilder):
                 None if value is None else value[own, :, :width],
             )
             for layer_index, own in self._slices(layer_indices)
-            for width in [self.cache.ragged[layer_index].longest(self.rows)]
+            for layer in [self.cache.ragged[layer_index]]
+            for width in [layer.longest(self.rows) if layer.packed else None]
         ]
+
+    def _flagged(self, message: str, is_wrong: Tensor, layer_indices: Sequence[int]) -> Flags:
+        """Collect and return flags of some layers, where `is_wrong` is bool `[layers * B, ...]`."""
+        if self.spread:
+            is_wrong = is_wrong.unflatten(0, (-1, len(layer_indices))).transpose(0, 1)
+        errors = is_wrong.reshape(len(layer_indices), -1).any(-1)
+        flags = Flags([message.format(layer_index) for layer_index in layer_indices], errors)
+        self._flags.append(flags)
+        return flags
 
     def _merged(
         self, view: View, entry_mask: Tensor, layer_indices: Sequence[int]
@@ -341,12 +371,6 @@ class EvictionStep(ViewBuilder):
             {state_name: tensor[sequence_index : sequence_index + 1] for state_name, tensor in state.items()}
             for sequence_index in sequence_indices
         ]
-
-
-def _flags(message: str, is_wrong: Tensor, layer_indices: Sequence[int]) -> Flags:
-    """Return the flags of some layers, where `is_wrong` is bool `[layers * B, ...]`."""
-    errors = is_wrong.reshape(len(layer_indices), -1).any(-1)
-    return Flags([message.format(layer_index) for layer_index in layer_indices], errors)
 
 
 def _shape_of(state: Mapping[str, Tensor]) -> frozenset[object]:

@@ -73,16 +73,11 @@ def compress_together(
 
 
 def _decisions(eviction_step: EvictionStep) -> Iterator[Decision]:
-    """Decide for every layer, one at a time where the allocator permits it."""
-    layers = list(enumerate(eviction_step.cache.ragged))
+    """Decide for every layer of a prefill."""
     if eviction_step.keeps_all:
-        yield from (
-            eviction_step.keep_everything(eviction_step.view(layer, layer_index)) for layer_index, layer in layers
-        )
-    elif eviction_step.by_layer:
-        yield from (eviction_step.layer(eviction_step.view(layer, layer_index)) for layer_index, layer in layers)
-    else:
-        yield from eviction_step.model([eviction_step.view(layer, layer_index) for layer_index, layer in layers])
+        layers = list(enumerate(eviction_step.cache.ragged))
+        return (eviction_step.keep_everything(eviction_step.view(layer, layer_index)) for layer_index, layer in layers)
+    return eviction_step.decisions()
 
 
 def _pack(
@@ -305,7 +300,7 @@ def _by_merger_state(cache: RaggedCache, sequence_indices: Sequence[int]) -> lis
 
 def _evict_groups(eviction_steps: Sequence[EvictionStep], cache: RaggedCache) -> None:
     """Run the eviction steps of disjoint groups of sequences in one packing per layer."""
-    step_decisions = [eviction_step.again() for eviction_step in eviction_steps]
+    step_decisions = [[*eviction_step.decisions()] for eviction_step in eviction_steps]
     keeps_room = eviction_steps[0].moment == "decode"  # after a chunk or a turn, other numbers of entries follow
     evicted_rows = [sequence_index for eviction_step in eviction_steps for sequence_index in eviction_step.rows or ()]
     for layer_index, layer in enumerate(cache.ragged):

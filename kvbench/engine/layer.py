@@ -16,6 +16,7 @@ from kvbench.engine.codes import Coded, Coding
 from kvbench.engine.segments import NewTokens, gathered, runs, starts
 from kvbench.engine.shared import SharedEntries, shared_entries
 from kvbench.view import Need
+from kvbench.view.softmax import cap_of, sinks_of
 
 _OWN_ROWS = 32
 """Rows by which the segments of a layer that shares entries grow: most answers are much shorter than their limit."""
@@ -386,11 +387,14 @@ class RaggedLayer(CacheLayerMixin):
         return runs(self.start, self.length, self.col.device)
 
     def is_like(self, other: RaggedLayer) -> bool:
-        """Return whether the entries of two packed layers can be joined in one tensor."""
-        return (self.device, self.dtype, self.heads, self.dim, self.value_dim, self.scale, [*self.extras]) == (
-            *(other.device, other.dtype, other.heads, other.dim, other.value_dim, other.scale),
-            [*other.extras],
+        """Return whether two layers, both packed or both dense, can be shown as one: sinks are those of one layer."""
+        if sinks_of(self.scale) is not None or sinks_of(other.scale) is not None:
+            return False
+        own, others = (
+            (layer.device, layer.dtype, layer.heads, layer.dim, layer.value_dim, layer.scale, cap_of(layer.scale))
+            for layer in (self, other)
         )
+        return own == others and [*self.extras] == [*other.extras]
 
     def longest(self, sequence_indices: Sequence[int] | None = None) -> int:
         """Return the entries of the longest segment of some sequences; None: of all."""

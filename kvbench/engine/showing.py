@@ -25,12 +25,11 @@ from kvbench.plugin import (
     Score,
     Scores,
     Separable,
-    Surprisal,
     View,
 )
-from kvbench.view.shown import LayerNeeded
+from kvbench.view.shown import LayerNeeded, repeated
 
-_PER_POLICY: tuple[object, ...] = ("budget", Surprisal())
+_PER_POLICY: tuple[object, ...] = ("budget",)
 """Tensors of a view that are created anew for every policy."""
 
 
@@ -112,69 +111,74 @@ class ViewBuilder:
         Raises:
             Exception: An observer that the policy needs has failed.
         """
-        assert layer.key is not None and layer.value is not None and self.cache.valid is not None
-        if layer.packed:
-            return self.several([layer_index])
-        extras: dict[str, Tensor] = {}
-        dense_key, dense_value, token_mask = layer.key, layer.value, self.cache.valid
-        key = self._fixed("key", lambda: self._own(dense_key), layer_index)
-        value = self._fixed("value", lambda: self._own(dense_value), layer_index)
-        device, entry_shape = key.device, key.shape[:3]
-        entry_columns = self._fixed(
-            "col",
-            lambda: torch.arange(entry_shape[2], device=device).expand(entry_shape),
-            device,
-            entry_shape,
-        )
-        entry_mask = self._fixed(
-            "valid",
-            lambda: self._own(token_mask).to(device)[:, None].expand(entry_shape),
-            device,
-            entry_shape,
-        )
-        score = self.policy.score
-        for field_name, dtype in ({} if score is None else score.extras).items():
-            extras[field_name] = torch.zeros(key.shape[:3], dtype=dtype, device=key.device)
-        observations: dict[Need, Tensor] = {}
-        for need in self.policy.needs:
-            observation = self._observed(need, layer, layer_index, entry_columns, None)
-            if observation is not None:
-                observations[need] = observation
-        make_field = partial(self._each, (entry_columns.device, entry_columns.shape))
-        return self._shown(
-            View(
-                layer=layer_index,
-                moment=self.moment,
-                length=self.length[: len(key)].to(key.device),
-                col=entry_columns,
-                position=make_field("position", lambda: self.cache.positions(entry_columns, self._index)),
-                valid=entry_mask,
-                key=key,
-                value=value,
-                obs=observations,
-                extras=extras,
-                model=self._shown_model,
-                scale=layer.scale,
-                seed=self._own(self.seeds).to(key.device),
-                budget=self.mean[: len(key)].to(key.device),
-                turns_ago=make_field("turns_ago", lambda: self._turns_ago(entry_columns)),
-                visual=make_field("visual", lambda: self._marked(self.cache.visual, entry_columns)),
-                pruned=make_field("pruned", lambda: self._marked(self.cache.pruned, entry_columns)),
-                final=self.final,
-                coming=self.coming,
-                asked=self.cache.asked,
-                share=None if self.shared is None else partial(self._once, layer_index),
-            )
-        )
+        return self._packed([layer], [layer_index]) if layer.packed else self._dense([layer], (layer_index,))
 
     def several(self, layer_indices: Sequence[int]) -> View:
-        """Return one view of several packed layers of equal shapes; its sequences are those of one layer after another.
+        """Return one view of several layers of equal shapes; its sequences are those of one layer after another.
 
         Raises:
             LayerNeeded: What was observed has several shapes.
             Exception: An observer that the policy needs has failed.
         """
         layers = [self.cache.ragged[layer_index] for layer_index in layer_indices]
+        return self._packed(layers, layer_indices) if layers[0].packed else self._dense(layers, tuple(layer_indices))
+
+    def _dense(self, layers: Sequence[RaggedLayer], layer_indices: tuple[int, ...]) -> View:
+        """Return a view of dense layers. Only several layers need copies of their K and V, once for all cells."""
+        token_mask, count = self.cache.valid, len(layers)
+        assert token_mask is not None
+        keys, values = [layer.key for layer in layers], [layer.value for layer in layers]
+        key = self._fixed("key", lambda: joined([self._own(key) for key in keys if key is not None]), layer_indices)
+        value = self._fixed("value", lambda: joined([self._own(v) for v in values if v is not None]), layer_indices)
+        device, entry_shape = key.device, key.shape[:3]
+        own_shape = (len(key) // count, *entry_shape[1:])  # of one layer; all have the same columns
+        own_columns = torch.arange(entry_shape[2], device=device).expand(own_shape)
+        score = self.policy.score
+        extras = {
+            field_name: torch.zeros(entry_shape, dtype=dtype, device=device)
+            for field_name, dtype in ({} if score is None else score.extras).items()
+        }
+        observations = {
+            need: self._fixed(f"obs[{need}]", partial(self._observed, need, layer_indices, own_columns), layer_indices)
+            for need in self.policy.needs
+        }
+
+        def by_layer(field_name: str, make_tensor: Callable[[], Tensor]) -> Tensor:
+            """Make a field of one layer, which is the same for all, once for all layers of this shape."""
+            return self._fixed(field_name, lambda: repeated(make_tensor(), count), device, entry_shape)
+
+        length, seed, budget = (
+            repeated(tensor[: own_shape[0]].to(device), count)
+            for tensor in (self.length, self._own(self.seeds), self.mean)
+        )
+        return self._shown(
+            View(
+                layer=layer_indices,
+                moment=self.moment,
+                length=length,
+                col=by_layer("col", lambda: own_columns),
+                position=by_layer("position", lambda: self.cache.positions(own_columns, self._index)),
+                valid=by_layer("valid", lambda: self._own(token_mask).to(device)[:, None].expand(own_shape)),
+                key=key,
+                value=value,
+                obs=observations,
+                extras=extras,
+                model=self._shown_model,
+                scale=layers[0].scale,
+                seed=seed,
+                budget=budget,
+                turns_ago=by_layer("turns_ago", lambda: self._turns_ago(own_columns)),
+                visual=by_layer("visual", lambda: self._marked(self.cache.visual, own_columns)),
+                pruned=by_layer("pruned", lambda: self._marked(self.cache.pruned, own_columns)),
+                final=self.final,
+                coming=self.coming,
+                asked=self.cache.asked,
+                share=None if self.shared is None else self._once,
+            )
+        )
+
+    def _packed(self, layers: Sequence[RaggedLayer], layer_indices: Sequence[int]) -> View:
+        """Return a view of packed layers, padded to the longest segment."""
         width = max(layer.longest(self.rows) for layer in layers)
         padded = [layer.padded_rows(self.rows, width) for layer in layers]
         self.row_indices |= {index: rows for index, (rows, _) in zip(layer_indices, padded, strict=True)}
@@ -194,7 +198,7 @@ class ViewBuilder:
         observations: dict[Need, Tensor] = {}
         for need in self.policy.needs:
             parts = [
-                self._observed(need, layer, layer_index, columns, rows)
+                self._observed_entries(need, layer, layer_index, columns, rows)
                 for layer_index, columns, (layer, rows) in zip(layer_indices, layer_columns, layer_rows, strict=True)
             ]
             found = [part for part in parts if part is not None]
@@ -206,7 +210,7 @@ class ViewBuilder:
         length, seed, budget = (joined([tensor.to(key.device)] * count) for tensor in own)
         return self._shown(
             View(
-                layer=layer_indices[0] if count == 1 else None,
+                layer=layer_indices,
                 moment=self.moment,
                 length=length,
                 col=entry_columns,
@@ -239,10 +243,6 @@ class ViewBuilder:
                 self._changes.show(field_label, tensor)
         return view
 
-    def _each(self, entry_key: Hashable, field_name: str, make_tensor: Callable[[], Tensor]) -> Tensor:
-        """Apply `_fixed` to a field that is equal in all layers with the same entries."""
-        return self._fixed(field_name, make_tensor, entry_key)
-
     def untouched(self) -> None:
         """Check that the policy did not modify its inputs, which other cells use too.
 
@@ -257,14 +257,15 @@ class ViewBuilder:
         """Return the queries that choose key channels in a layer, `[B, H_q, w, d]`."""
         return self._own(self.cache.observers[CHANNEL_QUERIES].read(layer_index))
 
-    def _once(self, layer_index: int, tensor_name: Hashable, make_tensor: Callable[[], Tensor]) -> Tensor:
+    def _once(self, layer_indices: tuple[int, ...], tensor_name: Hashable, make_tensor: Callable[[], Tensor]) -> Tensor:
         """Implement `View.once`."""
         assert self.shared is not None
-        cached = self.shared.made.get((layer_index, tensor_name))
+        made_key = layer_indices, tensor_name
+        cached = self.shared.made.get(made_key)
         if cached is None:
             started = now(self.length.device)
             cached = make_tensor(), now(self.length.device) - started
-            self.shared.made[layer_index, tensor_name] = cached
+            self.shared.made[made_key] = cached
             self.shared.ledger.add(str(tensor_name), cached[0])
             self.shared_seconds += cached[1]
         else:
@@ -272,35 +273,33 @@ class ViewBuilder:
         self._changes.show(str(tensor_name), cached[0])
         return cached[0]
 
-    def _observed(
-        self,
-        need: Need,
-        layer: RaggedLayer,
-        layer_index: int,
-        entry_columns: Tensor,
-        row_indices: Tensor | None,
-    ) -> Tensor | None:
-        """Return the observation of a need; None if it was only observed during prefill."""
+    def _observed(self, need: Need, layer_indices: Sequence[int], entry_columns: Tensor) -> Tensor:
+        """Return the observation of a need in some layers, whose entries have the same columns, `[B, H, n]`."""
         if need in self.cache.broken:
             raise self.cache.broken[need]
         if need.of_tokens:
             assert self.cache.valid is not None
-            surprisal = self._own(self.cache.token_observers[need].read(self.cache.valid))
-            surprisal = surprisal.to(entry_columns.device)
-            return surprisal[:, None].expand(-1, entry_columns.shape[1], -1).gather(-1, entry_columns)
-        if row_indices is not None and need.per_entry:
+            surprisal = self._own(self.cache.token_observers[need].read(self.cache.valid)).to(entry_columns.device)
+            of_entries = surprisal[:, None].expand(-1, entry_columns.shape[1], -1).gather(-1, entry_columns)
+            return repeated(of_entries, len(layer_indices))
+        observer = self.cache.observers[need]
+        return joined([self._own(observer.read(layer_index)) for layer_index in layer_indices])
+
+    def _observed_entries(
+        self, need: Need, layer: RaggedLayer, layer_index: int, entry_columns: Tensor, row_indices: Tensor
+    ) -> Tensor | None:
+        """Return the observation of a need in a packed layer; None if it was only observed during prefill."""
+        if need.per_entry and need not in self.cache.broken:
             if need not in layer.extras:
                 return None
             extra_rows = layer.extras[need][row_indices]
             return extra_rows if extra_rows.dim() == 3 else extra_rows.transpose(2, 3).flatten(1, 2)
-        if row_indices is not None and (alone := self._observer_of_one(need)) is not None:
+        if not need.of_tokens and (alone := self._observer_of_one(need)) is not None:
             return alone.read(layer_index)
-        observer = self.cache.observers[need]
-        field_name = "obs" if self.shared is None else f"obs[{need}]"
-        return self._fixed(field_name, lambda: self._own(observer.read(layer_index)), layer_index)
+        return self._observed(need, (layer_index,), entry_columns)
 
     def _observer_of_one(self, need: Need) -> Observer | None:
-        """Return the observer of the only sequence to view; None if it cannot be separated or there are others.
+        """Return the observer of the only sequence to view; None if it cannot be separated, or there are others.
 
         On a CPU every sequence is evicted from alone, and reading what was observed of all takes time for each of them.
         """
@@ -370,13 +369,13 @@ class PrefixCache:
 
     Attributes:
         ledger: Checksums of all tensors passed to the cells.
-        scores: Scores by (layer, score).
-        made: Results of `View.once` and their computation time in seconds, by (layer, name).
+        scores: Scores by (layers, score).
+        made: Results of `View.once` and their computation time in seconds, by (layers, name).
     """
 
     ledger: Ledger
-    scores: dict[tuple[int, Score], CachedScores] = field(default_factory=dict)
-    made: dict[tuple[int, Hashable], tuple[Tensor, float]] = field(default_factory=dict)
+    scores: dict[tuple[tuple[int, ...], Score], CachedScores] = field(default_factory=dict)
+    made: dict[tuple[tuple[int, ...], Hashable], tuple[Tensor, float]] = field(default_factory=dict)
 
 
 class Changes:

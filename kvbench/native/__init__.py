@@ -322,6 +322,29 @@ def causal_attention(
     return output.transpose(1, 2), received
 
 
+def window_attention_sum(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Sum the attention of the last tokens of contexts without padding, each over itself and the tokens before it.
+
+    Args:
+        query: Queries of the last tokens, `[B, H_q, w, d]`; with fewer than `w` tokens, the first ones count nothing.
+        key: Keys of all tokens, `[B, H, n, d]`, contiguous.
+        scale: Scaling factor of the logits.
+
+    Returns:
+        What every key receives from each query head, float32 `[B, H_q, n]`.
+    """
+    batch_size, kv_heads, token_count, head_dim = key.shape
+    query = query[:, :, -token_count:]
+    segments = batch_size * kv_heads
+    columns = torch.arange(token_count, dtype=torch.int32).repeat(segments)
+    starts = torch.arange(0, segments * token_count, token_count)
+    rows = key.view(-1, head_dim), key.new_empty(segments * token_count, 0), columns  # no values: sums only
+    first_column = token_count - query.shape[2]
+    lengths = torch.full_like(starts, token_count)
+    _, sums = ragged_attention(query, *rows, starts, lengths, None, first_column, scale, POWERS[:1])
+    return sums[1].view(batch_size, kv_heads, token_count, -1).transpose(2, 3).flatten(1, 2)
+
+
 def entry_keys(value: Tensor, protect: Tensor, position: Tensor, valid: Tensor) -> Tensor | None:
     """Compute `kvbench.parts.entry_key`; None if this cannot be done here.
 

@@ -26,6 +26,9 @@ _FIXED = 32
 _INDEX_BYTES = 4
 """Bytes that a row needs for an entry which it reads where it was prefilled."""
 
+_ROW_PREFILLS = 5
+"""Most full caches that a row may need: one that it reads, one and a half times its own rows, and their growth."""
+
 _SPARE = 3
 """Whole caches held beside the batch: the prefilled context, and copies of its parts."""
 
@@ -95,6 +98,7 @@ class Batching:
         probe = weight.new_empty(1, 1, 1, model_facts.head_dim)
         self.shares = can_share(probe, probe, 1.0)
         self._limit: float | None = None
+        self._row_bytes = 0
         self._most = MOST if self.cpu or batch_size == "auto" else int(batch_size)
         self._steady = Steady(model) if self.cpu else None
         self.counts: tuple[int, ...] = (self._most,)
@@ -142,7 +146,7 @@ class Batching:
             cache_count -= self.prefills
         self._limit = None
         if own_tokens is not None and self.shares:  # `has_room` counts the prefills that are held
-            self._limit = cache_count * cache_bytes
+            self._limit, self._row_bytes = cache_count * cache_bytes, _ROW_PREFILLS * cache_bytes
             cache_count = self._limit / (own_tokens * self.token_bytes + tokens * self._segments * _INDEX_BYTES)
         row_count = max(1, min(int(cache_count / (1 + queues / 2)), self._most))
         self._choose(row_count, given_widths)
@@ -281,7 +285,9 @@ class Batching:
         if row_count >= max_rows:
             return False
         waiting_caches = list(waiting_caches)
-        if self._limit is not None and self._held(waiting_caches) > self._limit:
+        # Counting what caches hold takes longer than the rest of the queue, so it is done near the limit only.
+        most_held = sum(cache.batch for cache in waiting_caches) * self._row_bytes
+        if self._limit is not None and most_held > self._limit and self._held(waiting_caches) > self._limit:
             return False
         if self.cpu:
             return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -11,10 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench import native
 from kvbench.errors import BudgetError
 from kvbench.moments import Moment
 from kvbench.view.needs import ModelInfo, Need, Queries
-from kvbench.view.softmax import attention_weights, capped
+from kvbench.view.softmax import attention_weights, capped, is_plain
 
 
 class LayerNeeded(BaseException):
@@ -27,8 +28,8 @@ class LayerNeeded(BaseException):
 class View:
     """One layer at one moment, for the sequences of one policy.
 
-    Entries are in column order, so the last valid one is the newest. At a later eviction step, the sequences can be
-    those of several layers, one layer after the other, as long as no part reads `layer`.
+    Entries are in column order, so the last valid one is the newest. The sequences can be those of several layers, one
+    layer after the other, as long as no part reads `layer`.
 
     Attributes:
         moment: When the cache is compressed.
@@ -59,7 +60,7 @@ class View:
     def __init__(
         self,
         *,
-        layer: int | None,
+        layer: int | Sequence[int],
         moment: Moment,
         length: Tensor,
         col: Tensor,
@@ -79,9 +80,9 @@ class View:
         final: bool = True,
         coming: int = 0,
         asked: int = 0,
-        share: Callable[[Hashable, Callable[[], Tensor]], Tensor] | None = None,
+        share: Callable[[tuple[int, ...], Hashable, Callable[[], Tensor]], Tensor] | None = None,
     ) -> None:
-        self._layer = layer
+        self._layers = (layer,) if isinstance(layer, int) else (*layer,)
         self.moment: Moment = moment
         self.length = length
         self.col = col
@@ -112,9 +113,9 @@ class View:
         Raises:
             LayerNeeded: This view has several layers. kvbench catches it and shows them one by one.
         """
-        if self._layer is None:
+        if len(self._layers) > 1:
             raise LayerNeeded
-        return self._layer
+        return self._layers[0]
 
     def once(self, name: Hashable, make: Callable[[View], Tensor]) -> Tensor:
         """Compute a tensor once for all cells of a prefill; it must not be modified in place.
@@ -125,37 +126,56 @@ class View:
                 not on scores or budgets.
         """
         if self._alone is not None:
-            return _repeated(self._alone.once(name, make), len(self._budget))
-        return make(self) if self._share is None else self._share(name, partial(make, self))
+            return self._repeated(self._alone.once(name, make))
+        return make(self) if self._share is None else self._share(self._layers, name, partial(make, self))
 
     def share(self, once: Callable[[Hashable, Callable[[], Tensor]], Tensor]) -> None:
         """Set the cache for `View.once`: a function of a name and of what computes the tensor."""
-        self._share = once
+        self._share = lambda layers, name, make: once(name, make)
 
     def for_budgets(self, budget: Tensor) -> View:
-        """Return a view that repeats the only sequence of this view for every budget, int64 `[B]`.
+        """Return a view that repeats the sequences of this view, one of each layer, for every budget, int64 `[b]`.
 
-        No tensor is copied. `extras` is zero, as it is before a score sets it.
+        Tensors are repeated when they are read; those of one layer are not copied. `extras` is zero, as it is before a
+        score sets it.
         """
-        budget_view, budget_count = copy.copy(self), budget.shape[0]
+        budget_view, budget_count, layer_count = copy.copy(self), len(budget), len(self._budget)
         for field_name in _BY_SEQUENCE:
-            setattr(budget_view, field_name, _repeated(getattr(self, field_name), budget_count))
-        budget_view.obs = {need: _repeated(tensor, budget_count) for need, tensor in self.obs.items()}
+            budget_view.__dict__.pop(field_name, None)
+        budget_view.obs = {need: repeated(tensor, budget_count) for need, tensor in self.obs.items()}
         budget_view.extras = {
-            field_name: torch.zeros(budget_count, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+            field_name: tensor.new_zeros(budget_count * layer_count, *tensor.shape[1:])
             for field_name, tensor in self.extras.items()
         }
-        budget_view._budget, budget_view.read_budget, budget_view._alone = budget, False, self
+        budget_view._budget, budget_view.read_budget = budget.repeat_interleave(layer_count), False
+        budget_view._alone = self
         return budget_view
+
+    def __getattr__(self, name: str) -> Tensor:
+        """Repeat a tensor of a view for several budgets when it is read first."""
+        if name not in _BY_SEQUENCE or self._alone is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        tensor = self._repeated(getattr(self._alone, name))
+        setattr(self, name, tensor)
+        return tensor
+
+    def _repeated(self, of_alone: Tensor) -> Tensor:
+        """Repeat a tensor of `_alone` for every budget of this view."""
+        assert self._alone is not None
+        return repeated(of_alone, len(self._budget) // len(self._alone._budget))
 
     def of_layer(self, layer: int, sequences: slice) -> View:
         """Return a view of one layer, which has these sequences of this view."""
+        if self._alone is not None:
+            layer_view = self._alone.of_layer(layer, sequences).for_budgets(self._budget[sequences])
+            layer_view.extras = {name: tensor[sequences] for name, tensor in self.extras.items()}
+            return layer_view
         layer_view = copy.copy(self)
         for field_name in _BY_SEQUENCE:
             setattr(layer_view, field_name, getattr(self, field_name)[sequences])
         layer_view.obs = {need: tensor[sequences] for need, tensor in self.obs.items()}
         layer_view.extras = {name: tensor[sequences] for name, tensor in self.extras.items()}
-        layer_view._budget, layer_view._layer = self._budget[sequences], layer
+        layer_view._budget, layer_view._layers = self._budget[sequences], (layer,)
         return layer_view
 
     def tensors(self) -> list[tuple[object, Tensor]]:
@@ -208,9 +228,10 @@ class View:
         Returns:
             float32 `[B, H_q, last, n]`.
         """
-        queries = self.obs[Queries(window)].float()
-        if last is not None:
-            queries, window = queries[:, :, -last:], last
+        if self._alone is not None:
+            return self._repeated(self._alone.window_attention(window, last))
+        queries = self._last_queries(window, last).float()
+        window = queries.shape[2]
         batch_size, kv_heads, entry_count = self.shape
         queries = queries.unflatten(1, (kv_heads, self.model.group)).flatten(2, 3)
         logits = capped((queries @ self.key.float().transpose(-1, -2)) * self.scale, self.scale)
@@ -222,14 +243,39 @@ class View:
         attention = attention_weights(logits, self.scale).nan_to_num(0.0) * is_query
         return attention.flatten(1, 2)
 
+    def window_attention_sum(self, window: int, last: int | None = None) -> Tensor:
+        """Return the sum of `window_attention` over its queries, float32 `[B, H_q, n]`.
+
+        On a CPU, native code sums the attention of a whole context without writing it to memory.
+
+        Args:
+            window, last: As for `window_attention`.
+        """
+        if self._alone is not None:
+            return self._repeated(self._alone.window_attention_sum(window, last))
+        queries, entry_count = self._last_queries(window, last), self.valid.shape[-1]
+        is_whole = self.key.is_contiguous() and is_plain(self.scale) and native.can_attend(queries, self.key, self.key)
+        if is_whole and bool((self.length == entry_count).all()):
+            return native.window_attention_sum(queries, self.key, self.scale)
+        return self.window_attention(window, last).sum(2)
+
+    def _last_queries(self, window: int, last: int | None) -> Tensor:
+        """Return the observed queries, `[B, H_q, w, d]`, or the newest `last` of them."""
+        queries = self.obs[Queries(window)]
+        return queries if last is None else queries[:, :, -last:]
+
     def noise(self, stream: int = 0) -> Tensor:
         """Return uniform noise in [0, 1), float32 `[B, H, n]`; streams are independent of each other.
 
         The noise is a hash of (seed, context, layer, head, position), not the output of a generator, so it depends
         neither on the batch nor on the order in which cells run.
         """
+        if self._alone is not None:
+            return self._repeated(self._alone.noise(stream))
         head_indices = torch.arange(self.valid.shape[1], device=self.col.device)[None, :, None]
-        noise_keys = self.seed[:, None, None] + 0x9E3779B1 * (self.layer * 1024 + head_indices) + self.position
+        layers = torch.tensor(self._layers, device=self.col.device)
+        first_heads = 1024 * layers.repeat_interleave(len(self.seed) // len(layers))[:, None, None]
+        noise_keys = self.seed[:, None, None] + 0x9E3779B1 * (first_heads + head_indices) + self.position
         return (hashed(noise_keys + 0x51ED2705 * stream) >> 8).to(torch.float32) / float(1 << 24)
 
 
@@ -248,9 +294,11 @@ _BY_SEQUENCE = (
 )
 
 
-def _repeated(tensor: Tensor, repeat_count: int) -> Tensor:
-    """Repeat a tensor of one sequence, `[1, ...]`, along the batch without copying it."""
-    return tensor.expand(repeat_count, *tensor.shape[1:])
+def repeated(tensor: Tensor, repeat_count: int) -> Tensor:
+    """Repeat a tensor along the batch, without copying it if it has one sequence."""
+    if len(tensor) == 1 or repeat_count == 1:
+        return tensor.expand(len(tensor) * repeat_count, *tensor.shape[1:])
+    return tensor.repeat(repeat_count, *[1] * (tensor.dim() - 1))
 
 
 @dataclass

@@ -140,7 +140,7 @@ class ByMass(Selector):
         protected_entries = v.valid & (scores.protect > 0)
         protected_counts = protected_entries.sum(-1)
         unprotected = v.valid & ~protected_entries
-        attention = v.grouped(v.window_attention(self.window).sum(2))
+        attention = v.grouped(v.window_attention_sum(self.window))
         attention = attention / v.length.clamp(max=self.window)[:, None, None]
         if self.variant == "release":
             slipped_mask = v.valid & (v.age >= self.window) & (v.age < 2 * self.window)

@@ -88,7 +88,7 @@ class LazyLayers(Allocator):
         """Return the fraction of one layer's attention on first and recent tokens, float64 `[B]`."""
         near_mask = view.valid & ((view.position < self.sinks) | (view.age < self.recent))
         near_mask = near_mask.repeat_interleave(view.model.group, 1)
-        attention = view.window_attention(self.window).sum(2).double().masked_fill(~near_mask, 0.0)
+        attention = view.window_attention_sum(self.window).double().masked_fill(~near_mask, 0.0)
         query_counts = view.length.clamp(max=self.window) * view.model.query_heads
         return attention.sum((1, 2)) / query_counts
 

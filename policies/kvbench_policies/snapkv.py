@@ -43,7 +43,7 @@ class WindowAttention(WindowScore):
 
     def score(self, v: View) -> Scores:
         """Score the entries of one layer, float32 `[B, H, n]`; 0 in the window."""
-        attention = v.window_attention(self.window).mean(2)
+        attention = v.window_attention_sum(self.window) / self.window
         before_window = self.past(v)
         scores = v.grouped(attention, self.group).masked_fill(~before_window, 0.0)
         scores = self.pooled(scores, self.pool).masked_fill(~before_window, 0.0)

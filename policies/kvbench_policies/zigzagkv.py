@@ -68,7 +68,7 @@ class LayerUncertainty(Allocator):
 
     def _entries(self, view: View) -> Tensor:
         """Return `m` of one layer, float64 `[B]`."""
-        attention = view.window_attention(self.window).sum(2).double()
+        attention = view.window_attention_sum(self.window).double()
         cumulative = attention.sort(dim=-1, descending=True).values.cumsum(-1)
         entry_counts = (cumulative < self.mass * cumulative[..., -1:]).sum(-1) + 1
         return entry_counts.double().mean(1)

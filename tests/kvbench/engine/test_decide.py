@@ -1,9 +1,9 @@
-"""Later eviction steps show several layers to a policy at once, and decide as if it saw them one by one."""
+"""Eviction steps show several layers to a policy at once, and decide as if it saw them one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 import kvbench
+from benchmarks.family_models import FAMILIES
+from kvbench.budget import Budget
 from kvbench.engine import decide
+from kvbench.engine.driver import engine
+from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import BudgetError
 from kvbench.parts import FunctionScore, TopK, Uniform
 from kvbench.plugin import Merger, ModelInfo, Policy, Score, Scores, View, protect_nothing
@@ -34,6 +38,23 @@ SPECS = (
     "random",
     "snapkv:window=4:bits=4:group_size=4:residual=2",
     "h2o:allocate=global",
+)
+
+
+PREFILL_SPECS = (
+    *SPECS,
+    "criticalkv:window=4",
+    "criticalkv:window=4:variant=release",
+    "critical_snapkv:window=4",
+    "defensivekv:window=4",
+    "zigzagkv:window=4",
+    "simlayerkv",
+    "keydiff",
+    "knorm",
+    "sirllm",
+    "expected_attention",
+    "keydiff:select=two_stage",
+    "h2o:allocate=head_adaptive:select=two_stage",
 )
 
 
@@ -63,6 +84,29 @@ def test_layers_together_are_decided_as_alone(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+def prefilled(model: Any, policy: Policy, padding: list[int]) -> list[Any]:
+    """What a prefill keeps for several budgets."""
+    ids, mask = batch(len(padding), 33, padding)
+    with engine(model):
+        prefix = Prefix(model, policy.needs)
+        prefix.extend(ids, mask.bool())
+        budgets = [Budget.parse(budget) for budget in (5, 9, 19, 32)]
+        caches = prefix.compress([Compression(policy, budget, "context", 0) for budget in budgets])
+    return [cache.kept() for cache in caches]
+
+
+@pytest.mark.parametrize("spec", PREFILL_SPECS)
+@pytest.mark.parametrize("padding", [[0], [0, 4, 14]], ids=["alone", "padded"])
+def test_layers_of_a_prefill_are_decided_as_alone(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, spec: str, padding: list[int]
+) -> None:
+    policy = kvbench.policy(spec)
+    together = prefilled(llama, policy, padding)
+    monkeypatch.setattr(decide, "_COPIED", 0)
+    assert str(together) == str(prefilled(llama, policy, padding))
+
+
 def spied(calls: list[tuple[int, bool]], *, asks: bool) -> Policy:
     def score(v: View) -> Tensor:
         value = v.key.float().square().sum(-1)
@@ -79,6 +123,12 @@ def test_a_score_sees_all_layers_in_one_call_unless_it_asks_which_one(llama: Any
     calls.clear()
     decoded(llama, spied(calls, asks=True), [0])
     assert [size for size, _ in calls] == [1, 1, 1, *[3, 1, 1, 1] * 10]
+    calls.clear()
+    prefilled(llama, spied(calls, asks=False), [0])
+    assert [size for size, _ in calls] == [3], "all layers and budgets of a prefill that is shared"
+    calls.clear()
+    prefilled(llama, spied(calls, asks=True), [0])
+    assert [size for size, _ in calls] == [3, 1, 1, 1]
 
 
 def test_small_caches_only_are_shown_together(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +136,20 @@ def test_small_caches_only_are_shown_together(llama: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(decide, "_TOGETHER", 2 * 8 * llama.config.num_attention_heads)
     decoded(llama, spied(calls, asks=False), [0])
     assert [size for size, _ in calls[3:5]] == [2, 1]
+    calls.clear()
+    monkeypatch.setattr(decide, "_COPIED", 2 * 33 * llama.config.num_key_value_heads)
+    prefilled(llama, spied(calls, asks=False), [0])
+    assert [size for size, _ in calls] == [2, 1]
+
+
+def test_layers_with_sinks_of_their_own_are_shown_one_by_one() -> None:
+    family = next(family for family in FAMILIES if family.name == "gpt_oss")
+    model = replace(family, settings={**family.settings, "layer_types": ["full_attention"] * 3}).build()
+    layer_count = model.config.num_hidden_layers
+    calls: list[tuple[int, bool]] = []
+    decoded(model, spied(calls, asks=False), [0])
+    prefilled(model, spied(calls, asks=False), [0])
+    assert [size for size, _ in calls] == [1] * layer_count * 12, "prefill, 10 steps and another prefill"
 
 
 def test_a_wrong_layer_is_named_though_it_was_shown_with_others(llama: Any) -> None:
@@ -109,6 +173,7 @@ class Counted(Score):
 
     def score(self, v: View) -> Scores:
         v.extras["steps"] += 1
+        assert v.layer >= 0
         return Scores(v.noise() * (v.extras["steps"] % 3), protect_nothing(v))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 import kvbench
 from kvbench import native
 from kvbench.budget import Budget
+from kvbench.engine import decide
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import Batch, DecodeRow, Stop
 from kvbench.engine.driver import engine, forward
@@ -213,7 +214,10 @@ class Spoils(Score):
         return v.noise()
 
 
-def test_cells_that_wait_get_the_right_entries_back_after_a_policy_spoils_them(model: Any) -> None:
+def test_cells_that_wait_get_the_right_entries_back_after_a_policy_spoils_them(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decide, "_COPIED", 1)  # policies see the prefill's own K and V
     prefix, caches = compressed(model)
     expected = [layer.key.clone() for layer in prefix.cache.ragged if layer.key is not None]
     usual = kvbench.policy("random")

@@ -237,11 +237,16 @@ class Prompts:
 
     def definition(self) -> tuple[Tensor, Tensor]:
         """Output, and what every key receives from each query head, in float64."""
-        query = self.query.double()
-        key, value = (x.double().repeat_interleave(query.shape[1] // HEADS, 1) for x in (self.key, self.value))
-        logits = query @ key.transpose(-1, -2) * SCALE
-        weights = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+        value, weights = self._repeated(self.value), self.weights()
         return weights @ value, torch.stack([weights.sum(2), weights.square().sum(2)])
+
+    def weights(self) -> Tensor:
+        """Attention weights in float64."""
+        logits = self.query.double() @ self._repeated(self.key).transpose(-1, -2) * SCALE
+        return logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+
+    def _repeated(self, numbers: Tensor) -> Tensor:
+        return numbers.double().repeat_interleave(self.query.shape[1] // HEADS, 1)
 
 
 @pytest.mark.parametrize(
@@ -291,6 +296,28 @@ def test_prompts_that_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     for features, is_native in (("avx512_bf16", True), ("avx512_bf16 amx_bf16", False)):
         monkeypatch.setattr(native, "_cpu_features", lambda features=features: features)
         assert native.can_attend_causally(*short) is is_native
+
+
+@pytest.mark.parametrize("window", [1, 5, 32])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Prompts(3, group=1),
+        Prompts(61, 3, group=4, dim=64),
+        Prompts(130, group=3, dim=80),
+        Prompts(40, group=33, dim=24),
+    ],
+    ids=["3", "61", "130", "40"],
+)
+def test_the_last_queries_are_summed_without_values(case: Prompts, window: int) -> None:
+    query = case.query[:, :, -window:]
+    missing = torch.full(
+        (*query.shape[:2], window - query.shape[2], query.shape[3]), torch.nan
+    )  # before the first token
+    received = native.window_attention_sum(torch.cat([missing, query], 2), case.key, SCALE)
+    expected = case.weights()[:, :, -window:].sum(2)
+    assert received.dtype == torch.float32 and received.shape == expected.shape
+    assert scaled(received, expected) < 5e-6
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
