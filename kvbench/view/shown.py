@@ -127,7 +127,17 @@ class View:
         """
         if self._alone is not None:
             return self._repeated(self._alone.once(name, make))
-        return make(self) if self._share is None else self._share(self._layers, name, partial(make, self))
+        made = partial(self._made, make)
+        return made() if self._share is None else self._share(self._layers, name, made)
+
+    def _made(self, make: Callable[[View], Tensor]) -> Tensor:
+        """Compute a tensor from this view, or from those of its layers if that asks for the layer."""
+        try:
+            return make(self)
+        except LayerNeeded:
+            count = len(self._budget) // len(self._layers)
+            views = [self.of_layer(layer, slice(i * count, (i + 1) * count)) for i, layer in enumerate(self._layers)]
+            return torch.cat([make(view) for view in views])
 
     def share(self, once: Callable[[Hashable, Callable[[], Tensor]], Tensor]) -> None:
         """Set the cache for `View.once`: a function of a name and of what computes the tensor."""
@@ -295,9 +305,9 @@ _BY_SEQUENCE = (
 
 
 def repeated(tensor: Tensor, repeat_count: int) -> Tensor:
-    """Repeat a tensor along the batch, without copying it if it has one sequence."""
-    if len(tensor) == 1 or repeat_count == 1:
-        return tensor.expand(len(tensor) * repeat_count, *tensor.shape[1:])
+    """Repeat a tensor along the batch, without copying it if all sequences have the same memory."""
+    if len(tensor) == 1 or tensor.stride(0) == 0:
+        return tensor[:1].expand(len(tensor) * repeat_count, *tensor.shape[1:])
     return tensor.repeat(repeat_count, *[1] * (tensor.dim() - 1))
 
 
