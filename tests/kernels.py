@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +18,16 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = ["cuda"] if torch.cuda.is_available() and not INTERPRETED else []
 DEVICES += ["cpu"]
 torch_path = pytest.mark.skipif(INTERPRETED, reason="about the torch path, not the kernels")
+
+
+if INTERPRETED:  # a third of its time goes into what it does for nothing
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    # Without `debug` it computes whether integers overflow and does not assert it.
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    # It lists the members of the same modules before every launch.
+    interpreter.inspect = SimpleNamespace(**vars(inspect) | {"getmembers": functools.cache(inspect.getmembers)})
 
 
 def padding(batch: int, length: int) -> Tensor | None:
