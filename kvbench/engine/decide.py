@@ -291,6 +291,7 @@ class EvictionStep(ViewBuilder):
         flags = self._flagged("a score of layer {} is not finite", is_wrong, layer_indices)
         is_of_one_budget = len(view.length) == self.cache.batch * len(layer_indices)
         if self.shared is not None and not view.read_budget and is_of_one_budget:
+            self._check_changes()  # before another attempt finds these scores
             seconds = now(view.col.device) - started
             self.shared_seconds += seconds
             # A selector may write to its scores, so give it copies.

@@ -249,9 +249,12 @@ class ViewBuilder:
         Raises:
             BudgetError: The policy changed a tensor of the view in place.
         """
+        self._check_changes()
+        self._changes.forget()
+
+    def _check_changes(self) -> None:
         if changed_name := self._changes.first():
             raise BudgetError(f"{self.policy} changed {changed_name} in place; change a copy instead")
-        self._changes.forget()
 
     def channel_queries(self, layer_index: int) -> Tensor:
         """Return the queries that choose key channels in a layer, `[B, H_q, w, d]`."""

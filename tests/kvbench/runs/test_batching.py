@@ -170,7 +170,7 @@ def test_rows_that_read_a_prefill_are_planned_by_their_own_tokens(
         for key in keys * cells:
             shared = [SimpleNamespace(key=key, count=20, lengths=[10, 10])]
             layer = SimpleNamespace(heads=2, shared=shared, reserved_room=lambda: [own, own])
-            made.append(SimpleNamespace(ragged=[layer]))
+            made.append(SimpleNamespace(ragged=[layer], batch=1))
         return made
 
     assert plan.has_room(1, reading(8, 1)) and not plan.has_room(1, reading(10, 1))
@@ -203,11 +203,11 @@ def test_on_a_gpu_a_prefill_that_cells_share_counts_once(tiny_llama: Any, monkey
 
     def cells(count: int, own: int, prefill: int) -> list[Any]:
         layers = [SimpleNamespace(prefill_bytes=lambda at=at: {at: prefill // 2}) for at in (1, 2)]
-        return [SimpleNamespace(ragged=layers, allocated_bytes=lambda: own + prefill) for _ in range(count)]
+        return [SimpleNamespace(ragged=layers, batch=1, allocated_bytes=lambda: own + prefill) for _ in range(count)]
 
     assert plan.has_room(1, cells(3, 100, 100)) and not plan.has_room(1, cells(4, 100, 100)), "300 own, 100 shared"
     assert plan.has_room(1, cells(6, 10, 800)) and not plan.has_room(1, cells(7, 10, 800))
-    plan._limit = 8 * plan.token_bytes
+    plan._limit, plan._row_bytes = 8 * plan.token_bytes, plan.token_bytes
     monkeypatch.setattr(plan, "_held", lambda caches: len(caches) * plan.token_bytes)
     assert not plan.has_room(1, iter(cells(9, 1, 1))) and plan.has_room(1, iter(cells(8, 1, 1))), "rows to come"
     plan._limit, free[0] = None, 150

@@ -42,7 +42,7 @@ WRITES = {
     "position": "v.position[0, 0].data.zero_()",
     "length": "v.length.data.zero_()",
     "seed": "v.seed.data.zero_()",
-    "turns_ago": "v.turns_ago.data.add_(1)",
+    "turns_ago": "v.turns_ago.data.fill_(1)",
     "visual": "v.visual.data.fill_(True)",
     "key": "v.key.mul_(0)",
     "key by data": "v.key.data.mul_(0)",
