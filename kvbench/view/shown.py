@@ -259,7 +259,8 @@ class View:
         On a CPU, native code sums the attention of a whole context without writing it to memory.
 
         Args:
-            window, last: As for `window_attention`.
+            window: As for `window_attention`.
+            last: The same.
         """
         if self._alone is not None:
             return self._repeated(self._alone.window_attention_sum(window, last))
