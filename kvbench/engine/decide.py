@@ -156,7 +156,7 @@ class EvictionStep(ViewBuilder):
             view.extras = extras
             return [
                 ([layer_index], self._prepared(view.of_layer(layer_index, own), [layer_index]))
-                for layer_index, own in self._slices(layer_indices)
+                for layer_index, own in view.places()
             ]
 
     def _by_layer(self, layer_indices: Sequence[int], scored: Scored) -> list[Decision]:
@@ -191,21 +191,11 @@ class EvictionStep(ViewBuilder):
         view, scores = scored
         return [
             ([layer_index], Scored(view.of_layer(layer_index, own), Scores(scores.value[own], scores.protect[own])))
-            for layer_index, own in self._slices(layer_indices)
+            for layer_index, own in view.places()
         ]
 
-    def _slices(self, layer_indices: Sequence[int]) -> Iterator[tuple[int, slice]]:
-        """Yield layers and the places of their sequences in a view of all of them.
-
-        Sequences are those of one layer after another; budgets of the only sequence repeat it in all layers.
-        """
-        count = len(self.budget)
-        for position, layer_index in enumerate(layer_indices):
-            own = slice(position * count, (position + 1) * count)
-            yield layer_index, slice(position, None, len(layer_indices)) if self.spread else own
-
     def _in_rows(self, by_layer: Tensor) -> Tensor:
-        """Return values of sequences and layers, `[B, L, ...]`, in the order of the sequences of a view, `[B * L]`."""
+        """Return values of sequences and layers, `[B, L, ...]`, in the order of `View.places`, `[B * L, ...]`."""
         return (by_layer if self.spread else by_layer.transpose(0, 1)).flatten(0, 1)
 
     def _groups(self) -> Iterator[list[int]]:
@@ -213,13 +203,11 @@ class EvictionStep(ViewBuilder):
         window = max([1, *(need.window for need in self.policy.needs if isinstance(need, Queries))])
         group: list[int] = []
         size = 0
+        weights_of_entry = len(self.budget) * self.info.query_heads * window
         for layer_index, layer in enumerate(self.cache.ragged):
-            layer_size, limit = layer.entries(), _COPIED
+            limit, layer_size = _COPIED, layer.entries()
             if layer.packed:
-                layer_size, limit = (
-                    len(self.budget) * self.info.query_heads * layer.longest(self.rows) * window,
-                    _TOGETHER,
-                )
+                limit, layer_size = _TOGETHER, weights_of_entry * layer.longest(self.rows)
             if group and (not layer.is_like(self.cache.ragged[group[0]]) or size + layer_size > limit):
                 yield group
                 group, size = [], 0
@@ -318,7 +306,7 @@ class EvictionStep(ViewBuilder):
             self._flagged(message, is_wrong, layer_indices)
             key, value = self._merged(view, entry_mask, layer_indices)
         except LayerNeeded:
-            places = zip(self._singles(layer_indices, scored), self._slices(layer_indices), strict=True)
+            places = zip(self._singles(layer_indices, scored), view.places(), strict=True)
             return [decision for group, (_, own) in places for decision in self._select(*group, head_budgets[own])]
         extras = self._extras(view)
         return [
@@ -328,7 +316,7 @@ class EvictionStep(ViewBuilder):
                 None if key is None else key[own, :, :width],
                 None if value is None else value[own, :, :width],
             )
-            for layer_index, own in self._slices(layer_indices)
+            for layer_index, own in view.places()
             for layer in [self.cache.ragged[layer_index]]
             for width in [layer.longest(self.rows) if layer.packed else None]
         ]
@@ -360,7 +348,7 @@ class EvictionStep(ViewBuilder):
             for state_name in state_names
         }
         merged = self.policy.merge.merge(view, entry_mask, state)
-        for layer_index, own in self._slices(layer_indices):
+        for layer_index, own in view.places():
             self.states[layer_index] = {state_name: tensor[own] for state_name, tensor in state.items()}
         return merged
 

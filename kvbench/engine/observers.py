@@ -120,7 +120,7 @@ class QueryObserver(LayerObserver):
             return parts[0]
         query = torch.cat([part.query for part in parts], 2) if len(parts) > 1 else parts[0].query
         seen = torch.cat([part.seen for part in parts], 1) if len(parts) > 1 else parts[0].seen
-        if seen.device.type == "cpu" and bool(seen[:, -self.window :].all()) and seen.shape[1] >= self.window:
+        if seen.device.type == "cpu" and seen.shape[1] >= self.window and bool(seen[:, -self.window :].all()):
             last_query = query[:, :, -self.window :].clone(memory_format=torch.contiguous_format)
             self._held[layer] = (_Last(last_query, seen[:, -self.window :]),)
             return self._held[layer][0]

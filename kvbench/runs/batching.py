@@ -285,10 +285,11 @@ class Batching:
         if row_count >= max_rows:
             return False
         waiting_caches = list(waiting_caches)
-        # Counting what caches hold takes longer than the rest of the queue, so it is done near the limit only.
-        most_held = sum(cache.batch for cache in waiting_caches) * self._row_bytes
-        if self._limit is not None and most_held > self._limit and self._held(waiting_caches) > self._limit:
-            return False
+        if self._limit is not None:
+            # Counting what caches hold takes longer than the rest of the queue, so it is done near the limit only.
+            most_held = sum(cache.batch for cache in waiting_caches) * self._row_bytes
+            if most_held > self._limit and self._held(waiting_caches) > self._limit:
+                return False
         if self.cpu:
             return True
         # Own rows are copied into one batch, so those of waiting caches can take a third of the free memory.

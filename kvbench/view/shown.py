@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -135,9 +135,7 @@ class View:
         try:
             return make(self)
         except LayerNeeded:
-            count = len(self._budget) // len(self._layers)
-            views = [self.of_layer(layer, slice(i * count, (i + 1) * count)) for i, layer in enumerate(self._layers)]
-            return torch.cat([make(view) for view in views])
+            return torch.cat([make(self.of_layer(layer, sequences)) for layer, sequences in self.places()])
 
     def share(self, once: Callable[[Hashable, Callable[[], Tensor]], Tensor]) -> None:
         """Set the cache for `View.once`: a function of a name and of what computes the tensor."""
@@ -173,6 +171,13 @@ class View:
         """Repeat a tensor of `_alone` for every budget of this view."""
         assert self._alone is not None
         return repeated(of_alone, len(self._budget) // len(self._alone._budget))
+
+    def places(self) -> Iterator[tuple[int, slice]]:
+        """Yield every layer and its sequences: one layer after another, but of several budgets each has all layers."""
+        count = len(self._budget) // len(self._layers)
+        for position, layer in enumerate(self._layers):
+            own = slice(position * count, (position + 1) * count)
+            yield layer, own if self._alone is None else slice(position, None, len(self._layers))
 
     def of_layer(self, layer: int, sequences: slice) -> View:
         """Return a view of one layer, which has these sequences of this view."""
