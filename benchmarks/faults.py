@@ -38,10 +38,10 @@ import pandas as pd
 
 from kvbench.errors import UserError
 from kvbench.files import Journal
+from kvbench.runs.file_names import RESPONSES
 from kvbench.runs.grid import Grid
 from kvbench.runs.load import load_frames
 from kvbench.runs.runner import execute
-from kvbench.runs.store import RESPONSES
 
 GRID = {
     "policy": "snapkv:window=8,random",

@@ -134,8 +134,8 @@ def _grid(config: Path | None, recipe: str | None, flag_values: dict[str, Any]) 
 
 def _extended(flag_values: dict[str, Any]) -> Grid:
     """Return the grid of the run in a folder, extended by the given lists."""
+    from kvbench.runs.file_names import GRID
     from kvbench.runs.grid import Grid
-    from kvbench.runs.store import GRID
 
     if (run_folder := flag_values.get("out")) is None:
         raise UserError("--extend needs the run's folder; add --out DIR")

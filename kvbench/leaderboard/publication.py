@@ -27,11 +27,11 @@ from kvbench.report.frames import prepare, uncompared
 from kvbench.report.remarks import remarks
 from kvbench.report.sorted_samples import COLUMNS
 from kvbench.runs.command import command_line, portable_options
+from kvbench.runs.file_names import CELLS, GRID, METRICS, RESPONSES, SAMPLES
 from kvbench.runs.folders import short_names, summarise
-from kvbench.runs.integrity import CELLS, METRICS, SAMPLES, checked_cells, recorded_hardware, unreadable, with_record
+from kvbench.runs.integrity import checked_cells, recorded_hardware, unreadable, with_record
 from kvbench.runs.load import load_frames
 from kvbench.runs.schema import TEXTS
-from kvbench.runs.store import GRID, RESPONSES
 from kvbench.runs.yaml_loader import Loader, read_text
 from kvbench.tables.outputs import plain_text
 

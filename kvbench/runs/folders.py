@@ -16,8 +16,7 @@ import yaml
 
 from kvbench.errors import UserError
 from kvbench.runs.command import command_line
-from kvbench.runs.integrity import CELLS
-from kvbench.runs.store import GRID, LOCK, RESPONSES
+from kvbench.runs.file_names import CELLS, GRID, LOCK, RESPONSES
 from kvbench.runs.yaml_loader import Loader, read_text
 
 RESULTS = "results"

@@ -22,11 +22,9 @@ import pyarrow.parquet as pq
 
 from kvbench.errors import UserError, first_lines
 from kvbench.files import State, digest_of, sha256_of, state_of
+from kvbench.runs.file_names import CELLS, METRICS, SAMPLES
 from kvbench.runs.schema import AVERAGED, CELL_COLUMNS, SAMPLES_SCHEMA
 
-CELLS = "cells.parquet"
-SAMPLES = "samples.parquet"
-METRICS = "metrics.parquet"
 _RECORD = b"kvbench"
 _DIGESTS = {SAMPLES: "samples_sha256", METRICS: "metrics_sha256"}
 """Field of the record for the SHA-256 of each file."""

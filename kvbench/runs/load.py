@@ -18,7 +18,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from kvbench.errors import UserError, nearest, quoted
-from kvbench.runs.integrity import CELLS, METRICS, SAMPLES, checked_cells, checked_metrics, unreadable
+from kvbench.runs.file_names import CELLS, METRICS, SAMPLES
+from kvbench.runs.integrity import checked_cells, checked_metrics, unreadable
 from kvbench.runs.schema import (
     CELLS_SCHEMA,
     FIDELITY,

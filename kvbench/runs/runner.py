@@ -20,12 +20,13 @@ from kvbench.progress import reporter as terminal_reporter
 from kvbench.runs.estimate import estimate
 from kvbench.runs.executors.base import Executor, Unfinished, run_here
 from kvbench.runs.executors.ray import run_on_ray
+from kvbench.runs.file_names import GRID, RESPONSES
 from kvbench.runs.grid import Grid
 from kvbench.runs.groups import group_rows
 from kvbench.runs.integrity import recorded_hardware, recorded_names, rows_of_cells
 from kvbench.runs.planning import Job, RunPlan, Say, plan
 from kvbench.runs.results import check_requests, scored
-from kvbench.runs.store import GRID, RESPONSES, RunStore
+from kvbench.runs.store import RunStore
 from kvbench.runs.work import missing_of
 from kvbench.terminal import console
 

@@ -17,8 +17,9 @@ import yaml
 
 from kvbench.errors import UserError
 from kvbench.files import Journal, Place, cannot, replacing, unfinished
+from kvbench.runs.file_names import CELLS, GRID, LOCK, METRICS, RESPONSES, SAMPLES
 from kvbench.runs.index import Key, ResponseIndex
-from kvbench.runs.integrity import CELLS, METRICS, SAMPLES, with_record
+from kvbench.runs.integrity import with_record
 from kvbench.runs.schema import (
     CELLS_SCHEMA,
     METRICS_SCHEMA,
@@ -30,9 +31,6 @@ from kvbench.runs.schema import (
     to_table,
 )
 
-RESPONSES = "responses.jsonl"
-GRID = "grid.yaml"
-LOCK = ".lock"
 _TABLES = (CELLS, SAMPLES, METRICS)
 _ROW_GROUP = 1 << 18
 """Rows of `samples.parquet` held in memory: some 200 MB if prompts are long."""

@@ -23,11 +23,11 @@ import pandas as pd
 from kvbench.errors import UserError
 from kvbench.files import replacing
 from kvbench.progress import Reporter, duration
+from kvbench.runs.file_names import GRID, RESPONSES
 from kvbench.runs.grid import Grid
 from kvbench.runs.load import load_frames
 from kvbench.runs.runner import execute
 from kvbench.runs.schema import LOG_KL
-from kvbench.runs.store import GRID, RESPONSES
 from kvbench.tables.text import counted
 from kvbench.tuning.options import BY_BOTH, BY_KL, BY_SCORE
 from kvbench.tuning.space import Space

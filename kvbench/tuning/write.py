@@ -23,9 +23,9 @@ from kvbench.progress import Reporter, duration
 from kvbench.regression import show_policies
 from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
 from kvbench.report.figure_options import FigureOptions
+from kvbench.runs.file_names import GRID
 from kvbench.runs.grid import Grid
 from kvbench.runs.schema import LOG_KL
-from kvbench.runs.store import GRID
 from kvbench.tables.numbers import NumberFormat
 from kvbench.tables.outputs import plain_text
 from kvbench.tables.plot_style import COLUMN, GREY, lay_out_figure, marker_options, plot_style, save

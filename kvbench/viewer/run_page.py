@@ -10,8 +10,8 @@ from kvbench.regression.pairwise import policy_pairs
 from kvbench.report.frames import prepare
 from kvbench.report.page import NAME, write_page
 from kvbench.report.sorted_samples import COLUMNS
+from kvbench.runs.file_names import CELLS, SAMPLES
 from kvbench.runs.folders import stored_command
-from kvbench.runs.integrity import CELLS, SAMPLES
 from kvbench.runs.load import load_frames, responses_of
 from kvbench.tables.text import slug
 

@@ -32,10 +32,10 @@ from kvbench.analysis.summary import notes
 from kvbench.errors import UserError
 from kvbench.progress import Reporter
 from kvbench.report.figure_flags import DEFAULT_FLAGS, FigureFlags
+from kvbench.runs.file_names import GRID
 from kvbench.runs.grid import Grid
 from kvbench.runs.options import field_of, flag_of
 from kvbench.runs.runner import execute
-from kvbench.runs.store import GRID
 from kvbench.spelling import policy as kvbench_policy
 from kvbench.tables.text import counted
 

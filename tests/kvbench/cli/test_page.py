@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kvbench.cli import call
-from kvbench.runs.integrity import SAMPLES
+from kvbench.runs.file_names import SAMPLES
 from kvbench.runs.store import RunStore
 
 from ..report.conftest import make_run, save_two_metrics

@@ -16,10 +16,10 @@ import kvbench
 from kvbench.errors import UserError
 from kvbench.leaderboard import publication
 from kvbench.leaderboard.publication import MANIFEST, find_publications, load_publication, publish
+from kvbench.runs.file_names import CELLS, GRID, METRICS, RESPONSES, SAMPLES
 from kvbench.runs.folders import summarise
-from kvbench.runs.integrity import CELLS, METRICS, SAMPLES
 from kvbench.runs.schema import SAMPLES_SCHEMA
-from kvbench.runs.store import GRID, RESPONSES, RunStore
+from kvbench.runs.store import RunStore
 
 from ..report.conftest import make_run
 from .conftest import Publish, save_run

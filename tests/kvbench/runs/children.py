@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UserError
+from kvbench.runs.file_names import RESPONSES
 from kvbench.runs.grid import Grid
 from kvbench.runs.runner import execute
-from kvbench.runs.store import RESPONSES, RunStore
+from kvbench.runs.store import RunStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 MISUSE, INTERRUPTED = 2, 130

@@ -18,7 +18,8 @@ from kvbench.decoding import Thinking
 from kvbench.engine.decode import DecodeRow, Stop
 from kvbench.harness import catalogue
 from kvbench.harness.chat import chat
-from kvbench.runs.store import RESPONSES, RunStore
+from kvbench.runs.file_names import RESPONSES
+from kvbench.runs.store import RunStore
 from kvbench_tasks.synthetic.words import prose
 
 # As Qwen3's template: what it is told as `enable_thinking` closes the thinking at once, or not.

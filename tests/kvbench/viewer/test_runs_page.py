@@ -15,7 +15,8 @@ import pytest
 
 from kvbench.errors import UserError
 from kvbench.progress import Silent
-from kvbench.runs.integrity import CELLS, SAMPLES, with_record
+from kvbench.runs.file_names import CELLS, SAMPLES
+from kvbench.runs.integrity import with_record
 from kvbench.viewer.runs_page import write_runs_page
 
 from ..leaderboard.conftest import save_run
