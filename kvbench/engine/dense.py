@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,12 @@ from kvbench.view.softmax import attention_weights, cap_of, capped, is_plain, si
 
 _BLOCK = 1 << 23
 """Maximum number of float32 attention weights held at once per sequence, if weights are materialised."""
+
+_BLOCK_QUERIES = 64
+_BLOCK_WEIGHTS = 1 << 20
+"""Queries of a block of `_attend_in_blocks`, and the most attention weights that a block holds."""
+_FEW_THREADS = 2
+"""Threads up to which `_attend_in_blocks` is about as fast as SDPA: it has little to share out."""
 
 _FLASH = torch._scaled_dot_product_flash_attention_for_cpu
 """What SDPA calls on a CPU; it also returns the log-sum-exp. `torch.ops` has it too, but takes 5 us longer a call."""
@@ -54,7 +61,7 @@ def dense_attention(
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, powers: Sequence[int] = ()
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Compute attention of all tokens of prompts without padding, by native code where that is faster.
+    """Compute attention of all tokens of prompts without padding, by native code or by blocks where that is faster.
 
     Args:
         query: `[B, H_q, n, d]`.
@@ -63,12 +70,58 @@ def causal_attention(
         powers: Powers of the attention weights to sum over the queries.
 
     Returns:
-        Output `[B, H_q, n, d_v]`, and by power what every key receives, float32 `[B, H_q, n]`: by native code only,
-        which has the weights at hand.
+        Output `[B, H_q, n, d_v]`, and by power what every key receives, float32 `[B, H_q, n]`: where the weights are at
+        hand, in native code and in blocks.
     """
-    if is_plain(scale) and set(powers) <= set(native.POWERS) and native.can_attend_causally(query, key, value):
-        return native.causal_attention(query, key, value, scale, powers)
+    if is_plain(scale) and set(powers) <= set(native.POWERS):
+        if native.can_attend_causally(query, key, value):
+            return native.causal_attention(query, key, value, scale, powers)
+        if _fits_blocks(query, key, value):
+            sequences = zip(query.split(1), key.split(1), value.split(1), strict=True)
+            outputs, sums = zip(*(_attend_in_blocks(*inputs, scale, powers) for inputs in sequences), strict=True)
+            return torch.cat(outputs), {power: torch.cat([by_power[power] for by_power in sums]) for power in powers}
     return dense_attention(query, key, value, None, scale, is_causal=query.shape[2] > 1), {}
+
+
+def _fits_blocks(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether `_attend_in_blocks` is as fast as SDPA, which spreads over more threads and does not sum."""
+    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    return (
+        query.device.type == "cpu"
+        and query.dtype == key.dtype == value.dtype == torch.float32
+        and 1 < query.shape[2] == key.shape[2] <= _BLOCK_WEIGHTS // (_BLOCK_QUERIES * query.shape[1])
+        and torch.get_num_threads() <= _FEW_THREADS
+        and not learns
+    )
+
+
+def _attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, powers: Sequence[int]
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Compute `causal_attention` of one sequence in blocks of queries, whose weights stay in the processor's cache."""
+    token_count, kv_heads = query.shape[2], key.shape[1]
+    group_size = query.shape[1] // kv_heads
+    # The query heads of a token lie together, so a block is a slice.
+    scaled_query = (query[0].unflatten(0, (kv_heads, group_size)).transpose(1, 2) * scale).flatten(1, 2)
+    transposed_key, value = key[0].transpose(1, 2), value[0]
+    output = value.new_empty(kv_heads, token_count * group_size, value.shape[-1])
+    sums = {power: value.new_zeros(kv_heads, group_size, token_count) for power in powers}
+    is_later = value.new_full((_BLOCK_QUERIES, _BLOCK_QUERIES), float("-inf")).triu_(1)[:, None]
+    memory = value.new_empty(query.shape[1] * _BLOCK_QUERIES * token_count)
+    for start in range(0, token_count, _BLOCK_QUERIES):
+        stop = min(start + _BLOCK_QUERIES, token_count)
+        rows = slice(start * group_size, stop * group_size)
+        shape = kv_heads, group_size * (stop - start), stop
+        weights = memory[: math.prod(shape)].view(shape)
+        torch.bmm(scaled_query[:, rows], transposed_key[..., :stop], out=weights)
+        by_head = weights.view(kv_heads, stop - start, group_size, stop)
+        by_head[..., start:] += is_later[: stop - start, :, : stop - start]
+        torch.softmax(weights, -1, out=weights)
+        torch.bmm(weights, value[:, :stop], out=output[:, rows])
+        for power in powers:
+            sums[power][..., :stop] += (by_head if power == 1 else by_head.square()).sum(1)
+    by_query_head = output.view(kv_heads, token_count, group_size, -1).transpose(1, 2).flatten(0, 1)
+    return by_query_head[None], {power: power_sums.flatten(0, 1)[None] for power, power_sums in sums.items()}
 
 
 def has_flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
