@@ -64,7 +64,7 @@ def attend(
     by_sdpa = is_plain(scale) or (has_flash(query, layer.key, layer.value, scale) and not needs_gradient)
     if powers or not by_sdpa:
         return _attend_segments_mass(query, layer, first_column, scale, powers, valid_queries)
-    return _attend_segments(query, layer, first_column, scale), {}
+    return _attend_segments(query, layer, scale), {}
 
 
 def _attend_kernel(
@@ -94,7 +94,7 @@ def _attend_kernel(
     return output, dict(zip(powers, attention_sums, strict=True))
 
 
-def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale: float) -> Tensor:
+def _attend_segments(query: Tensor, layer: RaggedLayer, scale: float) -> Tensor:
     """Call SDPA once per segment without copying K or V, which is fastest on a CPU.
 
     The heads of a sequence share a call if they hold the same number of entries. A sequence's result does not depend on
@@ -103,14 +103,12 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale
     batch_size, query_heads, query_count, head_dim = query.shape
     kv_heads, group_size = layer.heads, query_heads // layer.heads
     sinks = sinks_of(scale)
-    key, value, columns = layer.key, layer.value, layer.col
+    key, value = layer.key, layer.value
     assert key is not None and value is not None
     value_dim = value.shape[-1]
     grouped_query = query.reshape(batch_size, kv_heads, group_size * query_count, head_dim)
-    query_columns = torch.arange(first_column, first_column + query_count, dtype=torch.int32).repeat(group_size)[
-        :, None
-    ]
-    storage_offsets = [tensor.storage_offset() for tensor in (key, value, columns)]  # a layer can be a slice of another
+    longest_mask = _mask_of_last(query, max(layer.length), group_size) if query_count > 1 else None
+    storage_offsets = [tensor.storage_offset() for tensor in (key, value)]  # a layer can be a slice of another
     output, log_totals = [], []
     for sequence_index, sequence_query in enumerate(grouped_query.split(1)):
         segments = slice(sequence_index * kv_heads, (sequence_index + 1) * kv_heads)
@@ -136,12 +134,10 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale
                 (0, capacity * value_dim, value_dim, 1),
                 storage_offsets[1] + first_row * value_dim,
             )
-            if query_count > 1:
-                entry_columns = columns.as_strided(
-                    (query_rows, 1, entry_count), (capacity, 0, 1), storage_offsets[2] + first_row
-                )
-                # A padding query precedes every entry of its row; its output is never read.
-                mask = ((entry_columns <= query_columns) | (query_columns < entry_columns[..., :1]))[None]
+            if longest_mask is not None:
+                mask = longest_mask[:, longest_mask.shape[1] - entry_count :]
+                if entry_count < query_count:  # padding would see nothing; its output is never read
+                    mask = mask.masked_fill(mask.isinf().all(1, keepdim=True), 0.0)
             inputs = head_query, segment_key, segment_value, mask
             if sinks is None:
                 output.append(F.scaled_dot_product_attention(*inputs, scale=scale))
@@ -153,6 +149,17 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, first_column: int, scale
     if sinks is None:
         return joined
     return with_sinks(joined, torch.cat(log_totals, 1).view(joined.shape[:3]), sinks[:, None])
+
+
+def _mask_of_last(query: Tensor, entry_count: int, group_size: int) -> Tensor:
+    """Return the additive mask of new queries over entries of which the last are their own, `[G * n, entries]`.
+
+    That of fewer entries is its end.
+    """
+    query_count = query.shape[2]
+    mask = query.new_zeros(query_count, max(entry_count, query_count))
+    mask[:, -query_count:] = mask.new_full((query_count, query_count), float("-inf")).triu_(1)
+    return mask.repeat(group_size, 1)
 
 
 def _attend_segments_mass(
