@@ -249,11 +249,11 @@ class View:
         window = queries.shape[2]
         batch_size, kv_heads, entry_count = self.shape
         queries = queries.unflatten(1, (kv_heads, self.model.group)).flatten(2, 3)
-        logits = capped((queries @ self.key.float().transpose(-1, -2)) * self.scale, self.scale)
+        logits = capped((queries @ self.key.float().transpose(-1, -2)).mul_(self.scale), self.scale)
         logits = logits.view(batch_size, kv_heads, self.model.group, -1, entry_count)
         distances = torch.arange(window - 1, -1, -1, device=queries.device)
-        is_visible = (self.age[:, :, None, :] >= distances[:, None]) & self.valid[:, :, None, :]
-        logits = logits.masked_fill(~is_visible[:, :, None], float("-inf"))
+        is_hidden = self.age.masked_fill(~self.valid, -1)[:, :, None, :] < distances[:, None]
+        logits = logits.masked_fill_(is_hidden[:, :, None], float("-inf"))
         is_query = (distances < self.length[:, None])[:, None, None, :, None]
         attention = attention_weights(logits, self.scale).nan_to_num(0.0) * is_query
         return attention.flatten(1, 2)
