@@ -254,12 +254,17 @@ def _widen(layer: RaggedLayer, required: Mapping[int, int]) -> None:
     if new_capacities == capacities:
         return
     row_starts = starts(new_capacities)
+    stays = [capacity == new_capacity for capacity, new_capacity in zip(capacities, new_capacities, strict=True)]
+    moved_from = stays.index(False)  # rows before it, often all that are in use, are copied at once
 
     def move_rows(tensor: Tensor) -> Tensor:
         with torch.inference_mode(False):  # later forwards write to it in any mode
             moved_tensor = tensor.new_empty(sum(new_capacities), *tensor.shape[1:])
-        for row_entries, row_start in zip(tensor.split(capacities), row_starts, strict=True):
-            moved_tensor[row_start : row_start + len(row_entries)] = row_entries
+        moved_tensor[: row_starts[moved_from]] = tensor[: row_starts[moved_from]]
+        for row_index in range(moved_from, len(capacities)):
+            if capacity := capacities[row_index]:
+                row_start, first_entry = row_starts[row_index], first_entries[row_index]
+                moved_tensor[row_start : row_start + capacity] = tensor[first_entry : first_entry + capacity]
         return moved_tensor
 
     assert layer.key is not None and layer.value is not None
