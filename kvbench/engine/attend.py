@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -95,60 +95,63 @@ def _attend_kernel(
 
 
 def _attend_segments(query: Tensor, layer: RaggedLayer, scale: float) -> Tensor:
-    """Call SDPA once per segment without copying K or V, which is fastest on a CPU.
+    """Call SDPA for segments without copying K or V, which is fastest on a CPU.
 
-    The heads of a sequence share a call if they hold the same number of entries. A sequence's result does not depend on
+    Neighbouring segments share a call if they hold the same number of entries. A sequence's result does not depend on
     the rest of the batch.
     """
     batch_size, query_heads, query_count, head_dim = query.shape
-    kv_heads, group_size = layer.heads, query_heads // layer.heads
+    query_rows = query_heads // layer.heads * query_count
     sinks = sinks_of(scale)
     key, value = layer.key, layer.value
     assert key is not None and value is not None
     value_dim = value.shape[-1]
-    grouped_query = query.reshape(batch_size, kv_heads, group_size * query_count, head_dim)
-    longest_mask = _mask_of_last(query, max(layer.length), group_size) if query_count > 1 else None
+    runs = [*_even_runs(layer.start, layer.length)]
+    queries = query.reshape(1, -1, query_rows, head_dim).split([len(run) for run in runs], 1)
+    longest_mask = _mask_of_last(query, max(layer.length), query_rows // query_count) if query_count > 1 else None
     storage_offsets = [tensor.storage_offset() for tensor in (key, value)]  # a layer can be a slice of another
     output, log_totals = [], []
-    for sequence_index, sequence_query in enumerate(grouped_query.split(1)):
-        segments = slice(sequence_index * kv_heads, (sequence_index + 1) * kv_heads)
-        first_rows, lengths, capacities = layer.start[segments], layer.length[segments], layer.room[segments]
-        if lengths.count(lengths[0]) == capacities.count(capacities[0]) == kv_heads:
-            sdpa_calls = [(sequence_query, first_rows[0], lengths[0], capacities[0])]
+    for run, run_query in zip(runs, queries, strict=True):
+        first_row, entry_count, mask = layer.start[run[0]], layer.length[run[0]], None
+        if entry_count == 0:
+            output.append(run_query.new_zeros(*run_query.shape[:3], value_dim))
+            log_totals.append(run_query.new_zeros(run_query.shape[:3], dtype=torch.float32))
+            continue
+        distance = layer.start[run[1]] - first_row if len(run) > 1 else entry_count
+        # Slicing takes several operations, which add up to half the time of a decode step.
+        run_key, run_value = (
+            tensor.as_strided(
+                (1, len(run), entry_count, dim), (0, distance * dim, dim, 1), storage_offset + first_row * dim
+            )
+            for tensor, dim, storage_offset in zip((key, value), (head_dim, value_dim), storage_offsets, strict=True)
+        )
+        if longest_mask is not None:
+            mask = longest_mask[:, longest_mask.shape[1] - entry_count :]
+            if entry_count < query_count:  # padding would see nothing; its output is never read
+                mask = mask.masked_fill(mask.isinf().all(1, keepdim=True), 0.0)
+        inputs = run_query, run_key, run_value, mask
+        if sinks is None:
+            output.append(F.scaled_dot_product_attention(*inputs, scale=scale))
         else:
-            sdpa_calls = [*zip(sequence_query.split(1, 1), first_rows, lengths, lengths, strict=True)]
-        for head_query, first_row, entry_count, capacity in sdpa_calls:
-            if entry_count == 0:
-                output.append(head_query.new_zeros(*head_query.shape[:3], value_dim))
-                log_totals.append(head_query.new_zeros(head_query.shape[:3], dtype=torch.float32))
-                continue
-            query_rows, mask = head_query.shape[1], None
-            # Slicing takes several operations, which add up to half the time of a decode step.
-            segment_key = key.as_strided(
-                (1, query_rows, entry_count, head_dim),
-                (0, capacity * head_dim, head_dim, 1),
-                storage_offsets[0] + first_row * head_dim,
-            )
-            segment_value = value.as_strided(
-                (1, query_rows, entry_count, value_dim),
-                (0, capacity * value_dim, value_dim, 1),
-                storage_offsets[1] + first_row * value_dim,
-            )
-            if longest_mask is not None:
-                mask = longest_mask[:, longest_mask.shape[1] - entry_count :]
-                if entry_count < query_count:  # padding would see nothing; its output is never read
-                    mask = mask.masked_fill(mask.isinf().all(1, keepdim=True), 0.0)
-            inputs = head_query, segment_key, segment_value, mask
-            if sinks is None:
-                output.append(F.scaled_dot_product_attention(*inputs, scale=scale))
-            else:
-                segment_output, log_total = flash_attention(*inputs, scale)
-                output.append(segment_output)
-                log_totals.append(log_total)
+            run_output, log_total = flash_attention(*inputs, scale)
+            output.append(run_output)
+            log_totals.append(log_total)
     joined = torch.cat(output, 1).view(batch_size, query_heads, query_count, value_dim)
     if sinks is None:
         return joined
     return with_sinks(joined, torch.cat(log_totals, 1).view(joined.shape[:3]), sinks[:, None])
+
+
+def _even_runs(first_rows: Sequence[int], lengths: Sequence[int]) -> Iterator[range]:
+    """Group neighbouring segments that hold the same number of entries, at equal distances in memory."""
+    first = 0
+    for segment in range(1, len(lengths) + 1):
+        if segment < len(lengths) and lengths[segment] == lengths[first]:
+            distance = first_rows[segment] - first_rows[segment - 1]
+            if distance > 0 and distance == first_rows[first + 1] - first_rows[first]:
+                continue
+        yield range(first, segment)
+        first = segment
 
 
 def _mask_of_last(query: Tensor, entry_count: int, group_size: int) -> Tensor:
