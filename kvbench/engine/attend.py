@@ -126,9 +126,7 @@ def _attend_segments(query: Tensor, layer: RaggedLayer, scale: float) -> Tensor:
             for tensor, dim, storage_offset in zip((key, value), (head_dim, value_dim), storage_offsets, strict=True)
         )
         if longest_mask is not None:
-            mask = longest_mask[:, longest_mask.shape[1] - entry_count :]
-            if entry_count < query_count:  # padding would see nothing; its output is never read
-                mask = mask.masked_fill(mask.isinf().all(1, keepdim=True), 0.0)
+            mask = longest_mask[:, longest_mask.shape[1] - entry_count :]  # padding may see nothing; it is never read
         inputs = run_query, run_key, run_value, mask
         if sinks is None:
             output.append(F.scaled_dot_product_attention(*inputs, scale=scale))
