@@ -1,7 +1,7 @@
 """Is native attention faster than torch's on this CPU? One thread: `python -m benchmarks.native_attention`.
 
 Prompts: causal attention of all tokens, by SDPA and by native code, which can sum what every key receives on the way
-(`h2o` and others need it); the observer that sums it otherwise is timed as well. Questions and decode steps: eight or
+(`h2o` and others need it); what torch does without native code is timed as well. Questions and decode steps: eight or
 64 cells that keep a part of a prefill of 1024 tokens, which native code reads in place, and torch after copying them.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from kvbench import native
 from kvbench.engine.attend import attend
-from kvbench.engine.dense import dense_attention
+from kvbench.engine.dense import causal_attention, dense_attention
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.observers import column_sums
 from kvbench.engine.segments import NewTokens
@@ -40,18 +40,28 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def prompts(dtype: torch.dtype) -> Iterator[tuple[str, list[float]]]:
-    """Yield seconds of SDPA, native code, native code with sums, and the observer."""
+    """Yield seconds of SDPA, native code, native code with sums, the sums alone, and attention and sums by torch."""
     for heads, group, dim, tokens in PROMPTS:
         query = torch.randn(1, tokens, heads * group, dim).to(dtype).transpose(1, 2)
         key, value = torch.randn(2, 1, heads, tokens, dim).to(dtype)
         positions = torch.arange(tokens)[None]
+        attend_and_sum = partial(causal_attention, query, key, value, SCALE, (1,))
+        sums_alone = partial(column_sums, query, key, positions, positions, SCALE)
         ways = (
             partial(dense_attention, query, key, value, None, SCALE, is_causal=True),
             partial(native.causal_attention, query, key, value, SCALE),
             partial(native.causal_attention, query, key, value, SCALE, (1,)),
-            partial(column_sums, query, key, positions, positions, SCALE),
+            sums_alone,
+            partial(by_torch, attend_and_sum, sums_alone),
         )
         yield f"{heads} × {group} heads of {dim}, {tokens} tokens", [seconds(way) for way in ways]
+
+
+def by_torch(attend_and_sum: Callable[[], tuple[object, object]], sums_alone: Callable[[], object]) -> None:
+    """Attend without native code, and sum what keys receive if that did not."""
+    with mock.patch.object(native, "can_attend_causally", return_value=False):
+        if not attend_and_sum()[1]:
+            sums_alone()
 
 
 def cells(dtype: torch.dtype) -> Iterator[tuple[str, list[float]]]:
@@ -77,7 +87,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with torch.inference_mode():
         for dtype in native.DTYPES:
-            print(f"\n| {dtype} | SDPA: ms | native: ms | with sums: ms | sums alone: ms |\n| --- |{' --: |' * 4}")
+            columns = ("SDPA", "native", "with sums", "sums alone", "by torch")
+            print(f"\n| {dtype} | {' | '.join(f'{column}: ms' for column in columns)} |\n| --- |{' --: |' * 5}")
             for name, times in prompts(dtype):
                 print(f"| {name} | {' | '.join(f'{1e3 * spent:.2f}' for spent in times)} |")
             print(f"\n| {dtype} | copies and torch: ms | in place: ms |\n| --- |{' --: |' * 2}")

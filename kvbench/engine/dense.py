@@ -16,8 +16,10 @@ _BLOCK = 1 << 23
 """Maximum number of float32 attention weights held at once per sequence, if weights are materialised."""
 
 _BLOCK_QUERIES = 64
-_BLOCK_WEIGHTS = 1 << 20
-"""Queries of a block of `_attend_in_blocks`, and the most attention weights that a block holds."""
+"""Queries of a block of `_attend_in_blocks`."""
+_ROWS_PER_CHANNEL = 256
+"""Rows of a block's weights, query heads times keys, per channel up to which it is about as fast as SDPA: more weights
+leave the processor's cache, and more channels are more arithmetic for each."""
 _FEW_THREADS = 2
 """Threads up to which `_attend_in_blocks` is about as fast as SDPA: it has little to share out."""
 
@@ -89,7 +91,8 @@ def _fits_blocks(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return (
         query.device.type == "cpu"
         and query.dtype == key.dtype == value.dtype == torch.float32
-        and 1 < query.shape[2] == key.shape[2] <= _BLOCK_WEIGHTS // (_BLOCK_QUERIES * query.shape[1])
+        and 1 < query.shape[2] == key.shape[2]
+        and query.shape[1] * key.shape[2] <= _ROWS_PER_CHANNEL * query.shape[3]
         and torch.get_num_threads() <= _FEW_THREADS
         and not learns
     )
