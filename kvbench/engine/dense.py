@@ -17,9 +17,9 @@ _BLOCK = 1 << 23
 
 _BLOCK_QUERIES = 64
 """Queries of a block of `_attend_in_blocks`."""
-_ROWS_PER_CHANNEL = 256
-"""Rows of a block's weights, query heads times keys, per channel up to which it is about as fast as SDPA: more weights
-leave the processor's cache, and more channels are more arithmetic for each."""
+_KEYS_PER_CHANNEL = 256
+"""Keys of all query heads, per channel, up to which `_attend_in_blocks` is about as fast as SDPA: weights of more keys
+leave the processor's cache, and with more channels there is more arithmetic for each weight."""
 _FEW_THREADS = 2
 """Threads up to which `_attend_in_blocks` is about as fast as SDPA: it has little to share out."""
 
@@ -92,7 +92,7 @@ def _fits_blocks(query: Tensor, key: Tensor, value: Tensor) -> bool:
         query.device.type == "cpu"
         and query.dtype == key.dtype == value.dtype == torch.float32
         and 1 < query.shape[2] == key.shape[2]
-        and query.shape[1] * key.shape[2] <= _ROWS_PER_CHANNEL * query.shape[3]
+        and query.shape[1] * key.shape[2] <= _KEYS_PER_CHANNEL * query.shape[3]
         and torch.get_num_threads() <= _FEW_THREADS
         and not learns
     )

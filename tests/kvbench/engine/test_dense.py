@@ -51,7 +51,7 @@ def test_blocks_agree_with_the_definition(
 def test_sdpa_attends_where_blocks_are_slower(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = inputs(1, 2, 2, 70, (16, 16))
     if reason == "length":
-        monkeypatch.setattr(dense, "_ROWS_PER_CHANNEL", 4 * 70 // 16)
+        monkeypatch.setattr(dense, "_KEYS_PER_CHANNEL", 4 * 70 // 16)
     elif reason == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     elif reason == "dtype":

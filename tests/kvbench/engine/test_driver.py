@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench import native
+from kvbench.engine import dense
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.driver import engine, forward, start_observers
 from kvbench.engine.models import model_info
@@ -52,13 +53,18 @@ def test_attention_sums_what_an_observer_of_all_queries_would(
             (need, layer): observer.read(layer) for need, observer in cache.observers.items() for layer in range(layers)
         }
 
-    found = observed()
+    by_native = observed()
     assert updated.count(8) == layers * len(stops)
     assert updated.count(None) == 2 * layers * (len(stops) - 1), "the first chunk's attention sums for two observers"
     monkeypatch.setattr(native, "can_attend_causally", lambda *tensors: False)
+    monkeypatch.setattr(dense, "_fits_blocks", lambda *tensors: True)
+    in_blocks = observed()
+    assert updated.count(None) == 2 * layers * (len(stops) - 1)
+    monkeypatch.setattr(dense, "_fits_blocks", lambda *tensors: False)
     expected = observed()
     assert updated.count(None) == 2 * layers * len(stops)
-    assert found.keys() == expected.keys() and len(found) == 3 * layers
-    for at, received in found.items():
-        assert received.shape == (2, 8, TOKENS)
-        torch.testing.assert_close(received, expected[at], rtol=1e-4, atol=1e-4)
+    for found in (by_native, in_blocks):
+        assert found.keys() == expected.keys() and len(found) == 3 * layers
+        for at, received in found.items():
+            assert received.shape == (2, 8, TOKENS)
+            torch.testing.assert_close(received, expected[at], rtol=1e-4, atol=1e-4)
