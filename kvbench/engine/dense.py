@@ -81,7 +81,8 @@ def causal_attention(
         if _fits_blocks(query, key, value):
             sequences = zip(query.split(1), key.split(1), value.split(1), strict=True)
             outputs, sums = zip(*(_attend_in_blocks(*inputs, scale, powers) for inputs in sequences), strict=True)
-            return torch.cat(outputs), {power: torch.cat([by_power[power] for by_power in sums]) for power in powers}
+            by_power = {power: torch.stack([own_sums[power] for own_sums in sums]).flatten(1, 2) for power in powers}
+            return torch.stack(outputs).flatten(1, 2), by_power
     return dense_attention(query, key, value, None, scale, is_causal=query.shape[2] > 1), {}
 
 
@@ -101,7 +102,11 @@ def _fits_blocks(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _attend_in_blocks(
     query: Tensor, key: Tensor, value: Tensor, scale: float, powers: Sequence[int]
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Compute `causal_attention` of one sequence in blocks of queries, whose weights stay in the processor's cache."""
+    """Compute `causal_attention` of one sequence in blocks of queries, whose weights stay in the processor's cache.
+
+    Returns:
+        Output `[H, G, n, d_v]`, and by power what every key receives, `[H, G, n]`.
+    """
     token_count, kv_heads = query.shape[2], key.shape[1]
     group_size = query.shape[1] // kv_heads
     # The query heads of a token lie together, so a block is a slice.
@@ -123,8 +128,7 @@ def _attend_in_blocks(
         torch.bmm(weights, value[:, :stop], out=output[:, rows])
         for power in powers:
             sums[power][..., :stop] += (by_head if power == 1 else by_head.square()).sum(1)
-    by_query_head = output.view(kv_heads, token_count, group_size, -1).transpose(1, 2).flatten(0, 1)
-    return by_query_head[None], {power: power_sums.flatten(0, 1)[None] for power, power_sums in sums.items()}
+    return output.view(kv_heads, token_count, group_size, -1).transpose(1, 2), sums
 
 
 def has_flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:

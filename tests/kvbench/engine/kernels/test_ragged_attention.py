@@ -61,7 +61,14 @@ def replace_tensors(layer: RaggedLayer, **to: Any) -> RaggedLayer:
     return out
 
 
-def case(held: list[int], group: int = 2, n: int = 1, dim: int = 16, waiting: tuple[int, ...] = ()) -> Case:
+def case(
+    held: list[int],
+    group: int = 2,
+    n: int = 1,
+    dim: int = 16,
+    waiting: tuple[int, ...] = (),
+    free: list[int] | None = None,
+) -> Case:
     """A random case; what no segment owns is NaN.
 
     Args:
@@ -70,6 +77,7 @@ def case(held: list[int], group: int = 2, n: int = 1, dim: int = 16, waiting: tu
         n: New queries; sequence `b` begins with `b % n` of padding.
         dim: Head dimension.
         waiting: Sequences that get no token.
+        free: Free rows behind every segment; None: from 5, one more for each.
     """
     torch.manual_seed(sum(held) + 7 * n + group + dim)
     size = len(held) // HEADS
@@ -78,7 +86,8 @@ def case(held: list[int], group: int = 2, n: int = 1, dim: int = 16, waiting: tu
     layer = RaggedLayer()
     layer.batch, layer.heads, layer.dim, layer.packed = size, HEADS, dim, True
     layer.length = [a + int(valid[s // HEADS].sum()) for s, a in enumerate(held)]
-    layer.room = [length + 5 + s for s, length in enumerate(layer.length)]
+    free = [*range(5, 5 + len(held))] if free is None else free
+    layer.room = [length + rows for length, rows in zip(layer.length, free, strict=True)]
     layer.start = starts(layer.room)
     rows = sum(layer.room)
     layer.key, layer.value = torch.full((2, rows, dim), torch.nan)
