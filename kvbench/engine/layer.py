@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvbench.engine.channels import reordered, restored
 from kvbench.engine.codes import Coded, Coding
-from kvbench.engine.segments import NewTokens, gathered, runs, starts
+from kvbench.engine.segments import NewTokens, gathered, marked, runs, starts
 from kvbench.engine.shared import SharedEntries, shared_entries
 from kvbench.view import Need
 from kvbench.view.softmax import cap_of, sinks_of
@@ -164,7 +164,7 @@ class RaggedLayer(CacheLayerMixin):
         self.batch, self.heads, column_count = entry_mask.shape
         flat_mask = entry_mask.reshape(-1, column_count)
         self.length = flat_mask.sum(-1).tolist()
-        kept_indices = flat_mask.reshape(-1).nonzero().squeeze(-1)
+        kept_indices = marked(flat_mask.reshape(-1))
         rooms = zip(self.room, self.length, strict=True)
         target_rows = self._layout([max(8, room - kept) for room, kept in rooms] if keeps_room else reserve)
         # The gather fills the free rows with arbitrary entries, which is faster than skipping them.

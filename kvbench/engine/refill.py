@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -239,7 +239,7 @@ def _fill_rows(
         if row_count := source_layer.col.shape[0]:
             target_rows = slice(first_entry, first_entry + row_count)
             layer.key[target_rows], layer.value[target_rows] = source_layer.key, source_layer.value
-            layer.col[target_rows] = source_layer.col + column_shift
+            torch.add(source_layer.col, column_shift, out=layer.col[target_rows])
         layer.start[segments] = [first_entry + segment_start for segment_start in starts(room)]
         layer.length[segments], layer.room[segments] = source_layer.length, room
         layer.shared[row_index] = source_layer.shared[0]
@@ -254,17 +254,20 @@ def _widen(layer: RaggedLayer, required: Mapping[int, int]) -> None:
     if new_capacities == capacities:
         return
     row_starts = starts(new_capacities)
-    stays = [capacity == new_capacity for capacity, new_capacity in zip(capacities, new_capacities, strict=True)]
-    moved_from = stays.index(False)  # rows before it, often all that are in use, are copied at once
+    # Rows without entries, such as those to fill, need not move; the others keep their capacity, so
+    # that neighbours move together.
+    lengths = [sum(layer.length[first : first + layer.heads]) for first in range(0, len(layer.length), layer.heads)]
+    used_rows = [row_index for row_index, length in enumerate(lengths) if length]
+    spans = [
+        (first_entries[rows[0]], row_starts[rows[0]], sum(capacities[row_index] for row_index in rows))
+        for rows in _neighbours(used_rows)
+    ]
 
     def move_rows(tensor: Tensor) -> Tensor:
         with torch.inference_mode(False):  # later forwards write to it in any mode
             moved_tensor = tensor.new_empty(sum(new_capacities), *tensor.shape[1:])
-        moved_tensor[: row_starts[moved_from]] = tensor[: row_starts[moved_from]]
-        for row_index in range(moved_from, len(capacities)):
-            if capacity := capacities[row_index]:
-                row_start, first_entry = row_starts[row_index], first_entries[row_index]
-                moved_tensor[row_start : row_start + capacity] = tensor[first_entry : first_entry + capacity]
+        for old_start, new_start, count in spans:
+            moved_tensor[new_start : new_start + count] = tensor[old_start : old_start + count]
         return moved_tensor
 
     assert layer.key is not None and layer.value is not None
@@ -272,6 +275,12 @@ def _widen(layer: RaggedLayer, required: Mapping[int, int]) -> None:
     for segment_index, segment_start in enumerate(layer.start):
         row_index = segment_index // layer.heads
         layer.start[segment_index] = segment_start - first_entries[row_index] + row_starts[row_index]
+
+
+def _neighbours(rows: Sequence[int]) -> list[list[int]]:
+    """Group ascending rows that follow each other."""
+    by_distance = groupby(enumerate(rows), key=lambda place: place[1] - place[0])
+    return [[row for _, row in places] for _, places in by_distance]
 
 
 def _owned(layer: RaggedLayer) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,13 @@ def gathered(tensor: Tensor, row_indices: Tensor) -> Tensor:
     with torch.inference_mode(False):  # later forwards write to them in any mode
         gathered_rows = torch.empty(len(row_indices), *tensor.shape[3:], dtype=tensor.dtype, device=tensor.device)
     return torch.index_select(tensor.detach().flatten(0, 2), 0, row_indices, out=gathered_rows)
+
+
+def marked(mask: Tensor) -> Tensor:
+    """Return the indices of what is true in a mask of one axis, int64."""
+    if mask.device.type == "cpu":  # numpy takes a fifth of the time
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().squeeze(-1)
 
 
 def starts(capacities: Sequence[int]) -> list[int]:
@@ -101,7 +109,7 @@ class NewTokens:
             added: int | Tensor = column_count
             if self.mask is not None:
                 mask = self.mask.to(device)
-                indices = mask[:, None].expand(shape).reshape(-1).nonzero().squeeze(-1)
+                indices = marked(mask[:, None].expand(shape).reshape(-1))
                 columns, added = columns[indices], mask.sum(-1)[:, None, None]
             counts = [count for count in self.counts for _ in range(heads)]
             self._segments[key] = SegmentTokens(counts, self.ranks.to(device)[:, None], added, indices, columns)
