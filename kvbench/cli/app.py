@@ -35,6 +35,7 @@ from kvbench.cli import (
 )
 from kvbench.cli.options import option, split_names
 from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json, progress, say, stopping
+from kvbench.engine import lean_transformers
 from kvbench.errors import UserError, quoted, shorten, shorten_words
 from kvbench.files import cannot
 from kvbench.plugin_facts import PluginFacts
@@ -113,6 +114,8 @@ def main() -> NoReturn:
     PluginFacts.uses_cache = True
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if "WORLD_SIZE" not in os.environ:  # of torchrun
+        lean_transformers.without_shards()
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     warnings.formatwarning = lambda message, *_: f"kvbench: warning: {message}\n"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Execute: TypeAlias = Callable[[Loader, ModuleType], None]
 """Executes a module by its own loader, and does what is to be done around it."""
@@ -43,3 +44,36 @@ def at_import(module_name: str, execute: Execute) -> None:
     """Have a later import of `module_name` call `execute`; nothing is imported now, and a second call does nothing."""
     if not any(isinstance(finder, _Finder) and finder.module_name == module_name for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(module_name, execute))
+
+
+class Deferred(ModuleType):
+    """Stands for a module of functions and context managers: each imports the module when it is called."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def function(*arguments: Any, **options: Any) -> Any:
+            return getattr(importlib.import_module(self.__name__), name)(*arguments, **options)
+
+        function.__module__, function.__name__ = self.__name__, name
+        return function
+
+
+def execute_beside(names: Iterable[str], loader: Loader, module: ModuleType) -> None:
+    """Execute `module`, which imports the modules `names` for what it calls later; they are imported when it does.
+
+    Later imports see the real modules. A thread that imports one of them meanwhile would not; transformers, whose
+    modules these are, is imported before threads start.
+    """
+    stand_ins = {name: Deferred(name) for name in names if name not in sys.modules}
+    sys.modules.update(stand_ins)
+    try:
+        try:
+            loader.exec_module(module)
+        finally:
+            for name, stand_in in stand_ins.items():
+                if sys.modules.get(name) is stand_in:
+                    del sys.modules[name]
+    except Exception:  # another version, which needs more of them than to call it
+        loader.exec_module(module)

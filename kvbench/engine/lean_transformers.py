@@ -4,14 +4,13 @@
   cache, with a digest of the state of these files.
 * Its table of losses imports those of object detection, CTC and others, and scipy with them. They are imported when one
   is called. The losses of language models are defined beside the table.
+* `torch.distributed.tensor`, which spreads a model over processes, is left out of a command that is one process.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.abc import Loader
@@ -23,23 +22,33 @@ from kvbench.engine import import_hook
 from kvbench.files import cache_dir, digest_of, state_of, stored_json
 
 _LOSSES = "transformers.loss"
-_STRUCTURE = "transformers.utils.import_utils"
+_UTILS = "transformers.utils.import_utils"
 
 Structure: TypeAlias = dict[str | frozenset[str], Any]
 """What `create_import_structure_from_path` returns: names by module by required packages, and subfolders."""
 
+_with_shards = True
+
 
 def install() -> None:
     """Make a later import of transformers cheaper; nothing is imported now."""
-    import_hook.at_import(_STRUCTURE, _execute_structure)
+    import_hook.at_import(_UTILS, _execute_utils)
     import_hook.at_import(f"{_LOSSES}.loss_utils", _execute_losses)
+
+
+def without_shards() -> None:
+    """Have a later import of transformers leave out what spreads a model over processes."""
+    global _with_shards
+    _with_shards = False
 
 
 # --- names of models ------------------------------------------------------------------------------
 
 
-def _execute_structure(loader: Loader, module: Any) -> None:
+def _execute_utils(loader: Loader, module: Any) -> None:
     loader.exec_module(module)
+    if not _with_shards:
+        module.is_torch_distributed_available = lambda: False
     read_files: Callable[[str | Path], Structure] | None = getattr(module, "create_import_structure_from_path", None)
     if read_files is None:  # another version, whose import is slower but works
         return
@@ -99,35 +108,9 @@ def _decode(content: dict[str, Any]) -> Structure:
     return exports | {folder: _decode(inner) for folder, inner in content.items() if folder}
 
 
-# --- losses ---------------------------------------------------------------------------------------
-
-
-class _Deferred(ModuleType):
-    """Stands for a module of losses: what is imported from it is a function that imports the module when called."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def loss(*arguments: Any, **options: Any) -> Any:
-            return getattr(importlib.import_module(self.__name__), name)(*arguments, **options)
-
-        return loss
+# --- what is imported late ------------------------------------------------------------------------
 
 
 def _execute_losses(loader: Loader, module: ModuleType) -> None:
-    """Execute the table of losses beside stand-ins, which later imports do not see.
-
-    A thread that imports one of these modules meanwhile would see them; transformers is imported before threads start.
-    """
     names = {f"{_LOSSES}.{file_path.stem}" for file_path in Path(str(module.__file__)).parent.glob("loss_*.py")}
-    stand_ins = {name: _Deferred(name) for name in names - {module.__name__} - sys.modules.keys()}
-    sys.modules.update(stand_ins)
-    try:
-        try:
-            loader.exec_module(module)
-        finally:
-            for name in stand_ins:
-                del sys.modules[name]
-    except Exception:  # another version, which needs more of a loss than to list it
-        loader.exec_module(module)
+    import_hook.execute_beside(names - {module.__name__}, loader, module)

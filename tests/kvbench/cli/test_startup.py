@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 RUN = ROOT / "results" / "baseline" / "reference"
 PROCESS = """
@@ -23,6 +25,16 @@ from kvbench.runs.load import load_frames
 
 print("REMARKS", *remarks(prepare(*load_frames([sys.argv[1].split()[-1]]))), sep="\\n")
 print({"torch", "transformers", "lm_eval", "matplotlib", "scipy"} & set(sys.modules), {*statuses})
+"""
+
+RUNS = """
+import atexit, sys
+from kvbench.cli.app import main
+
+names = {"torch._dynamo", "torch._dynamo.config", "torch.distributed.tensor", "matplotlib", "scipy"}
+atexit.register(lambda: print("IMPORTED", *sorted(names & set(sys.modules))))
+sys.argv = ["kvbench", *sys.argv[1:]]
+main()
 """
 
 
@@ -44,3 +56,18 @@ def test_lists_comparisons_tables_and_reports_import_no_torch_and_draw_nothing(t
     assert second.startswith(first)
     assert second_remarks == first_remarks
     assert "docs/faq.md" in first_remarks[1], "a remark on policies that read the last queries"
+
+
+@pytest.mark.parametrize("process_count", [None, 1])
+def test_a_run_imports_neither_the_compiler_nor_without_torchrun_what_spreads_models(
+    tmp_path: Path, process_count: int | None
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    if process_count is not None:
+        environment["WORLD_SIZE"] = str(process_count)
+    flags = f"run --policy streaming_llm --budget 0.5 --task niah_single_1 --samples 1 --length 128 --out {tmp_path}"
+    done = subprocess.run(
+        [sys.executable, "-c", RUNS, *flags.split()], capture_output=True, text=True, check=True, env=environment
+    )
+    imported = done.stdout.partition("IMPORTED ")[2].split()
+    assert imported == ["torch._dynamo", *(["torch.distributed.tensor"] if process_count else [])]

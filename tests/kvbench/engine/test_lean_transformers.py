@@ -110,7 +110,7 @@ def test_a_changed_file_is_read_again_and_other_folders_always(tmp_path: Path, m
     def names_and_files_read() -> tuple[object, int]:
         lean_transformers._state.cache_clear()  # as in another process
         reader = Reader(models.parent)
-        lean_transformers._execute_structure(reader, reader.module)  # type: ignore[arg-type]
+        lean_transformers._execute_utils(reader, reader.module)  # type: ignore[arg-type]
         structure = reader.module.create_import_structure_from_path(models)
         return structure["llama"][frozenset({"torch", "vision"})], reader.files_read
 
@@ -127,7 +127,7 @@ def test_a_changed_file_is_read_again_and_other_folders_always(tmp_path: Path, m
         assert names_and_files_read()[1] == 2
     (models / "llama" / "convert_llama.py").unlink()
     reader = Reader(models.parent)
-    lean_transformers._execute_structure(reader, reader.module)  # type: ignore[arg-type]
+    lean_transformers._execute_utils(reader, reader.module)  # type: ignore[arg-type]
     for _ in range(2):
         reader.module.create_import_structure_from_path(models / "llama")
     assert reader.files_read == 4
@@ -152,7 +152,7 @@ def test_another_version_is_imported_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "utils").mkdir()
     (tmp_path / "utils" / "loss_mine.py").touch()
     other = OtherVersion(tmp_path)
-    lean_transformers._execute_structure(other, other.module)  # type: ignore[arg-type]
+    lean_transformers._execute_utils(other, other.module)  # type: ignore[arg-type]
     assert not hasattr(other.module, "create_import_structure_from_path")
     lean_transformers._execute_losses(other, other.module)  # type: ignore[arg-type]
     assert other.sees_stand_ins == [False, True, False]
