@@ -1,4 +1,4 @@
-"""Executes `torch._dynamo`, torch's compiler, when something of it is used: other processes save a second of CPU.
+"""Executes `torch._dynamo`, torch's compiler, when something of it is used: other processes save half a second of CPU.
 
 transformers, torchvision and torch itself import it to mark functions, to be compiled as a whole or not at all. Marks
 can wait for `torch.compile`, or whatever else uses more of it: before that, nothing is compiled.
@@ -108,7 +108,7 @@ class _Finder(MetaPathFinder, Loader):
                 for part in _USERS.values():
                     if isinstance(sys.modules.get(part), import_hook.Deferred):
                         del sys.modules[part]
-                del sys.modules[_NAME]
+                sys.modules.pop(_NAME, None)
         return importlib.import_module(_NAME)
 
     def _look_up(self, name: str) -> Any:
@@ -121,8 +121,12 @@ class _Finder(MetaPathFinder, Loader):
     # --- marks ------------------------------------------------------------------------------------
 
     def _apply_marks(self) -> None:
-        while self._marks:
-            self._marks.popleft()()
+        while True:
+            try:
+                mark = self._marks.popleft()
+            except IndexError:  # another thread may take the last one
+                return
+            mark()
 
     def _later(self, mark: Callable[[], object]) -> None:
         self._marks.append(mark)

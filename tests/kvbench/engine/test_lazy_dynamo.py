@@ -91,10 +91,8 @@ print(executed, file=sys.stderr)
 
 USES = {
     "import torch._dynamo.config": "",
-    "from torch._dynamo import utils": "",
     "torch._dynamo.mark_static_address(torch.ones(1))": "",
     "import torch._dynamo.no_such_module": "No module named 'torch._dynamo.no_such_module'",
-    "torch._dynamo.no_such_name": "module 'torch._dynamo' has no attribute 'no_such_name'",
     """
 import threading
 def use(): import torch._dynamo.config
