@@ -63,8 +63,8 @@ class Deferred(ModuleType):
 def execute_beside(names: Iterable[str], loader: Loader, module: ModuleType) -> None:
     """Execute `module`, which imports the modules `names` for what it calls later; they are imported when it does.
 
-    Later imports see the real modules. A thread that imports one of them meanwhile would not; transformers, whose
-    modules these are, is imported before threads start.
+    Later imports see the real modules. A thread that imports one of them meanwhile would not; transformers and
+    torchvision, which are executed so, are imported before threads start.
     """
     stand_ins = {name: Deferred(name) for name in names if name not in sys.modules}
     sys.modules.update(stand_ins)
