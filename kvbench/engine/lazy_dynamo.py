@@ -46,7 +46,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def __init__(self) -> None:
         self._loader: Loader | None = None
-        self._module: ModuleType | None = None
+        self._module = ModuleType(_NAME)
         self._marks: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()
         self._is_started = self._is_executed = False
@@ -65,7 +65,7 @@ class _Finder(MetaPathFinder, Loader):
             if spec is not None and spec.loader is not None:
                 self._loader, spec.loader = spec.loader, self
             return spec
-        if name.startswith(f"{_NAME}.") and self._module is not None and not self._is_started:
+        if name.startswith(f"{_NAME}.") and not self._is_started:  # its package was found before
             self._execute()
             # Python would execute it again if it were there: `_Imported` puts it back.
             imported = sys.modules.pop(name, None)
@@ -73,8 +73,6 @@ class _Finder(MetaPathFinder, Loader):
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        if self._module is None:
-            self._module = ModuleType(spec.name)
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -152,7 +150,7 @@ class _Finder(MetaPathFinder, Loader):
 
         def mark() -> None:
             nonlocal wrapped
-            wrapped = self._module.disable(fn, recursive, **options)  # type: ignore[union-attr]
+            wrapped = self._module.disable(fn, recursive, **options)
             vars(call).update(vars(wrapped), _torchdynamo_wrapper_id=id(call))
 
         self._later(mark)

@@ -108,7 +108,7 @@ def _decode(content: dict[str, Any]) -> Structure:
     return exports | {folder: _decode(inner) for folder, inner in content.items() if folder}
 
 
-# --- what is imported late ------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------
 
 
 def _execute_losses(loader: Loader, module: ModuleType) -> None:
