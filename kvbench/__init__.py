@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvbench import moved
-from kvbench.engine import lazy_dynamo, lean_transformers, torchvision_build
+from kvbench.engine import lazy_dynamo, lazy_sympy, lean_transformers, torchvision_build
 
 if TYPE_CHECKING:
     from kvbench.budget import Budget
@@ -22,8 +22,9 @@ __version__ = "0.1.0"
 
 __all__ = ["Budget", "__version__", "attach", "kept", "load", "policy", "run"]
 
-# Before anything imports transformers.
+# Before anything imports torch or transformers.
 lazy_dynamo.install()
+lazy_sympy.install()
 lean_transformers.install()
 torchvision_build.install()
 moved.install()

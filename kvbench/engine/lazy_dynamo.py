@@ -9,15 +9,14 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Callable
+from importlib.abc import Loader
 from types import FunctionType, ModuleType
 from typing import Any
 
 from kvbench.engine import import_hook
+from kvbench.engine.lazy_module import LazyModule
 
 _NAME = "torch._dynamo"
 
@@ -30,61 +29,33 @@ _USERS = {
 
 def install() -> None:
     """Have a later import of `torch._dynamo` execute nothing until it is used."""
-    if _NAME in sys.modules or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if _NAME in sys.modules:
         return
-    finder = _Finder()
-    sys.meta_path.insert(0, finder)
+    compiler = _Compiler()
+    compiler.install()
     for user, part in _USERS.items():
-        import_hook.at_import(user, functools.partial(finder.execute_user, part))
+        import_hook.at_import(user, functools.partial(compiler.execute_user, part))
 
 
-class _Finder(MetaPathFinder, Loader):
-    """Gives the module with only what marks functions, and executes that same module when more is used.
-
-    It is executed by an import of Python's, whose locks make other threads wait.
-    """
+class _Compiler(LazyModule):
+    """Gives what marks functions, and applies the marks when the compiler is executed."""
 
     def __init__(self) -> None:
-        self._loader: Loader | None = None
-        self._module = ModuleType(_NAME)
         self._marks: deque[Callable[[], object]] = deque()
-        self._lock = threading.Lock()
-        self._is_started = self._is_executed = False
-        self._names: dict[str, Callable[..., Any]] = {
-            "__getattr__": self._look_up,
+        self._is_executed = False
+        functions = {
             "allow_in_graph": functools.partial(self._mark, "allow_in_graph"),
             "assume_constant_result": functools.partial(self._mark, "assume_constant_result"),
             "disable": self._disable,
         }
+        super().__init__(_NAME, functions)
 
-    # --- import -----------------------------------------------------------------------------------
+    def before(self) -> None:
+        for part in _USERS.values():
+            if isinstance(sys.modules.get(part), import_hook.Deferred):
+                del sys.modules[part]
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name == _NAME:
-            spec = PathFinder.find_spec(name, path, target)
-            if spec is not None and spec.loader is not None:
-                self._loader, spec.loader = spec.loader, self
-            return spec
-        if name.startswith(f"{_NAME}.") and not self._is_started:  # its package was found before
-            self._execute()
-            # Python would execute it again if it were there: `_Imported` puts it back.
-            imported = sys.modules.pop(name, None)
-            return None if imported is None else ModuleSpec(name, _Imported(imported))
-        return None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return self._module
-
-    def exec_module(self, module: ModuleType) -> None:
-        if not self._is_started:
-            vars(module).update(self._names)
-            return
-        assert self._loader is not None
-        for name in self._names.keys() - {"__getattr__"}:
-            vars(module).pop(name, None)
-        self._loader.exec_module(module)
-        if vars(module).get("__getattr__") == self._look_up:
-            del vars(module)["__getattr__"]
+    def after(self) -> None:
         self._is_executed = True
         self._apply_marks()
 
@@ -98,23 +69,6 @@ class _Finder(MetaPathFinder, Loader):
                     setattr(module, name, getattr(importlib.import_module(part), value.__name__))
 
         self._later(replace)
-
-    def _execute(self) -> ModuleType:
-        with self._lock:
-            if not self._is_started:
-                self._is_started = True
-                for part in _USERS.values():
-                    if isinstance(sys.modules.get(part), import_hook.Deferred):
-                        del sys.modules[part]
-                sys.modules.pop(_NAME, None)
-        return importlib.import_module(_NAME)
-
-    def _look_up(self, name: str) -> Any:
-        if not name.startswith("__"):
-            names = vars(self._execute())
-            if name in names:
-                return names[name]
-        raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
 
     # --- marks ------------------------------------------------------------------------------------
 
@@ -133,7 +87,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def _mark(self, name: str, function: Any) -> Any:
         """Return `function`, as torch does, which marks the function itself."""
-        self._later(lambda: getattr(self._module, name)(function))
+        self._later(lambda: getattr(self.module, name)(function))
         return function
 
     def _disable(self, fn: Any = None, recursive: bool = True, **options: Any) -> Any:
@@ -141,7 +95,7 @@ class _Finder(MetaPathFinder, Loader):
         if fn is None:
             return functools.partial(self._disable, recursive=recursive, **options)
         if not isinstance(fn, FunctionType):  # such as a class, whose methods torch would replace
-            return self._execute().disable(fn, recursive, **options)
+            return self.execute().disable(fn, recursive, **options)
         wrapped = fn
 
         @functools.wraps(fn)
@@ -150,22 +104,8 @@ class _Finder(MetaPathFinder, Loader):
 
         def mark() -> None:
             nonlocal wrapped
-            wrapped = self._module.disable(fn, recursive, **options)
+            wrapped = self.module.disable(fn, recursive, **options)
             vars(call).update(vars(wrapped), _torchdynamo_wrapper_id=id(call))
 
         self._later(mark)
         return call
-
-
-class _Imported(Loader):
-    """Gives a module that the import of its package has imported."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
-        self._spec = module.__spec__
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return self._module
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__spec__"] = self._spec  # modules of settings refuse assignments
