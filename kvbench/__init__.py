@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench import moved
 from kvbench.engine import lazy_dynamo, lazy_sympy, lean_transformers, torchvision_build
+from kvbench.engine.lazy_module import LazyModule
 
 if TYPE_CHECKING:
     from kvbench.budget import Budget
@@ -25,6 +26,7 @@ __all__ = ["Budget", "__version__", "attach", "kept", "load", "policy", "run"]
 # Before anything imports torch or transformers.
 lazy_dynamo.install()
 lazy_sympy.install()
+LazyModule("requests", {}).install()  # lm-eval imports it, for downloads only
 lean_transformers.install()
 torchvision_build.install()
 moved.install()
