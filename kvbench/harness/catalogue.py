@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import cast
 
 from kvbench import registry
 from kvbench.benchmark import Benchmark
@@ -27,6 +29,15 @@ def benchmarks() -> tuple[dict[str, Benchmark], list[str]]:
         except UserError as error:
             failures.append(str(error))
     return loaded, failures
+
+
+def benchmark(name: str) -> Benchmark | None:
+    """Return an installed benchmark; None if there is none of this name, or it does not load."""
+    if name not in registry.names(registry.TASKS):
+        return None
+    with suppress(UserError):
+        return cast(Benchmark, registry.get(registry.TASKS, name))
+    return None
 
 
 def resolve_task(spec: str, include_path: Sequence[str] = ()) -> list[tuple[str, Benchmark]]:

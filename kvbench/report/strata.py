@@ -142,7 +142,7 @@ def subset_means(panel: Panel, samples: Samples | None) -> dict[str, pd.DataFram
 
     Empty if fewer than two subsets have means.
     """
-    benchmark = catalogue.benchmarks()[0].get(panel.group)
+    benchmark = catalogue.benchmark(panel.group)
     mean_frames = {}
     for subset_name, subset_tasks in (benchmark.subsets if benchmark else {}).items():
         subset_cells = panel.cells[panel.cells["task"].isin(subset_tasks)]

@@ -106,8 +106,10 @@ def pivot(measures: Measures, axes: Axes, labels: Mapping[str, str] | None = Non
     if measures.fidelity and axes.value in (Value.RELATIVE, Value.LOSS):
         metrics = ", ".join(dict.fromkeys(measures.fidelity.values()))
         raise UserError(f"--value {axes.value}: {metrics} compares with the full cache already; use --value score")
-    cells, shown_labels = _with_domains(measures.cells), measures.policy_labels(labels or {})
+    cells, shown_labels = measures.cells, measures.policy_labels(labels or {})
     axis_dimensions = (*axes.rows, *axes.columns)
+    if "domain" in axis_dimensions:  # which imports all benchmarks
+        cells = _with_domains(cells)
     compressed_cells = cells[cells["policy"] != "full"]
     compressed_cells = compressed_cells if len(compressed_cells) else cells
     fixed_values = {
@@ -123,7 +125,8 @@ def pivot(measures: Measures, axes: Axes, labels: Mapping[str, str] | None = Non
             raise UserError("--mean needs a task whose score is a mean over samples; choose a metric with --metric")
         has_loss = not any(measures.is_fidelity(source) for source, _ in all_tasks)
         column_heads += [(f"mean of {len(all_tasks)}", "")] + [("loss", "")] * has_loss
-    task_pairs = cells[[*_TASKS, "is_mean"]].drop_duplicates()  # in the order of the cells
+    # In the order of the cells.
+    task_pairs = cells[["is_mean", *(dimension for dimension in _TASKS if dimension in cells)]].drop_duplicates()
 
     @functools.cache
     def weights_of(task_items: tuple[tuple[str, Any], ...]) -> Weights:
