@@ -72,7 +72,8 @@ class LazyModule(MetaPathFinder, Loader):
         if not self._is_started:
             vars(module).update(self.names)
             return
-        assert self._loader is not None
+        assert self._loader is not None and module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
         for name in self.names.keys() - {"__getattr__"}:
             vars(module).pop(name, None)
         self._loader.exec_module(module)

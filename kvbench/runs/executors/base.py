@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -75,12 +76,27 @@ def answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> 
     """
     while True:
         try:
-            return _answer(worker, prompts, cells)
+            with _new_garbage_only():
+                return _answer(worker, prompts, cells)
         except Exception as error:
             if not out_of_memory(error) or not worker.batching.halve():
                 raise
         row_count = worker.batching.rows
         worker.reporter.message(f"out of memory: now decoding {row_count} responses at once")
+
+
+@contextmanager
+def _new_garbage_only() -> Iterator[None]:
+    """Have Python look for garbage only among new objects: a pass over the modules and the model takes 0.2 s."""
+    if gc.get_freeze_count():  # whoever did this ends it
+        yield
+        return
+    gc.freeze()
+    gc.collect(0)  # of none now; the command line, which puts this off during imports, waits for the first one
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> None:
