@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import gc
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import kvbench
 
@@ -27,3 +31,22 @@ def test_run_shows_its_progress_and_reports_what_is_left_out(tmp_path: Path, cap
     captured = capsys.readouterr()
     assert captured.err == captured.out == ""
     assert list(done.left_out) == ["aime24"]
+
+
+@pytest.mark.parametrize("is_collecting", [True, False])
+def test_public_names_are_imported_without_collecting_garbage(
+    monkeypatch: pytest.MonkeyPatch, is_collecting: bool
+) -> None:
+    def fail(module_name: str) -> Any:
+        assert not gc.isenabled()
+        raise ImportError(f"no {module_name}")
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    was_collecting = gc.isenabled()
+    try:
+        (gc.enable if is_collecting else gc.disable)()
+        with pytest.raises(ImportError, match="no kvbench.runs.runner"):
+            _ = kvbench.run
+        assert gc.isenabled() == is_collecting
+    finally:
+        (gc.enable if was_collecting else gc.disable)()
