@@ -10,8 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvbench import moved
-from kvbench.engine import lazy_dynamo, lazy_sympy, lean_transformers, torchvision_build
-from kvbench.engine.lazy_module import LazyModule
+from kvbench.engine import lazy_dynamo, lean_transformers, torchvision_build
 
 if TYPE_CHECKING:
     from kvbench.budget import Budget
@@ -24,10 +23,8 @@ __version__ = "0.1.0"
 
 __all__ = ["Budget", "__version__", "attach", "kept", "load", "policy", "run"]
 
-# Before anything imports torch or transformers.
+# Before anything imports transformers.
 lazy_dynamo.install()
-lazy_sympy.install()
-LazyModule("requests", {}).install()  # lm-eval imports it, for downloads only
 lean_transformers.install()
 torchvision_build.install()
 moved.install()

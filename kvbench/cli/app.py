@@ -35,7 +35,8 @@ from kvbench.cli import (
 )
 from kvbench.cli.options import option, split_names
 from kvbench.cli.screen import CLOSED, FAILED, INTERRUPTED, OK, complain, console, print_json, progress, say, stopping
-from kvbench.engine import lean_transformers
+from kvbench.engine import lazy_sympy, lean_transformers
+from kvbench.engine.lazy_module import LazyModule
 from kvbench.errors import UserError, quoted, shorten, shorten_words
 from kvbench.files import cannot
 from kvbench.plugin_facts import PluginFacts
@@ -116,6 +117,8 @@ def main() -> NoReturn:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "WORLD_SIZE" not in os.environ:  # of torchrun
         lean_transformers.without_shards()
+    lazy_sympy.install()
+    LazyModule("requests", {}).install()  # lm-eval imports it, for downloads only
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     warnings.formatwarning = lambda message, *_: f"kvbench: warning: {message}\n"

@@ -38,7 +38,10 @@ print(program.module()(torch.ones(10, 2)).tolist(), "sympy.core" in sys.modules)
 """: "[100.0, 100.0] True",
 }
 USED = """
-import sys, kvbench, torch
+import sys
+from kvbench.engine import lazy_sympy
+lazy_sympy.install()
+import torch
 
 class Total(torch.nn.Module):
     def forward(self, x):
