@@ -118,7 +118,7 @@ def main() -> NoReturn:
     if "WORLD_SIZE" not in os.environ:  # of torchrun
         lean_transformers.without_shards()
     lazy_sympy.install()
-    LazyModule("requests", {}).install()  # lm-eval imports it, for downloads only
+    LazyModule("requests").install()  # lm-eval imports it, for downloads only
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     warnings.formatwarning = lambda message, *_: f"kvbench: warning: {message}\n"

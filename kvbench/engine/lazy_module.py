@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 import threading
@@ -18,13 +19,13 @@ class LazyModule(MetaPathFinder, Loader):
     It is executed by an import of Python's, whose locks make other threads wait. Its own values then replace `names`.
     """
 
-    def __init__(self, module_name: str, names: Mapping[str, Any]) -> None:
+    def __init__(self, module_name: str, names: Mapping[str, Any] | None = None) -> None:
         self.module_name = module_name
         self.module = ModuleType(module_name)
-        self.names = {**names, "__getattr__": self._look_up}
-        self._loader: Loader | None = None
+        self.names = {**(names or {}), "__getattr__": self.look_up}
+        self.is_started = False
+        self._loader: Any = None
         self._lock = threading.Lock()
-        self._is_started = False
 
     def install(self) -> None:
         """Have a later import find it; nothing is imported now, and a second call for a module does nothing."""
@@ -38,8 +39,8 @@ class LazyModule(MetaPathFinder, Loader):
     def execute(self) -> ModuleType:
         """Return the executed module."""
         with self._lock:
-            if not self._is_started:
-                self._is_started = True
+            if not self.is_started:
+                self.is_started = True
                 self.before()
                 sys.modules.pop(self.module_name, None)
         return importlib.import_module(self.module_name)
@@ -50,6 +51,15 @@ class LazyModule(MetaPathFinder, Loader):
     def after(self) -> None:
         """Do what has to be done once, after the module was executed."""
 
+    def look_up(self, name: str) -> Any:
+        """Return what the module has under a name that is not there yet."""
+        # Python asks any module for names such as __wrapped__; only these two are a module's own.
+        if not name.startswith("__") or name in ("__all__", "__version__"):
+            names = vars(self.execute())
+            if name in names:
+                return names[name]
+        raise AttributeError(f"module {self.module_name!r} has no attribute {name!r}")
+
     # --- import -----------------------------------------------------------------------------------
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -58,47 +68,67 @@ class LazyModule(MetaPathFinder, Loader):
             if spec is not None and spec.loader is not None:
                 self._loader, spec.loader = spec.loader, self
             return spec
-        if name.startswith(f"{self.module_name}.") and not self._is_started:  # its package was found before
+        package_name, _, child_name = name.rpartition(".")
+        if package_name == self.module_name and not self.is_started:  # Python had found its package before
             self.execute()
-            # Python would execute it again if it were there: `_Imported` puts it back.
-            imported = sys.modules.pop(name, None)
-            return None if imported is None else ModuleSpec(name, _Imported(imported))
+            imported = sys.modules.get(name)
+            if imported is not None:  # Python would execute it again, by the loader of its own spec
+                spec = copy.copy(imported.__spec__)
+                assert spec is not None
+                spec.loader = _Imported(imported, self.module, child_name)
+                vars(imported)["__spec__"] = spec  # modules of settings refuse assignments
+                return spec
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self.module
 
     def exec_module(self, module: ModuleType) -> None:
-        if not self._is_started:
+        if not self.is_started:
             vars(module).update(self.names)
             return
-        assert self._loader is not None and module.__spec__ is not None
+        assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         for name in self.names.keys() - {"__getattr__"}:
             vars(module).pop(name, None)
         self._loader.exec_module(module)
-        if vars(module).get("__getattr__") == self._look_up:
+        if vars(module).get("__getattr__") == self.look_up:
             del vars(module)["__getattr__"]
         self.after()
 
-    def _look_up(self, name: str) -> Any:
-        # Python asks any module for names such as __wrapped__; only these two are a module's own.
-        if not name.startswith("__") or name in ("__all__", "__version__"):
-            names = vars(self.execute())
-            if name in names:
-                return names[name]
-        raise AttributeError(f"module {self.module_name!r} has no attribute {name!r}")
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the module's own loader has, such as what reads its source and other files."""
+        return _of_loader(vars(self).get("_loader"), name)
 
 
 class _Imported(Loader):
-    """Gives a module that the import of its package has imported."""
+    """Gives a module that the import of its package has imported, and leaves both as they are."""
 
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
+    def __init__(self, module: ModuleType, package: ModuleType, child_name: str) -> None:
+        self._module, self._package, self._child_name = module, package, child_name
         self._spec = module.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__spec__"] = self._spec  # modules of settings refuse assignments
+        vars(module)["__spec__"] = self._spec
+        if vars(self._package).get(self._child_name) is not module:  # such as a function of the same name
+            self._package.__class__ = _Complete
+
+    def __getattr__(self, name: str) -> Any:
+        spec = vars(self).get("_spec")
+        return _of_loader(spec and spec.loader, name)
+
+
+class _Complete(ModuleType):
+    """Ignores the attribute that Python sets after it has imported a module of a package."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, "__class__", ModuleType)
+
+
+def _of_loader(loader: Any, name: str) -> Any:
+    if loader is None or name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(loader, name)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvbench.engine.lazy_module import LazyModule
@@ -43,14 +44,29 @@ class _Basic:
     """Stands for the class of all expressions. Before `sympy` is executed, there are none."""
 
 
-class _UnknownSizes(LazyModule):
+class _ForTorch(LazyModule):
+    """Gives names only where torch works out sizes, and keeps none of them: others get what the module itself has."""
+
+    def __init__(self, module_name: str, given: Mapping[str, Any]) -> None:
+        super().__init__(module_name)
+        self.given = given
+
+    def look_up(self, name: str) -> Any:
+        if name in self.given and not self.is_started:
+            reader = str(sys._getframe(1).f_globals.get("__name__"))
+            if reader == "torch" or reader.startswith(("torch._prims", "torch._refs")):
+                return self.given[name]
+        return super().look_up(name)
+
+
+class _UnknownSizes(_ForTorch):
     def __init__(self) -> None:
         names = (*_OF_CONDITIONS, *_OF_SIZES, "guard_size_oblivious")  # the last is imported beside others
         functions = {name: functools.partial(self._call, name) for name in names}
         super().__init__("torch.fx.experimental.symbolic_shapes", functions)
 
     def _call(self, name: str, *values: Any, **options: Any) -> Any:
-        if not options:
+        if values and not options:
             if name in _OF_CONDITIONS and all(type(value) is bool for value in values):
                 return _OF_CONDITIONS[name](*values)
             if name in _OF_SIZES and all(map(_is_known_size, values)):
@@ -60,5 +76,5 @@ class _UnknownSizes(LazyModule):
 
 def install() -> None:
     """Have a later import of these modules execute nothing until they are used."""
-    LazyModule("sympy", {"Basic": _Basic}).install()
+    _ForTorch("sympy", {"Basic": _Basic}).install()
     _UnknownSizes().install()

@@ -23,6 +23,9 @@ from kvbench.runs.store import RunStore
 from kvbench.runs.work import Missing, total_work
 from kvbench.runs.worker import ResponseSink, Worker, loaded_model, model_of
 
+_FROZEN_BY_PYTHON = gc.get_freeze_count()
+"""Objects that some versions of Python leave alone from the start."""
+
 
 class Unfinished(NamedTuple):
     """A model and the jobs that lack responses."""
@@ -74,21 +77,21 @@ def answer(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[Cell]) -> 
 
     If memory runs out, missing responses are generated again in batches of half the size.
     """
-    while True:
-        try:
-            with _new_garbage_only():
+    with _new_garbage_only():
+        while True:
+            try:
                 return _answer(worker, prompts, cells)
-        except Exception as error:
-            if not out_of_memory(error) or not worker.batching.halve():
-                raise
-        row_count = worker.batching.rows
-        worker.reporter.message(f"out of memory: now decoding {row_count} responses at once")
+            except Exception as error:
+                if not out_of_memory(error) or not worker.batching.halve():
+                    raise
+            row_count = worker.batching.rows
+            worker.reporter.message(f"out of memory: now decoding {row_count} responses at once")
 
 
 @contextmanager
 def _new_garbage_only() -> Iterator[None]:
     """Have Python look for garbage only among new objects: a pass over the modules and the model takes 0.2 s."""
-    if gc.get_freeze_count():  # whoever did this ends it
+    if gc.get_freeze_count() > _FROZEN_BY_PYTHON:  # whoever did this ends it
         yield
         return
     gc.freeze()
@@ -96,6 +99,7 @@ def _new_garbage_only() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()  # otherwise that of many small tasks would add up
         gc.unfreeze()
 
 

@@ -22,6 +22,21 @@ USES = {
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 guard_or_true(1)
 """: "Expected bool, got <class 'int'>",
+    "from sympy import Basic; import sympy; print(isinstance(sympy.Symbol('x'), Basic))": "True",
+    """
+from sympy.series import limit
+import sympy
+print(sympy.series(sympy.exp(sympy.Symbol("x")), n=2))
+""": "1 + x + O(x**2)",
+    """
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+torch._dynamo.config.capture_dynamic_output_shape_ops = True
+
+def total(x):
+    return x.new_zeros(1) if guard_or_false(x.nonzero().shape[0] == 0) else x.sum()[None]
+
+print(torch.compile(total, fullgraph=True, backend="eager")(torch.tensor([1.0, 0.0, 2.0])).tolist())
+""": "[3.0]",
     """
 from torch._prims_common import elementwise_dtypes, ELEMENTWISE_TYPE_PROMOTION_KIND as kinds
 import sympy
@@ -82,6 +97,6 @@ def test_conditions_and_sizes_that_are_known_give_what_torch_gives() -> None:
     module = lazy_sympy._UnknownSizes()
     for name, cases in arguments.items():
         real = getattr(symbolic_shapes, name)
-        given, expected = ([call(*values) for values in cases] for call in (module.names[name], real))
+        given, expected = ([call(*values) for values in cases] for call in (module.given[name], real))
         assert list(map(repr, given)) == list(map(repr, expected)), name
-    assert not module._is_started
+    assert not module.is_started

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvbench.runs.executors import base
 
@@ -52,6 +53,37 @@ def test_new_garbage_is_freed_and_older_garbage_waits(monkeypatch: pytest.Monkey
     gc.collect()
     assert alive == {"older": True, "new": False}
     assert older_alive() is None
+
+
+def test_garbage_of_small_tasks_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[Any] = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            answer_with(monkeypatch, lambda: left.append(weakref.ref(Knot())))
+            assert left[-1]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_failed_attempt_leaves_garbage_that_the_next_one_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[Any] = []
+
+    def answer(*_: Any) -> None:
+        if not left:
+            left.append(weakref.ref(Knot()))
+            raise torch.OutOfMemoryError("out of memory")
+        gc.collect()
+        assert left[0]() is None
+
+    monkeypatch.setattr(base, "_answer", answer)
+    batching = SimpleNamespace(halve=lambda: True, rows=1)
+    worker: Any = SimpleNamespace(batching=batching, reporter=SimpleNamespace(message=lambda text: None))
+    gc.disable()
+    try:
+        base.answer(worker, [], [])
+    finally:
+        gc.enable()
 
 
 def test_objects_are_given_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
