@@ -69,7 +69,7 @@ assert frequencies.shape == (2,) and frequencies.dtype == torch.float32
 assert {"sympy", "torch.fx.experimental.symbolic_shapes"} <= set(sys.modules) and "sympy.core" not in sys.modules
 try:
     exec(%r)
-except (Exception, SystemExit) as error:
+except Exception as error:
     print(error)
 import sympy, sympy.core
 assert sympy is sys.modules["sympy"] and sympy.core is sys.modules["sympy.core"]

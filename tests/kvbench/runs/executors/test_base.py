@@ -71,7 +71,8 @@ def test_a_failed_attempt_leaves_garbage_that_the_next_one_frees(monkeypatch: py
 
     def answer(*_: Any) -> None:
         if not left:
-            left.append(weakref.ref(Knot()))
+            cache = Knot()  # which the traceback holds until the next attempt
+            left.append(weakref.ref(cache))
             raise torch.OutOfMemoryError("out of memory")
         gc.collect()
         assert left[0]() is None
