@@ -14,6 +14,12 @@ Execute: TypeAlias = Callable[[Loader, ModuleType], None]
 """Executes a module by its own loader, and does what is to be done around it."""
 
 
+def restore_loader(module: ModuleType, loader: Loader) -> None:
+    """Give a module its own loader, which also reads the files of its package."""
+    assert module.__spec__ is not None
+    module.__spec__.loader = module.__loader__ = loader
+
+
 class _Wrapped(Loader):
     def __init__(self, loader: Loader, execute: Execute) -> None:
         self._loader = loader
@@ -23,6 +29,7 @@ class _Wrapped(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        restore_loader(module, self._loader)
         self._execute(self._loader, module)
 
 

@@ -12,6 +12,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from kvbench.engine.import_hook import restore_loader
+
 
 class LazyModule(MetaPathFinder, Loader):
     """Finds one module, with only `names` in it, and executes that same module when more of it is used.
@@ -87,8 +89,7 @@ class LazyModule(MetaPathFinder, Loader):
         if not self.is_started:
             vars(module).update(self.names)
             return
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
+        restore_loader(module, self._loader)
         for name in self.names.keys() - {"__getattr__"}:
             vars(module).pop(name, None)
         self._loader.exec_module(module)
