@@ -38,6 +38,12 @@ def is_gated_mlp(module: nn.Module) -> bool:
     return _FORWARD not in module.__dict__ and len(inspect.signature(module.forward).parameters) == 1
 
 
+def takes_parts(module: nn.Module) -> bool:
+    """Return whether a module is an MLP that runs in parts, or would inside the engine."""
+    forward = module.__dict__.get(_FORWARD)
+    return is_gated_mlp(module) or (isinstance(forward, partial) and forward.func is in_parts)
+
+
 def part_count(token_count: int, device: torch.device) -> int:
     """Return in how many parts an MLP takes tokens; their lengths differ by at most one."""
     return -(-token_count // (_CPU_TOKENS if device.type == "cpu" else _DEVICE_TOKENS))

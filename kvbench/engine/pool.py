@@ -114,7 +114,8 @@ class Pool(Generic[_Owner]):
             yield from self._step()
         responses, self.waiting = self.waiting, []
         caches = [response.cache for response in responses if response.cache is not None]
-        row_count = smallest_count(self.counts, len(self.active) + len(responses))
+        asked_rows = smallest_count(self.asking, len(responses))  # vacant rows can fill a batch of questions
+        row_count = smallest_count(self.counts, max(asked_rows, len(self.active) + len(responses)))
         if self.cache is None:
             self.cache = vacant(caches[0], row_count)
         elif self.cache.batch < row_count:

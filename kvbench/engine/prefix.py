@@ -116,23 +116,33 @@ class Prefix:
         """Return whether cells read their entries in this prefix."""
         return bool(self._lent)
 
-    def _lend(self) -> bool:
-        """Return whether cells may read their entries in this prefix, and remember that they do.
+    def lends_to(self, policy: Policy, moment: Moment) -> bool:
+        """Return whether cells of a policy may read their entries in this prefix instead of copies.
 
-        They may if the prefix can be restored. What other cells keep does not matter, so that the bytes of a cell are
-        the same whatever is run beside it.
+        They may if they only select entries and the prefix can be restored. What other cells keep does not matter, so
+        that the bytes of a cell are the same whatever is run beside it.
         """
-        pairs = [
+        pairs = self._dense_pairs
+        if not pairs or not self._plain(policy, moment) or not can_share(*pairs[0], self.cache.ragged[0].scale):
+            return False
+        return self.remake is not None or self._has_lent(pairs)
+
+    @property
+    def _dense_pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return K and V of every layer that has them."""
+        return [
             (layer.key, layer.value) for layer in self.cache.ragged if layer.key is not None and layer.value is not None
         ]
-        if not pairs or not can_share(*pairs[0], self.cache.ragged[0].scale):
-            return False
-        if self._lent and self._lent[-1][0][0] is pairs[0][0]:
-            return True
-        if self.remake is None:
-            return False
-        self._lent.append(pairs)
-        return True
+
+    def _has_lent(self, pairs: list[tuple[Tensor, Tensor]]) -> bool:
+        """Return whether cells read the K and V that this prefix has now."""
+        return bool(self._lent) and self._lent[-1][0][0] is pairs[0][0]
+
+    def _lend(self) -> None:
+        """Remember that cells read entries in this prefix."""
+        pairs = self._dense_pairs
+        if not self._has_lent(pairs):
+            self._lent.append(pairs)
 
     def extend(
         self,
@@ -255,7 +265,7 @@ class Prefix:
         single_packings: list[list[list[int]]] = []
         decision_groups: dict[Hashable, list[int]] = {}
         for cell_index, compression in enumerate(compressions):
-            if self._plain(compression):
+            if self._plain(compression.policy, compression.moment):
                 decision_groups.setdefault(replace(compression, budget=_ANY), []).append(cell_index)
             else:
                 single_packings.append([[cell_index]])
@@ -273,11 +283,10 @@ class Prefix:
                 free_groups -= len(group)
         return [*single_packings, *packings]
 
-    def _plain(self, compression: Compression) -> bool:
-        """Return whether a compression only selects entries and leaves them unchanged."""
-        policy = compression.policy
+    def _plain(self, policy: Policy, moment: Moment) -> bool:
+        """Return whether a policy only selects entries and leaves them unchanged."""
         changes_entries = policy.merge is not None or policy.recodes or policy.read is not None
-        return self.cache.batch == 1 and not changes_entries and not goes_on(policy, compression.moment)
+        return self.cache.batch == 1 and not changes_entries and not goes_on(policy, moment)
 
     @property
     def _entries(self) -> int:
@@ -298,8 +307,9 @@ class Prefix:
         # Read once for all cells, because reading a length makes a GPU wait.
         token_sizes = [*zip(self.cache.lengths().tolist(), self.cache.visual_tokens(), strict=True)]
         eviction_steps = [self._cut(group, token_sizes) for group in groups]
-        is_plain = all(self._plain(compression) for group in groups for compression in group)
-        shares = is_plain and reserve is not None and self._lend()
+        shares = reserve is not None and all(self.lends_to(group[0].policy, group[0].moment) for group in groups)
+        if shares:
+            self._lend()
         packed_cache = self.cache.fork()
         for layer in packed_cache.ragged:
             layer.reset()

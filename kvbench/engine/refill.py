@@ -250,9 +250,14 @@ def _fill_rows(
 def _widen(layer: RaggedLayer, required: Mapping[int, int]) -> None:
     """Ensure a minimum capacity of rows; everything moves if one is too small."""
     first_entries, capacities = layer.start[:: layer.heads], _owned(layer)
-    new_capacities = [max(capacity, required.get(row_index, 0)) for row_index, capacity in enumerate(capacities)]
-    if new_capacities == capacities:
+    if all(capacities[row_index] >= capacity for row_index, capacity in required.items()):
         return
+    least = min(
+        required.values()
+    )  # rows that have no memory yet get it now, so that nothing moves when they are filled
+    new_capacities = [
+        max(capacity or least, required.get(row_index, 0)) for row_index, capacity in enumerate(capacities)
+    ]
     row_starts = starts(new_capacities)
     # Rows without entries, such as those to fill, need not move; the others keep their capacity, so
     # that neighbours move together.

@@ -7,10 +7,12 @@ batch may rely on is measured here.
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Iterable
 
-from kvbench.engine.mlp_parts import part_count
+import torch
+from torch import Tensor, nn
+
+from kvbench.engine.mlp_parts import part_count, takes_parts
 from kvbench.engine.models import decoder_of
 
 LEAST = (8, 16, 32, 48)
@@ -32,29 +34,46 @@ class Steady:
         get_head = getattr(model, "get_output_embeddings", None)
         output_head = get_head() if callable(get_head) else None
         self._device = next(decoder.parameters()).device
-        self._layers = _distinct(decoder)
-        self._head = _distinct(output_head) if isinstance(output_head, nn.Module) else {}
+        mlp_modules = {id(module) for mlp in decoder.modules() if takes_parts(mlp) for module in mlp.modules()}
+        self._layers = _distinct(module for module in decoder.modules() if id(module) not in mlp_modules)
+        self._mlp_layers = _distinct(module for module in decoder.modules() if id(module) in mlp_modules)
+        self._head = _distinct(output_head.modules()) if isinstance(output_head, nn.Module) else []
         self._plain = all(map(_is_plain, (decoder, *([output_head] if output_head is not None else []))))
-        self._known: dict[tuple[int, int, bool], bool] = {}
+        self._probes: dict[tuple[nn.Linear, int], tuple[Tensor, Tensor]] = {}
+        self._known: dict[tuple[nn.Linear, int, int], bool] = {}
 
     def at(self, row_count: int, least: int, with_head: bool = False) -> bool:
         """Return whether products of `row_count` rows give a row the same bits as products of `least` rows.
 
         Args:
-            row_count: Rows of the products: sequences times tokens.
+            row_count: Rows of the products: sequences times tokens. MLPs take them in parts.
             least: One of `LEAST`.
             with_head: Whether to compare the output embedding as well.
         """
         if not self._plain or row_count < least:
             return False
-        return all(self._same_at(size, least, with_head) for size in {row_count, *self._part_sizes(row_count)})
+        layers = [*self._layers, *(self._head if with_head else ())]
+        products = [(layer, row_count) for layer in layers]
+        products += [(layer, size) for layer in self._mlp_layers for size in self._part_sizes(row_count)]
+        return all(self._same_at(layer, size, least) for layer, size in products)
 
-    def _same_at(self, size: int, least: int, with_head: bool) -> bool:
+    def _same_at(self, layer: nn.Linear, size: int, least: int) -> bool:
         """Compare products of one size, once; many numbers of rows have parts of the same size."""
-        if (size, least, with_head) not in self._known:
-            layers = [*self._layers.values(), *(self._head.values() if with_head else ())]
-            self._known[size, least, with_head] = size >= least and all(_same(layer, size, least) for layer in layers)
-        return self._known[size, least, with_head]
+        if (layer, size, least) not in self._known:
+            self._known[layer, size, least] = size >= least and self._same(layer, size, least)
+        return self._known[layer, size, least]
+
+    @torch.no_grad()
+    def _same(self, layer: nn.Linear, row_count: int, least: int) -> bool:
+        """Return whether `least` rows that repeat have the same bits wherever they are in a product."""
+        if (layer, least) not in self._probes:
+            generator = torch.Generator().manual_seed(0)
+            inputs = torch.randn(least, layer.in_features, generator=generator).to(layer.weight.dtype)
+            self._probes[layer, least] = inputs, layer(inputs)
+        inputs, expected = self._probes[layer, least]
+        repeats = -(-row_count // least)
+        parts = layer(inputs.repeat(repeats, 1)[:row_count]).split(least)
+        return all(torch.equal(part, expected[: len(part)]) for part in parts)
 
     def _part_sizes(self, row_count: int) -> set[int]:
         """Return the sizes of the parts in which MLPs take this many rows."""
@@ -62,13 +81,10 @@ class Steady:
         return {row_count // parts, -(-row_count // parts)}
 
 
-def _distinct(module: nn.Module) -> dict[tuple[object, ...], nn.Linear]:
+def _distinct(modules: Iterable[nn.Module]) -> list[nn.Linear]:
     """Return the linear layers, one of each shape."""
-    return {
-        (*submodule.weight.shape, submodule.weight.dtype, submodule.bias is None): submodule
-        for submodule in module.modules()
-        if isinstance(submodule, nn.Linear)
-    }
+    layers = [module for module in modules if isinstance(module, nn.Linear)]
+    return list({(*layer.weight.shape, layer.weight.dtype, layer.bias is None): layer for layer in layers}.values())
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -79,12 +95,3 @@ def _is_plain(module: nn.Module) -> bool:
         or all(parameter.ndim < 2 for parameter in submodule.parameters(False))
         for submodule in module.modules()
     )
-
-
-@torch.no_grad()
-def _same(layer: nn.Linear, row_count: int, least: int) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(row_count, layer.in_features, generator=generator).to(layer.weight.dtype)
-    outputs = layer(inputs)
-    end_slices = (slice(0, least), slice(row_count - least, row_count))
-    return all(torch.equal(outputs[end_slice], layer(inputs[end_slice])) for end_slice in end_slices)

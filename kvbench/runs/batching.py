@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import count, pairwise, takewhile
 from pathlib import Path
 
@@ -32,7 +32,7 @@ _ROW_PREFILLS = 5
 _SPARE = 3
 """Whole caches held beside the batch: the prefilled context, and copies of its parts."""
 
-_FED = 512
+_FED = 1024
 """Tokens that keep a CPU busy for one forward. A batch that feeds several tokens to each row has no more if it can."""
 
 _FORWARD = 1e13
@@ -64,7 +64,8 @@ class Batching:
     bits of a response must not depend on what else is decoded: where matrix products of these sizes disagree
     (`Steady`), those between powers of two are left out, then the largest. A ladder begins at 8 rows, or at 16, 32 or
     48 where that doubles its largest step; if none agrees, every batch of a task has the same number of rows. Batches
-    that feed no question have a ladder of their own, because products of question tokens have more sizes to agree.
+    that feed no question have a ladder of their own, because products of question tokens have more sizes to agree, and
+    more steps, 8, 12, 16, 20 and so on, because fewer products tell whether a step agrees.
 
     Args:
         model: The model on its devices.
@@ -76,6 +77,9 @@ class Batching:
     Attributes:
         token_bytes: Bytes of a token in the full cache, over all layers and KV heads.
         shares: Whether rows can read entries where they were prefilled.
+        counts: Row counts of batches that feed questions to all rows at once, ascending.
+        fed_counts: Row counts of batches whose rows hold their questions already.
+        asking: Row counts of batches that feed questions to some rows of a batch.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class Batching:
         self._steady = Steady(model) if self.cpu else None
         self.counts: tuple[int, ...] = (self._most,)
         self.asking: tuple[int, ...] = self.counts
-        self._fed: tuple[int, ...] = self.counts
+        self.fed_counts: tuple[int, ...] = self.counts
         self._queued: tuple[int, ...] = self.counts
         self.prefills = 1
 
@@ -150,7 +154,7 @@ class Batching:
             cache_count = self._limit / (own_tokens * self.token_bytes + tokens * self._segments * _INDEX_BYTES)
         row_count = max(1, min(int(cache_count / (1 + queues / 2)), self._most))
         self._choose(row_count, given_widths)
-        self._fed = self.counts
+        self.fed_counts = self.counts
         self._choose(row_count, {*widths, *given_widths}, trunk_widths, branch_widths)
 
     def _choose(
@@ -182,13 +186,11 @@ class Batching:
             self.counts, self.asking = (row_count,), (max(1, row_count // 2),)
             self._queued = self.asking
             return
-        between = [
-            batch_rows
-            for batch_rows in _between(self.counts)
-            if steady.at(batch_rows, least, with_head=True)
-            and all(steady.at(batch_rows * width, least) for width in widths)
-        ]
-        self.counts = tuple(sorted({*self.counts, *between}))
+        steps = _between(self.counts, 2 * LEAST[0])
+        if not widths:  # to compare a further step is cheap where a row is one token
+            steps += _between(sorted({*self.counts, *steps}), LEAST[0])
+        self.counts = _joined(steady, self.counts, steps, least, widths)
+        self.asking = _joined(steady, self.asking, _between(self.asking, LEAST[0]), least, widths)
 
     def _climb(self, row_count: int, least: int, widths: Collection[int]) -> None:
         """Set the ladders of batches of at most `row_count` rows, and of `least` if they can have fewer."""
@@ -253,7 +255,7 @@ class Batching:
         self.prefill_batch = 1
         self._most = max(1, self.rows // 2)
         self.counts, self.asking = (self._most,), (max(1, self._most // 2),)
-        self._fed, self._queued = self.counts, self.asking
+        self.fed_counts, self._queued = self.counts, self.asking
         for gpu in self._gpus:
             with torch.cuda.device(gpu):
                 torch.cuda.empty_cache()
@@ -261,7 +263,7 @@ class Batching:
 
     def slots(self, row_count: int, question_fed: bool = False) -> int:
         """Return the batch size for decoding `row_count` responses, whose questions the caches may hold already."""
-        return smallest_count(self._fed if question_fed else self.counts, row_count) if self.cpu else row_count
+        return smallest_count(self.fed_counts if question_fed else self.counts, row_count) if self.cpu else row_count
 
     def _counts_for(self, width: int) -> tuple[int, ...]:
         """Return the row counts of a batch that feeds `width` tokens to caches of the queue, ascending."""
@@ -279,7 +281,7 @@ class Batching:
 
     def has_room(self, row_count: int, waiting_caches: Iterable[RaggedCache], question_fed: bool = False) -> bool:
         """Return whether a batch of `row_count` can grow, given all caches that wait to be decoded; see `slots`."""
-        max_rows = self._fed[-1] if question_fed else self.rows
+        max_rows = self.fed_counts[-1] if question_fed else self.rows
         if isinstance(self.batch_size, int):
             max_rows = min(max_rows, self.batch_size)
         if row_count >= max_rows:
@@ -322,6 +324,18 @@ def _ladder(row_count: int, least: int) -> tuple[int, ...]:
     return (*steps, row_count)
 
 
-def _between(row_counts: tuple[int, ...]) -> list[int]:
-    """Return row counts in the middle between those of a ladder."""
-    return [(low + high) // 2 for low, high in pairwise(row_counts) if low >= 2 * LEAST[0]]
+def _joined(
+    steady: Steady, row_counts: Sequence[int], steps: Sequence[int], least: int, widths: Collection[int]
+) -> tuple[int, ...]:
+    """Return row counts, ascending, with those of `steps` that give a row the same bits; see `Batching.fit`."""
+    same = [
+        step
+        for step in steps
+        if steady.at(step, least, with_head=True) and all(steady.at(step * width, least) for width in widths)
+    ]
+    return tuple(sorted({*row_counts, *same}))
+
+
+def _between(row_counts: Sequence[int], least: int) -> list[int]:
+    """Return row counts in the middle between those of a ladder from `least` on."""
+    return [(low + high) // 2 for low, high in pairwise(row_counts) if low >= least]

@@ -24,7 +24,7 @@ from kvbench.engine.pruning import prunes, pruning_of
 from kvbench.engine.threads import now
 from kvbench.engine.vision import remembered_bytes
 from kvbench.errors import PluginError
-from kvbench.moments import LATER
+from kvbench.moments import LATER, Moment
 from kvbench.runs.answers import (
     PendingAnswer,
     Prompt,
@@ -46,6 +46,9 @@ from kvbench.runs.whole_texts import measure_whole_texts
 from kvbench.runs.work import Wanted, context_key, context_tokens, is_compared, unanswered
 from kvbench.runs.worker import Worker
 from kvbench.view import Need
+
+_IN_PLACE = 32
+"""Cells that are compressed together if they have no entries of their own, only four bytes for each that they read."""
 
 
 class _Queue(NamedTuple):
@@ -270,14 +273,12 @@ class _Contexts:
 
     def _compressed(self, prefix: Prefix, pending: Wanted) -> Iterator[tuple[Cell, list[Prompt], RaggedCache]]:
         """Compress a prefix for cells, many of one moment together; leave out cells that fail."""
-        by_moment: dict[str, Wanted] = {}
+        by_moment: dict[Moment, Wanted] = {}
         for cell, prompts in pending:
             if cell.cell not in self.worker.failed:
                 by_moment.setdefault(cell.moment, []).append((cell, prompts))
         for moment, moment_group in by_moment.items():
-            remaining = iter(moment_group)
-            # No more than the pool can take: caches that are made together are freed together.
-            while batch := [*islice(remaining, 1 if moment in LATER else self.pool.lacking)]:
+            for batch in self._compressed_together(prefix, moment, moment_group):
                 cells = [cell for cell, _ in batch]
                 caches: list[RaggedCache | None] = [None] * len(cells)
                 if len(cells) > 1:
@@ -288,6 +289,16 @@ class _Contexts:
                         cache = self.worker.compress(prefix, cell, prompts[0], self.reserve)
                     if cache is not None:
                         yield cell, prompts, cache
+
+    def _compressed_together(self, prefix: Prefix, moment: Moment, wanted: Wanted) -> Iterator[Wanted]:
+        """Divide cells of one moment into those that are compressed together."""
+        if moment in LATER:
+            yield from ([pending] for pending in wanted)
+            return
+        for in_place, cells in groupby(wanted, key=lambda pending: prefix.lends_to(pending[0].policy, moment)):
+            # No more copies than the pool can take: caches that are made together are freed together.
+            while batch := [*islice(cells, max(_IN_PLACE, self.pool.lacking) if in_place else self.pool.lacking)]:
+                yield batch
 
     def _without_context(self, context: _Context) -> None:
         """Measure texts that nothing precedes."""

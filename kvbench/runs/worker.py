@@ -356,9 +356,9 @@ class Worker(ModelRunner):
         batching = self.batching
 
         def has_room(row_count: int, held_caches: list[RaggedCache]) -> bool:
-            return batching.has_room(row_count - 1, held_caches)
+            return batching.has_room(row_count - 1, held_caches, question_fed=True)
 
-        return Pool(self.model, batching.counts, batching.asking, question_width, has_room)
+        return Pool(self.model, batching.fed_counts, batching.asking, question_width, has_room)
 
     def done(self, responses: Sequence[Response], cells: Iterable[Cell]) -> None:
         """Store responses of some cells; a cell whose response has failed is given up."""

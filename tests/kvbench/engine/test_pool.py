@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import kvbench
+import kvbench.engine.pool
 from kvbench.budget import Budget
 from kvbench.decoding import Sampling
 from kvbench.engine.cache import RaggedCache
@@ -139,6 +142,30 @@ def test_a_batch_that_empties_frees_its_rows(model: Any) -> None:
         sizes.append((made.cache.batch, made.cache.allocated_bytes()))
     assert {rows for rows, _ in sizes} == {12, 9, 8}
     assert sizes[-1][1] < sizes[0][1]
+
+
+def test_rows_are_moved_once_for_all_responses_that_the_batch_can_take(model: Any) -> None:
+    made = pool(model, rows=([8], [2]))
+    places = []
+    for item in [item for item in items(model, False) if item.owner % 12 == 0] * 4:  # caches of one size
+        list(made.add(replace(item, row=DecodeRow(5, item.row.stop))))
+        if made.cache is not None:
+            places.append([layer.key.data_ptr() for layer in made.cache.ragged if layer.key is not None])
+    assert len(made.active) == 8
+    assert len({*map(tuple, places)}) == 1
+
+
+def test_a_forward_of_questions_has_rows_that_are_allowed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, int]] = []
+
+    def recording_forward(model: Any, cache: Any, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        shapes.append((ids.shape[0], ids.shape[1]))
+        return forward(model, cache, ids, *args, **kwargs)
+
+    monkeypatch.setattr(kvbench.engine.pool, "forward", recording_forward)
+    answers(pool(model, rows=([4, 5, 6, 8], [4, 8])), items(model, False)[1:6])
+    assert [rows for rows, columns in shapes if columns == 5] == [8], "five questions, with three vacant rows"
+    assert {rows for rows, columns in shapes if columns == 1} == {4, 5}
 
 
 def test_columns_do_not_pile_up(model: Any) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
+from kvbench.engine.driver import engine
 from kvbench.engine.steady import LEAST, Steady
 
 from .conftest import build
@@ -36,18 +38,35 @@ def test_it_finds_the_size_from_which_a_layer_rounds_differently(
     assert not steady.at(104, 8) and not steady.at(104, 32)
 
 
-def halved_at_300(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """Rounds differently with 300 rows only."""
-    half = x.shape[1] // 2 if len(x) == 300 else 0
+def halved_at(rows: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """Rounds differently with one number of rows only."""
+    half = x.shape[1] // 2 if len(x) == rows else 0
     weights = layer.weight
     return nn.functional.linear(x[:, :half], weights[:, :half]) + nn.functional.linear(x[:, half:], weights[:, half:])
 
 
 def test_the_parts_of_mlps_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.Linear, "forward", halved_at_300)
+    monkeypatch.setattr(nn.Linear, "forward", lambda layer, x: halved_at(300, layer, x))
     steady = Steady(build("llama"))
     assert steady.at(598, 8) and steady.at(602, 8)
     assert not steady.at(599, 8) and not steady.at(600, 8) and not steady.at(300, 8)
+
+
+@pytest.mark.parametrize("in_engine", [False, True])
+def test_other_layers_are_compared_at_the_whole_size(monkeypatch: pytest.MonkeyPatch, in_engine: bool) -> None:
+    model = build("llama")
+    with engine(model) if in_engine else nullcontext():
+        steady = Steady(model)
+    sizes: dict[str, set[int]] = {"mlp": set(), "attention": set()}
+
+    def recording_forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        hidden = model.config.intermediate_size
+        sizes["mlp" if hidden in layer.weight.shape else "attention"].add(len(x))
+        return halved_at(600, layer, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", recording_forward)
+    assert not steady.at(600, 8) and steady.at(602, 8)
+    assert sizes == {"mlp": {8, 301}, "attention": {8, 600, 602}}
 
 
 def test_matrices_outside_of_linear_layers_are_not_steady() -> None:

@@ -43,10 +43,11 @@ def test_rows_follow_what_is_decoded_where_bits_do_not_depend_on_them(
     monkeypatch.setattr(Steady, "at", lambda self, rows, least, with_head=False: True)
     plan = Batching(tiny_llama, 3, 10**9)
     plan.fit(100, [5])
-    assert (plan.counts, plan.asking) == ((8, 16, 24, 32, 48, 64, 96, 128), (8, 16, 32, 64))
+    assert (plan.counts, plan.asking) == ((8, 16, 24, 32, 48, 64, 96, 128), (8, 12, 16, 24, 32, 48, 64))
     assert [plan.slots(n) for n in (1, 8, 9, 33, 64, 65)] == [8, 8, 16, 48, 64, 96]
+    assert plan.fed_counts == (8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128), "if no question is fed"
     assert plan.has_room(2, []) and not plan.has_room(3, [])
-    plan.fit(100, [40])
+    plan.fit(100, [80])
     assert plan.asking == (8,), "groups of long questions are small"
     assert plan.rows_for(4) == 64, "which does not concern batches that feed fewer tokens"
 
@@ -54,8 +55,8 @@ def test_rows_follow_what_is_decoded_where_bits_do_not_depend_on_them(
 @pytest.mark.parametrize(
     ("left_out", "counts", "asking"),
     [
-        (24, (8, 16, 32, 48, 64, 96, 128), (8, 16, 32, 64)),
-        (128, (8, 16, 24, 32, 48, 64), (8, 16, 32)),
+        (24, (8, 16, 32, 48, 64, 96, 128), (8, 12, 16, 32, 48, 64)),
+        (128, (8, 16, 24, 32, 48, 64), (8, 12, 16, 24, 32)),
     ],
     ids=["in between", "the largest"],
 )
@@ -77,11 +78,11 @@ def test_rows_are_left_out_where_bits_depend_on_them(
 @pytest.mark.parametrize(
     ("other_bits", "counts", "asking"),
     [
-        (range(16), (16, 24, 32, 48, 64, 96, 128), (16, 32, 64)),
-        (range(17), (32, 48, 64, 96, 128), (32, 64)),
-        ((*range(16), 128), (16, 24, 32, 48, 64), (16, 32)),
-        (range(33), (48, 72, 96, 112, 128), (48, 64)),
-        (range(225, 10**6), (8, 16, 24, 32), (8, 16)),
+        (range(16), (16, 24, 32, 48, 64, 96, 128), (16, 24, 32, 48, 64)),
+        (range(17), (32, 48, 64, 96, 128), (32, 48, 64)),
+        ((*range(16), 128), (16, 24, 32, 48, 64), (16, 24, 32)),
+        (range(33), (48, 72, 96, 112, 128), (48, 56, 64)),
+        (range(225, 10**6), (8, 16, 24, 32), (8, 12, 16)),
         (range(14 * 7), (32,), (16,)),
     ],
     ids=["from 16 rows", "from 32", "from 16, but not 128", "from 48", "up to 32", "those of questions"],
@@ -131,7 +132,7 @@ def test_batches_that_feed_no_question_have_rows_of_their_own(tiny_llama: Any, m
     plan = Batching(tiny_llama, "auto", 10**9)
     plan.fit(100, [7])
     assert (plan.counts, plan.slots(5)) == ((32,), 32)
-    assert [plan.slots(row_count, question_fed=True) for row_count in (5, 49, 128)] == [48, 72, 128]
+    assert [plan.slots(row_count, question_fed=True) for row_count in (5, 49, 128)] == [48, 60, 128]
     assert plan.has_room(127, [], question_fed=True) and not plan.has_room(127, [])
     plan.fit(100, [], given_widths=[7])
     assert plan.slots(5, question_fed=True) == 32, "given answers are fed to such batches"
