@@ -11,6 +11,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 typedef int64_t i64;
+typedef union { float number; uint32_t bits; } word;
 
 /* Entries that a segment reads in K and V of a prefill: rows `column[0 .. count]` of its KV head. */
 typedef struct {
@@ -23,17 +24,14 @@ INLINE float number_at(const char *row, i64 index, int is_bf16)
 {
     if (!is_bf16)
         return ((const float *)row)[index];
-    uint32_t bits = (uint32_t)((const uint16_t *)row)[index] << 16;
-    float number;
-    memcpy(&number, &bits, 4);
-    return number;
+    word widened = {.bits = (uint32_t)((const uint16_t *)row)[index] << 16};
+    return widened.number;
 }
 
 INLINE void store_number(char *row, i64 index, float number, int is_bf16)
 {
-    uint32_t bits;
-    memcpy(&bits, &number, 4);
-    uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16; /* to nearest, ties to even */
+    word whole = {number};
+    uint32_t rounded = (whole.bits + 0x7FFF + ((whole.bits >> 16) & 1)) >> 16; /* to nearest, ties to even */
     if (is_bf16)
         ((uint16_t *)row)[index] = (uint16_t)(number == number ? rounded : 0x7FC0);
     else
@@ -49,10 +47,8 @@ INLINE float exponential(float x)
     float power = (1.535336188319500e-4f * part + 1.339887440266574e-3f) * part + 9.618437357674640e-3f;
     power = (power * part + 5.550332471162809e-2f) * part + 2.402264791363012e-1f;
     power = (power * part + 6.931472028550421e-1f) * part + 1.0f;
-    uint32_t bits = (uint32_t)((int32_t)whole + 127) << 23;
-    float scale;
-    memcpy(&scale, &bits, 4);
-    return power * scale;
+    word scale = {.bits = (uint32_t)((int32_t)whole + 127) << 23};
+    return power * scale.number;
 }
 
 #if defined(__AVX512F__)
@@ -96,6 +92,7 @@ INLINE float exponentials(float *logits, i64 count)
 #define TILE (WIDTH == 16 ? 8 : 4) /* keys, or channels, whose sums fit in registers for two vectors of queries */
 #define BLOCK 64                   /* values that stay in the nearest cache */
 #define MOST_FEW 4
+#define AHEAD 32 /* keys that are fetched before they are needed */
 #define MOST_WIDE (2 * WIDTH)
 #define ENOUGH 8 /* more queries than these are computed side by side, though some lanes may be idle */
 
@@ -127,17 +124,23 @@ typedef struct {
 /* Attention of up to MOST_FEW queries. */
 INLINE void attend_few(int count, i64 dim, i64 value_dim, int is_bf16, PARAMETERS)
 {
-    i64 entries = all_seen[count - 1];
+    i64 entries = all_seen[count - 1], number = is_bf16 ? 2 : 4;
     for (int r = 0; r < count; r++)
         for (i64 d = 0; d < dim; d++)
             query[r * dim + d] = number_at(query_rows[r], d, is_bf16) * scale;
-    for (i64 j = 0; j < entries; j++)
+    for (i64 j = 0; j < entries; j++) {
+        /* The processor does not foresee rows that columns choose: keys that come soon, and the values for below. */
+        for (i64 byte = 0; byte < dim * number && j + AHEAD < entries; byte += 64)
+            __builtin_prefetch(key_rows[j + AHEAD] + byte);
+        for (i64 byte = 0; byte < value_dim * number; byte += 64)
+            __builtin_prefetch(value_rows[j] + byte, 0, 2);
         for (int r = 0; r < count; r++) {
             float logit = 0.0f;
             for (i64 d = 0; d < dim; d++)
                 logit += query[r * dim + d] * number_at(key_rows[j], d, is_bf16);
             weights[r * stride + j] = logit;
         }
+    }
     for (int r = 0; r < count; r++) {
         inverse[r] = all_seen[r] ? exponentials(weights + r * stride, all_seen[r]) : 0.0f;
         memset(weights + r * stride + all_seen[r], 0, sizeof(float) * (entries - all_seen[r]));
@@ -345,9 +348,7 @@ int ragged_attention(const char *query_states, i64 query_batch, i64 query_head, 
     a.value_rows = malloc(sizeof(char *) * most);
     a.query = aligned_alloc(64, sizeof(float) * ((BLOCK + 2 * width) * channels + width * a.stride + 2 * lane_sums));
     int failed = !(a.key_rows && a.value_rows && a.query);
-    a.sums = a.query + width * channels;
-    a.numbers = a.sums + width * channels;
-    a.weights = a.numbers + BLOCK * channels;
+    a.sums = a.query + width * channels, a.numbers = a.sums + width * channels, a.weights = a.numbers + BLOCK * channels;
     float *lane_weights = sums_to && sums_to->weights ? a.weights + width * a.stride : NULL;
     float *lane_squares = sums_to && sums_to->squares ? a.weights + width * a.stride + lane_sums : NULL;
     for (i64 s = first; s < last && !failed; s++) {
@@ -408,9 +409,8 @@ void entry_keys(const row_view *inputs, i64 rows, i64 count, i64 *keys)
         const i64 *position = ROW(inputs[2], i64, r);
         const uint8_t *valid = ROW(inputs[3], uint8_t, r);
         for (i64 j = 0; j < count; j++) {
-            uint32_t bits;
-            memcpy(&bits, value + j, 4);
-            bits = bits == 0x80000000u ? 0 : bits; /* no negative zero */
+            word score = {value[j]};
+            uint32_t bits = score.bits == 0x80000000u ? 0 : score.bits; /* no negative zero */
             i64 ordered = (bits & 0x80000000u ? -1 - (i64)(bits & 0x7FFFFFFFu) : (i64)bits) + ((i64)1 << 31);
             i64 class = protect[j], place = position[j];
             ordered = class > 1 ? 0 : ordered;
