@@ -252,9 +252,8 @@ def _widen(layer: RaggedLayer, required: Mapping[int, int]) -> None:
     first_entries, capacities = layer.start[:: layer.heads], _owned(layer)
     if all(capacities[row_index] >= capacity for row_index, capacity in required.items()):
         return
-    least = min(
-        required.values()
-    )  # rows that have no memory yet get it now, so that nothing moves when they are filled
+    # Rows that have no memory yet get some now, so that nothing moves when they are filled.
+    least = min(required.values())
     new_capacities = [
         max(capacity or least, required.get(row_index, 0)) for row_index, capacity in enumerate(capacities)
     ]

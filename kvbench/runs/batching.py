@@ -32,8 +32,11 @@ _ROW_PREFILLS = 5
 _SPARE = 3
 """Whole caches held beside the batch: the prefilled context, and copies of its parts."""
 
-_FED = 1024
+_FED = 512
 """Tokens that keep a CPU busy for one forward. A batch that feeds several tokens to each row has no more if it can."""
+
+_ASKED = 1024
+"""The same for questions, which need no logits but those of their last tokens."""
 
 _FORWARD = 1e13
 """Operations that keep a GPU busy for one forward; contexts are prefilled together up to this limit.
@@ -195,7 +198,8 @@ class Batching:
     def _climb(self, row_count: int, least: int, widths: Collection[int]) -> None:
         """Set the ladders of batches of at most `row_count` rows, and of `least` if they can have fewer."""
         self.counts, self._queued = _ladder(row_count, least), _ladder(max(1, row_count // 2), least)
-        self.asking = self._counts_for(max(widths, default=1))  # groups no larger than needed leave fewer rows vacant
+        # Groups no larger than needed leave fewer rows vacant.
+        self.asking = self._counts_for(max(widths, default=1), _ASKED)
 
     def _top(
         self,
@@ -265,11 +269,11 @@ class Batching:
         """Return the batch size for decoding `row_count` responses, whose questions the caches may hold already."""
         return smallest_count(self.fed_counts if question_fed else self.counts, row_count) if self.cpu else row_count
 
-    def _counts_for(self, width: int) -> tuple[int, ...]:
+    def _counts_for(self, width: int, most_tokens: int = _FED) -> tuple[int, ...]:
         """Return the row counts of a batch that feeds `width` tokens to caches of the queue, ascending."""
         if not self.cpu:
             return self._queued
-        return tuple(row_count for row_count in self._queued if row_count * width <= _FED) or self._queued[:1]
+        return tuple(row_count for row_count in self._queued if row_count * width <= most_tokens) or self._queued[:1]
 
     def rows_for(self, width: int) -> int:
         """Return the maximum number of rows of a batch that feeds `width` tokens to caches of the queue."""
@@ -331,7 +335,7 @@ def _joined(
     same = [
         step
         for step in steps
-        if steady.at(step, least, with_head=True) and all(steady.at(step * width, least) for width in widths)
+        if steady.at(step, least, with_head=True) and all(steady.at(step * width, least) for width in widths if width)
     ]
     return tuple(sorted({*row_counts, *same}))
 

@@ -39,7 +39,7 @@ def test_only_copies_wait_until_the_batch_can_take_them(
         return compress_all(worker, prefix, cells, *args)
 
     monkeypatch.setattr(Worker, "compress_all", recording)
-    monkeypatch.setattr(batching, "_FED", 1)  # the smallest groups of questions
+    monkeypatch.setattr(batching, "_ASKED", 1)  # the smallest groups of questions
     budgets = ",".join(map(str, BUDGETS))
     changes = {"cache_memory": None, "task": "niah_single_1", "samples": 1, "full": False}
     execute(small_grid(tmp_path / "run", policy=policy, budget=budgets, **changes))

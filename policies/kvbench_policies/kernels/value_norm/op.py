@@ -12,8 +12,8 @@ from torch import Tensor
 from kvbench.engine.kernels.launch import by_triton
 from kvbench.errors import UserError
 
-_BLOCK = 1 << 19
-"""Maximum elements of `V W_O` in memory per sequence on a CPU, in float32."""
+_BLOCK, _DEVICE_BLOCK = 1 << 19, 1 << 22
+"""Maximum elements of `V W_O` in memory per sequence, in float32, on a CPU (about its cache) and elsewhere."""
 
 
 def value_norm(value: Tensor, weight: Tensor, norm: str = "l1") -> Tensor:
@@ -73,7 +73,8 @@ def _blocked(values: Tensor, weight: Tensor, norm: str) -> Tensor:
     group_size, width = len(weight) // head_count, weight.shape[-1]
     head_weights = weight.float().unflatten(0, (head_count, group_size))
     # Few heads of many tokens rather than many heads of few: products with few rows are half as fast.
-    heads_at_once, entries_at_once = max(1, _BLOCK // (width * max(1, entry_count))), max(1, _BLOCK // width)
+    block = _BLOCK if values.device.type == "cpu" else _DEVICE_BLOCK
+    heads_at_once, entries_at_once = max(1, block // (width * max(1, entry_count))), max(1, block // width)
     norm_sums = torch.zeros(values.shape[:3], device=values.device)
     for first_head in range(0, head_count, heads_at_once):
         heads = slice(first_head, first_head + heads_at_once)
