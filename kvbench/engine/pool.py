@@ -114,8 +114,10 @@ class Pool(Generic[_Owner]):
             yield from self._step()
         responses, self.waiting = self.waiting, []
         caches = [response.cache for response in responses if response.cache is not None]
-        asked_rows = smallest_count(self.asking, len(responses))  # vacant rows can fill a batch of questions
-        row_count = smallest_count(self.counts, max(asked_rows, len(self.active) + len(responses)))
+        row_count = len(self.active) + len(responses)
+        if question_count := sum(response.logits is None for response in responses):  # vacant rows fill their batch
+            row_count = max(row_count, smallest_count(self.asking, question_count))
+        row_count = smallest_count(self.counts, row_count)
         if self.cache is None:
             self.cache = vacant(caches[0], row_count)
         elif self.cache.batch < row_count:

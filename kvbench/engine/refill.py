@@ -230,7 +230,10 @@ def _fill_rows(
 ) -> None:
     """Copy layers of one sequence each into vacant rows; add `shifts` to their columns."""
     rooms = [source_layer.reserved_room() for source_layer in source_layers]
-    _widen(layer, {row_index: sum(room) for row_index, room in zip(row_indices, rooms, strict=True)})
+    # Rows in a prefill own little memory. Those still vacant get as much, so that nothing moves when they are filled.
+    in_place = all(source_layer.shared[0] is not None for source_layer in source_layers)
+    spare = min(map(sum, rooms)) if in_place else 0
+    _widen(layer, {row_index: sum(room) for row_index, room in zip(row_indices, rooms, strict=True)}, spare)
     assert layer.key is not None and layer.value is not None
     for row_index, source_layer, room, column_shift in zip(row_indices, source_layers, rooms, shifts, strict=True):
         assert source_layer.key is not None and source_layer.value is not None
@@ -247,15 +250,13 @@ def _fill_rows(
     layer.forget_bounds()
 
 
-def _widen(layer: RaggedLayer, required: Mapping[int, int]) -> None:
-    """Ensure a minimum capacity of rows; everything moves if one is too small."""
+def _widen(layer: RaggedLayer, required: Mapping[int, int], spare: int) -> None:
+    """Ensure a minimum capacity of rows; if one is too small, everything moves, and rows without memory get `spare`."""
     first_entries, capacities = layer.start[:: layer.heads], _owned(layer)
     if all(capacities[row_index] >= capacity for row_index, capacity in required.items()):
         return
-    # Rows that have no memory yet get some now, so that nothing moves when they are filled.
-    least = min(required.values())
     new_capacities = [
-        max(capacity or least, required.get(row_index, 0)) for row_index, capacity in enumerate(capacities)
+        max(capacity or spare, required.get(row_index, 0)) for row_index, capacity in enumerate(capacities)
     ]
     row_starts = starts(new_capacities)
     # Rows without entries, such as those to fill, need not move; the others keep their capacity, so

@@ -39,7 +39,7 @@ class Steady:
         self._mlp_layers = _distinct(module for module in decoder.modules() if id(module) in mlp_modules)
         self._head = _distinct(output_head.modules()) if isinstance(output_head, nn.Module) else []
         self._plain = all(map(_is_plain, (decoder, *([output_head] if output_head is not None else []))))
-        self._probes: dict[tuple[nn.Linear, int], tuple[Tensor, Tensor]] = {}
+        self._probes: dict[tuple[nn.Linear, int], tuple[Tensor, Tensor] | None] = {}
         self._known: dict[tuple[nn.Linear, int, int], bool] = {}
 
     def at(self, row_count: int, least: int, with_head: bool = False) -> bool:
@@ -67,10 +67,10 @@ class Steady:
     def _same(self, layer: nn.Linear, row_count: int, least: int) -> bool:
         """Return whether `least` rows that repeat have the same bits wherever they are in a product."""
         if (layer, least) not in self._probes:
-            generator = torch.Generator().manual_seed(0)
-            inputs = torch.randn(least, layer.in_features, generator=generator).to(layer.weight.dtype)
-            self._probes[layer, least] = inputs, layer(inputs)
-        inputs, expected = self._probes[layer, least]
+            self._probes[layer, least] = _probe(layer, least)
+        if (probe := self._probes[layer, least]) is None:
+            return False
+        inputs, expected = probe
         repeats = -(-row_count // least)
         parts = layer(inputs.repeat(repeats, 1)[:row_count]).split(least)
         return all(torch.equal(part, expected[: len(part)]) for part in parts)
@@ -79,6 +79,14 @@ class Steady:
         """Return the sizes of the parts in which MLPs take this many rows."""
         parts = part_count(row_count, self._device)
         return {row_count // parts, -(-row_count // parts)}
+
+
+def _probe(layer: nn.Linear, least: int) -> tuple[Tensor, Tensor] | None:
+    """Return `least` rows and their product; None if the bits of a row depend on its place there."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(least, layer.in_features, generator=generator).to(layer.weight.dtype)
+    outputs = layer(inputs)
+    return (inputs, outputs) if torch.equal(layer(inputs.roll(1, 0)), outputs.roll(1, 0)) else None
 
 
 def _distinct(modules: Iterable[nn.Module]) -> list[nn.Linear]:

@@ -295,9 +295,10 @@ class _Contexts:
         if moment in LATER:
             yield from ([pending] for pending in wanted)
             return
+        most_in_place = min(_IN_PLACE, self.pool.counts[-1])  # fewer once memory has run out
         for in_place, cells in groupby(wanted, key=lambda pending: prefix.lends_to(pending[0].policy, moment)):
             # No more copies than the pool can take: caches that are made together are freed together.
-            while batch := [*islice(cells, max(_IN_PLACE, self.pool.lacking) if in_place else self.pool.lacking)]:
+            while batch := [*islice(cells, max(most_in_place if in_place else 0, self.pool.lacking))]:
                 yield batch
 
     def _without_context(self, context: _Context) -> None:

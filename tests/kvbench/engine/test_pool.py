@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -142,17 +141,6 @@ def test_a_batch_that_empties_frees_its_rows(model: Any) -> None:
         sizes.append((made.cache.batch, made.cache.allocated_bytes()))
     assert {rows for rows, _ in sizes} == {12, 9, 8}
     assert sizes[-1][1] < sizes[0][1]
-
-
-def test_rows_are_moved_once_for_all_responses_that_the_batch_can_take(model: Any) -> None:
-    made = pool(model, rows=([8], [2]))
-    places = []
-    for item in [item for item in items(model, False) if item.owner % 12 == 0] * 4:  # caches of one size
-        list(made.add(replace(item, row=DecodeRow(5, item.row.stop))))
-        if made.cache is not None:
-            places.append([layer.key.data_ptr() for layer in made.cache.ragged if layer.key is not None])
-    assert len(made.active) == 8
-    assert len({*map(tuple, places)}) == 1
 
 
 def test_a_forward_of_questions_has_rows_that_are_allowed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,22 @@ def responses(model: Any, caches: list[RaggedCache], rows: list[int], room: int)
     return {item.owner: item.row.tokens for item in ended}
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_rows_without_memory_get_what_cells_that_read_in_place_need(model: Any, shared: bool) -> None:
+    caches = compressed(model)[1]
+    caches = [cache.fork() for cache in (caches if shared else copies(caches)) * 2][:8]
+    pool: Pool[int] = Pool(model, [8], [2], 5, lambda count, _: count <= 8)
+    entries = []
+    for index, cache in enumerate(caches):
+        list(pool.add(Pooled(DecodeRow(9, Stop(Words(), [], [])), cache, [10, 11], None, index)))
+        if pool.cache is not None:
+            entries.append(len(pool.cache.ragged[0].col))
+    own = [sum(cache.ragged[0].reserved_room()) for cache in caches]
+    assert len(pool.active) == 8
+    assert entries[0] == (8 * own[0] if shared else own[0] + own[1]), "copies would need too much memory"
+    assert entries[-1] == sum(own)
+
+
 @pytest.mark.parametrize(("rows", "room"), [([5], 3), ([8, 9, 12], 12)])
 def test_a_pool_with_shared_and_copied_cells_answers_as_with_copies(model: Any, rows: list[int], room: int) -> None:
     caches = [cache for seed in range(3) for cache in compressed(model, seed)[1]]

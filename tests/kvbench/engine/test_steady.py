@@ -52,6 +52,16 @@ def test_the_parts_of_mlps_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert not steady.at(599, 8) and not steady.at(600, 8) and not steady.at(300, 8)
 
 
+def test_a_row_must_have_the_same_bits_at_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        """Rounds rows 4 to 7 of every eight differently."""
+        usual, other = nn.functional.linear(x, layer.weight), halved_at(len(x), layer, x)
+        return torch.where((torch.arange(len(x)) % 8 < 4)[:, None], usual, other)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    assert not Steady(build("llama")).at(12, 8)
+
+
 @pytest.mark.parametrize("in_engine", [False, True])
 def test_other_layers_are_compared_at_the_whole_size(monkeypatch: pytest.MonkeyPatch, in_engine: bool) -> None:
     model = build("llama")
