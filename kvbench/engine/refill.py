@@ -231,8 +231,7 @@ def _fill_rows(
     """Copy layers of one sequence each into vacant rows; add `shifts` to their columns."""
     rooms = [source_layer.reserved_room() for source_layer in source_layers]
     # Rows in a prefill own little memory. Those still vacant get as much, so that nothing moves when they are filled.
-    in_place = all(source_layer.shared[0] is not None for source_layer in source_layers)
-    spare = min(map(sum, rooms)) if in_place else 0
+    spare = min(map(sum, rooms)) if all(source_layer.is_shared for source_layer in source_layers) else 0
     _widen(layer, {row_index: sum(room) for row_index, room in zip(row_indices, rooms, strict=True)}, spare)
     assert layer.key is not None and layer.value is not None
     for row_index, source_layer, room, column_shift in zip(row_indices, source_layers, rooms, shifts, strict=True):
