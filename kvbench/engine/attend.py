@@ -67,6 +67,16 @@ def attend(
     return _attend_segments(query, layer, scale), {}
 
 
+def ignores_width(layer: RaggedLayer) -> bool:
+    """Return whether a query of a packed layer has the same bits in attention of any number of queries above 8.
+
+    Native code then computes them all, side by side; see `attend_wide` in `kernels.c`.
+    """
+    assert layer.key is not None and layer.value is not None
+    is_native = is_plain(layer.scale) and native.can_attend(layer.key, layer.key, layer.value)
+    return is_native and not layer.is_latent and not native.has_matrix_code(layer.key.dtype)
+
+
 def _attend_kernel(
     query: Tensor,
     layer: RaggedLayer,

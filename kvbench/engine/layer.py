@@ -281,7 +281,7 @@ class RaggedLayer(CacheLayerMixin):
         flat_key, flat_value = key.reshape(-1, self.dim), value.reshape(-1, value.shape[-1])
         if tokens.indices is not None:
             target_rows, flat_key, flat_value = (
-                tensor[tokens.indices] for tensor in (target_rows, flat_key, flat_value)
+                tensor.index_select(0, tokens.indices) for tensor in (target_rows, flat_key, flat_value)
             )
         self._appended = (target_rows, tokens.indices)
         self.key[target_rows] = flat_key
@@ -457,8 +457,7 @@ class RaggedLayer(CacheLayerMixin):
         def move_rows(tensor: Tensor) -> Tensor:
             with torch.inference_mode(False):
                 moved_tensor = tensor.new_zeros(row_total, *tensor.shape[1:])
-            moved_tensor[target_rows] = tensor[source_rows]
-            return moved_tensor
+            return moved_tensor.index_copy_(0, target_rows, tensor.index_select(0, source_rows))
 
         assert self.key is not None and self.value is not None
         self.key, self.value, self.col = move_rows(self.key), move_rows(self.value), move_rows(self.col)

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from kvbench.engine.attend import ignores_width
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import DecodeRow
 from kvbench.engine.draw import choose
@@ -30,6 +31,10 @@ from kvbench.engine.refill import (
 from kvbench.engine.threads import now
 
 _Owner = TypeVar("_Owner")
+
+_LEAST_WIDTH, _WIDTH_STEP = 12, 2
+"""Fewest columns of a forward that feeds questions on a CPU, unless no question has as many, and their multiple: every
+number of columns is compared once."""
 
 
 @dataclass
@@ -66,8 +71,10 @@ class Pool(Generic[_Owner]):
         row_counts: Allowed batch sizes, ascending.
         question_counts: Allowed batch sizes of a forward that feeds questions, ascending. Responses enter the batch in
             groups of the last size.
-        question_width: Columns of a forward that feeds questions: the longest question's length.
+        question_width: Length of the longest question.
         fits_memory: Tells whether a number of responses that hold these caches can be decoded together.
+        gives_same_bits: Tells whether a CPU's products of a number of tokens give a token the same bits as those of
+            the planned batches.
     """
 
     def __init__(
@@ -77,10 +84,11 @@ class Pool(Generic[_Owner]):
         question_counts: Sequence[int],
         question_width: int,
         fits_memory: Callable[[int, list[RaggedCache]], bool],
+        gives_same_bits: Callable[[int], bool] = lambda token_count: False,
     ) -> None:
         self.model = model
         self.counts, self.asking, self.width = row_counts, question_counts, question_width
-        self.room = fits_memory
+        self.room, self.agrees = fits_memory, gives_same_bits
         self.device = next(model.parameters()).device
         self.waiting: list[Pooled[_Owner]] = []
         self.active: dict[int, Pooled[_Owner]] = {}
@@ -148,20 +156,19 @@ class Pool(Generic[_Owner]):
             self.active = {slots.index(slot): response for slot, response in self.active.items()}
 
     def _ask(self, slots: Sequence[int]) -> None:
-        """Feed the questions in one forward; on a CPU its width is constant."""
+        """Feed the questions in one forward."""
         if not slots:
             return
         assert self.cache is not None
-        started = now(self.device)
-        batch_rows, column_count = [*slots], self.width
+        batch_rows = [*slots]
         if self.device.type == "cpu":  # the smallest rows fill the batch and wait
             other_slots = set(range(self.cache.batch)) - set(slots)
             spare_rows = smallest_count(self.asking, len(batch_rows)) - len(batch_rows)
             batch_rows += sorted(other_slots, key=lambda other_slot: other_slot in self.active)[:spare_rows]
-        else:  # a GPU does not promise equal bits
-            column_count = max(len(self.active[slot].question) for slot in slots)
         questions = [self.active[slot].question for slot in slots]
         questions += [()] * (len(batch_rows) - len(slots))
+        column_count = self._column_count(questions)
+        started = now(self.device)
         token_ids, token_mask = left_padded(questions, column_count)
         question_cache = among(self.cache, batch_rows, [*map(len, questions)])
         question_tokens = sum(map(len, questions))
@@ -172,6 +179,20 @@ class Pool(Generic[_Owner]):
         for question_index, slot in enumerate(slots):
             self.active[slot].logits = logits[question_index : question_index + 1]
             self.active[slot].seconds += seconds / len(slots)
+
+    def _column_count(self, questions: Sequence[Sequence[int]]) -> int:
+        """Return the columns of a forward that feeds questions.
+
+        On a CPU they are always the same unless a token has the same bits with fewer.
+        """
+        assert self.cache is not None
+        longest = max(map(len, questions))
+        if self.device.type != "cpu":  # a GPU does not promise equal bits
+            return longest
+        columns = max(_LEAST_WIDTH, -(-longest // _WIDTH_STEP) * _WIDTH_STEP)
+        if columns >= self.width or not all(map(ignores_width, self.cache.ragged)):
+            return self.width
+        return columns if self.agrees(len(questions) * columns) else self.width
 
     def _choose(
         self, slots: Sequence[int], logits: Tensor, rows: Sequence[int] | None = None

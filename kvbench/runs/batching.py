@@ -108,6 +108,7 @@ class Batching:
         self._row_bytes = 0
         self._most = MOST if self.cpu or batch_size == "auto" else int(batch_size)
         self._steady = Steady(model) if self.cpu else None
+        self._least = 0  # what products of batches that feed questions agree with; 0: a batch has a constant size
         self.counts: tuple[int, ...] = (self._most,)
         self.asking: tuple[int, ...] = self.counts
         self.fed_counts: tuple[int, ...] = self.counts
@@ -184,6 +185,7 @@ class Batching:
             if 2 * most > self._most:
                 break
         top = self._top(steady, least, min(most, row_count), widths, trunk_widths, branch_widths) if most else 0
+        self._least = least if top else 0
         if not top:
             row_count = min(row_count, _FIXED)
             self.counts, self.asking = (row_count,), (max(1, row_count // 2),)
@@ -236,6 +238,10 @@ class Batching:
         return all(steady.at(batch_rows, least, with_head=True) for batch_rows in head_rows) and all(
             steady.at(token_count, least) for token_count in fed_tokens
         )
+
+    def gives_same_bits(self, token_count: int) -> bool:
+        """Return whether a CPU's products of this many tokens agree with those of batches that feed questions."""
+        return self._steady is not None and self._least > 0 and self._steady.at(token_count, self._least)
 
     def _prefills(self, tokens: int) -> int:
         """Return how many contexts of at most `tokens` tokens to prefill together if memory allows it."""

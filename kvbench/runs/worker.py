@@ -358,7 +358,9 @@ class Worker(ModelRunner):
         def has_room(row_count: int, held_caches: list[RaggedCache]) -> bool:
             return batching.has_room(row_count - 1, held_caches, question_fed=True)
 
-        return Pool(self.model, batching.fed_counts, batching.asking, question_width, has_room)
+        return Pool(
+            self.model, batching.fed_counts, batching.asking, question_width, has_room, batching.gives_same_bits
+        )
 
     def done(self, responses: Sequence[Response], cells: Iterable[Cell]) -> None:
         """Store responses of some cells; a cell whose response has failed is given up."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 import kvbench
 import kvbench.engine.pool
+from kvbench import native
 from kvbench.budget import Budget
 from kvbench.decoding import Sampling
 from kvbench.engine.cache import RaggedCache
@@ -20,6 +21,7 @@ from kvbench.engine.draw import Draw
 from kvbench.engine.driver import engine, forward
 from kvbench.engine.pool import Pool, Pooled
 from kvbench.engine.prefix import Compression, Prefix
+from kvbench.engine.steady import LEAST, Steady
 from kvbench.plugin import Policy
 from tests.sweeps import slow, slow_but
 
@@ -154,6 +156,52 @@ def test_a_forward_of_questions_has_rows_that_are_allowed(model: Any, monkeypatc
     answers(pool(model, rows=([4, 5, 6, 8], [4, 8])), items(model, False)[1:6])
     assert [rows for rows, columns in shapes if columns == 5] == [8], "five questions, with three vacant rows"
     assert {rows for rows, columns in shapes if columns == 1} == {4, 5}
+
+
+class RecordingPool(Pool[int]):
+    """A pool that keeps all logits of every response, and the columns of its forwards."""
+
+    logits: dict[int, list[Tensor]]
+    widths: set[int]
+
+    def _choose(self, slots: Sequence[int], logits: Tensor, rows: Sequence[int] | None = None) -> Iterator[Pooled[int]]:
+        for slot, row in zip(slots, range(len(slots)) if rows is None else rows, strict=True):
+            self.logits.setdefault(self.active[slot].owner, []).append(logits[row])
+        return super()._choose(slots, logits, rows)
+
+    def _column_count(self, questions: Sequence[Sequence[int]]) -> int:
+        self.widths.add(super()._column_count(questions))
+        return super()._column_count(questions)
+
+
+def test_questions_take_fewer_columns_where_bits_are_the_same(model: Any) -> None:
+    """Whatever group a question is in, its logits are those after a forward as wide as the longest one."""
+    lengths = [13, 3, 22, 2, 1, 4, 19, 2, 3, 17, 4, 1, 14]  # with up to 4 tokens, attention would use other code
+    steady = Steady(model)
+    agreeing = [least for least in LEAST if steady.at(8 * 29, least) and steady.at(16 * 29, least)]
+    if not agreeing:
+        pytest.skip("bits depend on the size of a batch here")
+    least = agreeing[0]
+
+    def decoded(group: int, gives_same_bits: Callable[[int], bool]) -> RecordingPool:
+        made = RecordingPool(model, [16], [group], 29, lambda count, _: count <= 16, gives_same_bits)
+        made.logits, made.widths = {}, set()
+        waiting = items(model, False)
+        for item, length in zip(waiting, lengths, strict=True):
+            item.question = [(item.owner + 3 * i) % 40 for i in range(length)]
+        answers(made, sorted(waiting, key=lambda item: len(item.question)))
+        return made
+
+    expected = decoded(8, lambda token_count: False)
+    assert expected.widths == {29}
+    for group in (8, 16):
+        found = decoded(group, lambda token_count: steady.at(token_count, least))
+        assert found.logits.keys() == expected.logits.keys()
+        for owner, logits in found.logits.items():
+            assert torch.equal(torch.stack(logits), torch.stack(expected.logits[owner]))
+        if steady.at(8 * 12, least) and steady.at(group * 22, least):
+            narrow = {12, 22} if group == 8 else {22}
+            assert found.widths == (narrow if native.implementation() == "native" else {29})
 
 
 def test_columns_do_not_pile_up(model: Any) -> None:

@@ -76,13 +76,15 @@ def _blocked(values: Tensor, weight: Tensor, norm: str) -> Tensor:
     block = _BLOCK if values.device.type == "cpu" else _DEVICE_BLOCK
     heads_at_once, entries_at_once = max(1, block // (width * max(1, entry_count))), max(1, block // width)
     norm_sums = torch.zeros(values.shape[:3], device=values.device)
+    memory = torch.empty(len(values) * max(block, width), device=values.device)
     for first_head in range(0, head_count, heads_at_once):
         heads = slice(first_head, first_head + heads_at_once)
         for first_entry in range(0, entry_count, entries_at_once):
             entries = slice(first_entry, first_entry + entries_at_once)
             value_block = values[:, heads, entries].float()
             for group_index in range(group_size):
-                projected = value_block @ head_weights[heads, group_index]
+                projected = memory[: value_block[..., 0].numel() * width].view(*value_block.shape[:3], width)
+                torch.matmul(value_block, head_weights[heads, group_index], out=projected)
                 # On a CPU, a sum of absolute values is several times as fast as a norm of order 1.
                 norm_sums[:, heads, entries] += projected.abs_().sum(-1) if norm == "l1" else projected.norm(dim=-1)
     return norm_sums / group_size
