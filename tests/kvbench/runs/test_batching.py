@@ -102,6 +102,9 @@ def test_more_rows_are_the_least_where_bits_of_few_are_others(
     plan.fit(100, [7])
     assert (plan.counts, plan.asking) == (counts, asking)
     assert plan.slots(2) == counts[0]
+    assert [rows for rows in (8, 50, 300) if plan.gives_same_bits(rows)] == [
+        rows for rows in (8, 50, 300) if len(counts) > 1 and at(Steady(tiny_llama), rows, counts[0])
+    ]
 
 
 def test_logits_after_questions_are_compared_as_well(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
