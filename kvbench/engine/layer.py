@@ -457,7 +457,8 @@ class RaggedLayer(CacheLayerMixin):
         def move_rows(tensor: Tensor) -> Tensor:
             with torch.inference_mode(False):
                 moved_tensor = tensor.new_zeros(row_total, *tensor.shape[1:])
-            return moved_tensor.index_copy_(0, target_rows, tensor.index_select(0, source_rows))
+            moved_tensor[target_rows] = tensor[source_rows]
+            return moved_tensor
 
         assert self.key is not None and self.value is not None
         self.key, self.value, self.col = move_rows(self.key), move_rows(self.value), move_rows(self.col)
