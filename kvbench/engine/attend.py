@@ -67,14 +67,19 @@ def attend(
     return _attend_segments(query, layer, scale), {}
 
 
-def ignores_width(layer: RaggedLayer) -> bool:
+def ignores_width(layer: RaggedLayer, group_size: int) -> bool:
     """Return whether a query of a packed layer has the same bits in attention of any number of queries above 8.
 
-    Native code then computes them all, side by side; see `attend_wide` in `kernels.c`.
+    Native code then computes all of them side by side (`attend_wide` in `kernels.c`).
+
+    Args:
+        layer: The layer.
+        group_size: Query heads per KV head.
     """
     assert layer.key is not None and layer.value is not None
     is_native = is_plain(layer.scale) and native.can_attend(layer.key, layer.key, layer.value)
-    return is_native and not layer.is_latent and not native.has_matrix_code(layer.key.dtype)
+    is_wide = group_size <= native.LEAST_WIDE and not native.has_matrix_code(layer.key.dtype)
+    return is_native and is_wide and not layer.is_latent
 
 
 def _attend_kernel(

@@ -457,7 +457,7 @@ class RaggedLayer(CacheLayerMixin):
         def move_rows(tensor: Tensor) -> Tensor:
             with torch.inference_mode(False):
                 moved_tensor = tensor.new_zeros(row_total, *tensor.shape[1:])
-            moved_tensor[target_rows] = tensor[source_rows]
+            moved_tensor[target_rows] = tensor[source_rows]  # quantised rows know no other way
             return moved_tensor
 
         assert self.key is not None and self.value is not None

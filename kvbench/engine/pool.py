@@ -18,6 +18,7 @@ from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import DecodeRow
 from kvbench.engine.draw import choose
 from kvbench.engine.driver import forward, left_padded
+from kvbench.engine.models import model_info
 from kvbench.engine.refill import (
     absorb,
     among,
@@ -33,8 +34,8 @@ from kvbench.engine.threads import now
 _Owner = TypeVar("_Owner")
 
 _LEAST_WIDTH, _WIDTH_STEP = 12, 2
-"""Fewest columns of a forward that feeds questions on a CPU, unless no question has as many, and their multiple: every
-number of columns is compared once."""
+"""Fewest columns of a forward that feeds questions on a CPU, unless no question has as many: with more than 8 queries,
+attention ignores their number. And their multiple: every number of columns is compared once."""
 
 
 @dataclass
@@ -89,6 +90,7 @@ class Pool(Generic[_Owner]):
         self.model = model
         self.counts, self.asking, self.width = row_counts, question_counts, question_width
         self.room, self.agrees = fits_memory, gives_same_bits
+        self.group = model_info(model).group
         self.device = next(model.parameters()).device
         self.waiting: list[Pooled[_Owner]] = []
         self.active: dict[int, Pooled[_Owner]] = {}
@@ -190,7 +192,7 @@ class Pool(Generic[_Owner]):
         if self.device.type != "cpu":  # a GPU does not promise equal bits
             return longest
         columns = max(_LEAST_WIDTH, -(-longest // _WIDTH_STEP) * _WIDTH_STEP)
-        if columns >= self.width or not all(map(ignores_width, self.cache.ragged)):
+        if columns >= self.width or not all(ignores_width(layer, self.group) for layer in self.cache.ragged):
             return self.width
         return columns if self.agrees(len(questions) * columns) else self.width
 

@@ -56,6 +56,9 @@ POWERS = (1, 2)
 DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes that attention computes."""
 
+LEAST_WIDE = 8
+"""Query heads of a KV head that `ragged_attention` computes side by side on every CPU; `MOST_WIDE` of `kernels.c`."""
+
 _CAUSAL_TOKENS = 1 << 13
 """Tokens up to which `causal_attention` is used: it writes all weights of up to 32 queries to memory, SDPA none."""
 _CAUSAL_BLOCK, _CAUSAL_BLOCKS = 128, 16

@@ -263,7 +263,7 @@ class Batching:
         if self.rows == 1 and self.prefills == 1:
             return False
         self.prefill_batch = 1
-        self._most = max(1, self.rows // 2)
+        self._most, self._least = max(1, self.rows // 2), 0
         self.counts, self.asking = (self._most,), (max(1, self._most // 2),)
         self.fed_counts, self._queued = self.counts, self.asking
         for gpu in self._gpus:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from kvbench.engine.attend import _attend_segments, _even_runs
+from kvbench import native
+from kvbench.engine.attend import _attend_segments, _even_runs, ignores_width
+from kvbench.view.softmax import LogitScale
 from tests.kernels import scaled
 
 from .kernels.test_ragged_attention import case
@@ -43,3 +48,18 @@ def test_segments_share_a_call_if_they_lie_evenly() -> None:
     assert [*_even_runs([0, 10, 20, 35, 50], [5] * 5)] == [range(3), range(3, 5)]
     assert [*_even_runs([30, 20, 20, 40], [5] * 4)] == [range(1), range(1, 2), range(2, 4)], "another order"
     assert [*_even_runs([7], [0])] == [range(1)]
+
+
+def test_only_native_attention_of_small_groups_ignores_the_number_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layer(dtype: torch.dtype = torch.float32, scale: float = 0.1, is_latent: bool = False) -> Any:
+        entries = torch.zeros(3, 4, dtype=dtype)
+        return SimpleNamespace(key=entries, value=entries, scale=scale, is_latent=is_latent)
+
+    is_native = native.implementation() == "native"
+    assert ignores_width(layer(), 8) == ignores_width(layer(torch.bfloat16), 1) == is_native
+    sinks = LogitScale(0.1, sinks=torch.zeros(4))
+    others = [layer(torch.float16), layer(scale=LogitScale(0.1, cap=30.0)), layer(scale=sinks), layer(is_latent=True)]
+    assert not any(ignores_width(other, 1) for other in others)
+    assert not ignores_width(layer(), 9)
+    monkeypatch.setattr(native, "has_matrix_code", lambda dtype: True)
+    assert not ignores_width(layer(), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -77,6 +78,36 @@ def test_other_layers_are_compared_at_the_whole_size(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(nn.Linear, "forward", recording_forward)
     assert not steady.at(600, 8) and steady.at(602, 8)
     assert sizes == {"mlp": {8, 301}, "attention": {8, 600, 602}}
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_activations_must_not_round_differently_where_the_part_of_a_thread_ends(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A thread gets at least 32768 numbers, and computes up to 31 of them one by one."""
+    monkeypatch.setattr(nn.Linear, "forward", lambda layer, x: x.sum(-1, keepdim=True) * layer.weight.sum(1))
+    model, channels = copy.deepcopy(build(name)), 4864
+    for layer in model.model.layers:
+        first = "gate_up_proj" if name == "phi3" else "gate_proj"
+        width = 2 * channels if name == "phi3" else channels
+        setattr(layer.mlp, first, nn.Linear(model.config.hidden_size, width, bias=False))
+        layer.mlp.down_proj = nn.Linear(channels, model.config.hidden_size, bias=False)
+
+    def has_equal_rows(rows: int) -> bool:
+        gates = (torch.randn(1, width).repeat(rows, 1)[:, :channels] for _ in range(30))
+        return all(torch.equal(out, out[:1].expand_as(out)) for out in map(nn.functional.silu, gates))
+
+    sizes = (8, 16, 24, 32)
+    assert [rows for rows in sizes if Steady(model).at(rows, 8)] == [rows for rows in sizes if has_equal_rows(rows)]
 
 
 def test_matrices_outside_of_linear_layers_are_not_steady() -> None:

@@ -73,6 +73,16 @@ def test_the_expanded_values_of_a_batch() -> None:
     torch.testing.assert_close(got, value_norm(value, weight).expand(3, -1, -1))
 
 
+def test_norms_are_float32_whatever_the_default_is() -> None:
+    value, weight = layer(1, 63, 2)
+    wanted = value_norm(value, weight)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(value_norm(value, weight), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_nothing_held_has_no_norms() -> None:
     value, weight = layer(1, 63, 2)
     assert value_norm(value[:, :, :0], weight).shape == (1, 2, 0)

@@ -75,8 +75,9 @@ def _blocked(values: Tensor, weight: Tensor, norm: str) -> Tensor:
     # Few heads of many tokens rather than many heads of few: products with few rows are half as fast.
     block = _BLOCK if values.device.type == "cpu" else _DEVICE_BLOCK
     heads_at_once, entries_at_once = max(1, block // (width * max(1, entry_count))), max(1, block // width)
-    norm_sums = torch.zeros(values.shape[:3], device=values.device)
-    memory = torch.empty(len(values) * max(block, width), device=values.device)
+    norm_sums = torch.zeros(values.shape[:3], dtype=torch.float32, device=values.device)
+    block_entries = min(heads_at_once, head_count) * min(entries_at_once, entry_count)
+    memory = norm_sums.new_empty(len(values) * block_entries * width)
     for first_head in range(0, head_count, heads_at_once):
         heads = slice(first_head, first_head + heads_at_once)
         for first_entry in range(0, entry_count, entries_at_once):
