@@ -74,8 +74,8 @@ class Pool(Generic[_Owner]):
             groups of the last size.
         question_width: Length of the longest question.
         fits_memory: Tells whether a number of responses that hold these caches can be decoded together.
-        gives_same_bits: Tells whether a CPU's products of a number of tokens give a token the same bits as those of
-            the planned batches.
+        gives_same_bits: Tells whether a forward of a number of tokens gives a token the same bits, on a CPU, as those
+            that feed questions in these batches.
     """
 
     def __init__(
