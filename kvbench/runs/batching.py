@@ -240,7 +240,7 @@ class Batching:
         )
 
     def gives_same_bits(self, token_count: int) -> bool:
-        """Return whether a CPU gives a token the same bits in a forward of this many as in those that feed questions."""
+        """Return whether a token has the same bits in a forward of this many as in those that feed questions."""
         return self._steady is not None and self._least > 0 and self._steady.at(token_count, self._least)
 
     def _prefills(self, tokens: int) -> int:
