@@ -82,11 +82,12 @@ class Steady:
         layers = [*self._layers, *(self._head if with_head else ())]
         products = [(layer, row_count) for layer in layers]
         products += [(layer, size) for layer in self._mlp_layers for size in self._part_sizes(row_count)]
-        return all(self._same_at(layer, size, least) for layer, size in products) and all(
+        is_even = all(
             self._is_even(activation, size)
             for activation in self._activations
             for size in (self._part_sizes(row_count) if activation.takes_parts else [row_count])
         )
+        return is_even and all(self._same_at(layer, size, least) for layer, size in products)
 
     def _same_at(self, layer: nn.Linear, size: int, least: int) -> bool:
         """Compare products of one size, once; many numbers of rows have parts of the same size."""
@@ -137,18 +138,19 @@ def _distinct(modules: Iterable[nn.Module]) -> list[nn.Linear]:
 
 def _uneven_activations(decoder: nn.Module) -> list[_Activation]:
     """Return the activations whose elements can be computed in two ways, one for each shape of their layers."""
-    activations: dict[tuple[type, int, int, bool], _Activation] = {}
+    kinds: dict[tuple[type, int, int, bool], tuple[nn.Module, nn.Linear]] = {}
     for parent in decoder.modules():
         layers = [child for child in parent.children() if isinstance(child, nn.Linear)]
         for child in parent.children():
-            if not layers or not type(child).__module__.startswith(_ACTIVATIONS) or [*child.parameters()]:
-                continue
-            channels = layers[-1].in_features
-            stride, in_parts = max(channels, layers[0].out_features), takes_parts(parent)
-            key = (type(child), channels, stride, in_parts)
-            if key not in activations and (uneven := _uneven_value(child, layers[0].weight)) is not None:
-                activations[key] = _Activation(child, channels, stride, *uneven, in_parts)
-    return [*activations.values()]
+            if layers and type(child).__module__.startswith(_ACTIVATIONS) and not [*child.parameters()]:
+                channels = layers[-1].in_features
+                stride = max(channels, layers[0].out_features)
+                kinds.setdefault((type(child), channels, stride, takes_parts(parent)), (child, layers[0]))
+    return [
+        _Activation(activation, channels, stride, *uneven, in_parts)
+        for (_, channels, stride, in_parts), (activation, layer) in kinds.items()
+        if (uneven := _uneven_value(activation, layer.weight)) is not None
+    ]
 
 
 @torch.no_grad()

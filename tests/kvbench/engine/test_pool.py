@@ -171,8 +171,9 @@ class RecordingPool(Pool[int]):
         return super()._choose(slots, logits, rows)
 
     def _column_count(self, questions: Sequence[Sequence[int]]) -> int:
-        self.widths.add(super()._column_count(questions))
-        return super()._column_count(questions)
+        column_count = super()._column_count(questions)
+        self.widths.add(column_count)
+        return column_count
 
 
 @pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 4), (4, 1), (16, 1)])
