@@ -75,6 +75,8 @@ HEAVY = {
 SLOW = {
     ("kvbench.data.sources", "kvbench.data.fetching"),  # imports `datasets`
     ("kvbench.training.command", "kvbench.training.trainer"),  # needs `accelerate`
+    ("kvbench.report.drawn", "kvbench.report.heatmap"),  # imports `matplotlib`
+    ("kvbench.report.drawn", "kvbench.report.pareto_figures"),  # the same
     ("kvbench.report.equal", "kvbench.spelling"),  # imports `torch`
     ("kvbench.report.last_queries", "kvbench.plugin"),  # the same
     ("kvbench.report.last_queries", "kvbench.spelling"),

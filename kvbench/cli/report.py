@@ -98,6 +98,7 @@ def report(
     from kvbench.report.groups import group_table
     from kvbench.report.headroom import headroom
     from kvbench.report.overall import group_means
+    from kvbench.report.rendering import write_report
     from kvbench.report.sorted_samples import COLUMNS, Samples
     from kvbench.report.terminal import RunTable
     from kvbench.runs.folders import stored_command
@@ -134,8 +135,6 @@ def report(
     report_folder = out or runs[0] / "report" / (slug(metric) if metric else "")
     with stopping(reporter):
         reporter.busy("drawing figures")
-        from kvbench.report.rendering import write_report  # matplotlib, which the tables above need not wait for
-
         written_paths = write_report(results, report_folder, aim, figures, reporter)
         if losses:
             from kvbench.report.losses import draw_losses

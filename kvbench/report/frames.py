@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -206,7 +206,7 @@ def metric_title(metric: str) -> str:
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the rows of a frame as dictionaries."""
-    return [{str(column_name): value for column_name, value in record.items()} for record in frame.to_dict("records")]
+    return cast(list[dict[str, Any]], frame.to_dict("records"))
 
 
 def unit_scale(frame: pd.DataFrame) -> bool:
@@ -242,13 +242,8 @@ def uncompared(cells: pd.DataFrame) -> list[str]:
 
 def tasks_at_chance(cells: pd.DataFrame) -> list[str]:
     """Return tasks on which full is not above chance, ignoring those without a full-cache score."""
-    task_names = []
-    ok_cells = cells[cells["status"] == "ok"]
-    for question_key, question_cells in ok_cells.groupby([*_QUESTIONS, _live(ok_cells)], sort=False):
-        full_cells = question_cells[question_cells["policy"] == "full"]
-        if len(full_cells) and not full_cells["discriminative"].all():
-            task_names.append(str(question_key[_QUESTIONS.index("task")]))
-    return list(dict.fromkeys(task_names))
+    is_full = (cells["policy"] == "full") & (cells["status"] == "ok")
+    return list(dict.fromkeys(cells.loc[is_full & ~cells["discriminative"].astype(bool), "task"].astype(str)))
 
 
 def readers(cells: pd.DataFrame) -> list[str]:

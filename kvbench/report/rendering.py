@@ -11,10 +11,9 @@ from kvbench.errors import UserError
 from kvbench.files import cannot, replacing
 from kvbench.progress import Reporter
 from kvbench.report.choosing import WITHIN_A_POINT, Aim
+from kvbench.report.drawn import report_figures
 from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
 from kvbench.report.frames import Results, prepare
-from kvbench.report.heatmap import draw_heatmaps
-from kvbench.report.pareto_figures import draw_fronts
 from kvbench.report.summary import summary_text
 from kvbench.report.table_files import report_tables, write_tables
 
@@ -28,8 +27,8 @@ def render(
 ) -> list[Path]:
     """Write the report of one or several runs.
 
-    The same frames give the same bytes, figures included. Files are written atomically, so a full disk leaves no empty
-    files.
+    The same frames give the same bytes, figures included; figures that the folder has already are not drawn again.
+    Files are written atomically, so a full disk leaves no empty files.
 
     Args:
         cells: The frame of `cells.parquet`; for several runs, concatenated.
@@ -65,8 +64,7 @@ def write_report(
             subfolder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot("write", error.filename or output_folder, error) from None
-    figures = draw_fronts(results, folders[0], figure_options, reporter)
-    figures += draw_heatmaps(results, folders[0], figure_options, reporter)
+    figures = report_figures(results, folders[0], figure_options, reporter)
     tables = report_tables(results)
     written_paths = [figure_path for figure in figures for figure_path in figure.paths]
     written_paths += write_tables(tables, folders[1])
