@@ -38,8 +38,8 @@ def render(
         figure_options: Formats, sizes and policies of the figures; tables have all policies.
 
     Returns:
-        The files written: `summary.md` first, then the files of every figure in `figures/`, then
-        CSV and LaTeX of every table in `tables/`.
+        The files of the report: `summary.md` first, then the files of every figure in `figures/`, then CSV and LaTeX of
+        every table in `tables/`.
 
     Raises:
         UserError: The folder or a file in it cannot be written, or the results lack a policy of the figures.
