@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
-from dataclasses import asdict
+import os
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-
-import pandas as pd
 
 from kvbench import registry
 from kvbench.files import digest_of, file_digests, store_json
@@ -34,33 +35,41 @@ def report_figures(
     Raises:
         UserError: A file cannot be written, or the results lack a policy of the figures.
     """
+    results = options.select(results)
     shown = _digest_of_shown(results, options)
-    if (kept_figures := _kept(folder, shown)) is not None:
-        return kept_figures
-    from kvbench.report.heatmap import draw_heatmaps  # matplotlib, which figures that are kept do not need
-    from kvbench.report.pareto_figures import draw_fronts
+    with _locked(folder):
+        if (kept_figures := _kept(folder, shown)) is not None:
+            return kept_figures
+        from kvbench.report.heatmap import draw_heatmaps  # matplotlib, which figures that are kept do not need
+        from kvbench.report.pareto_figures import draw_fronts
 
-    figures = draw_fronts(results, folder, options, reporter) + draw_heatmaps(results, folder, options, reporter)
-    records = [
-        {"title": figure.title, "task": figure.task, "files": [path.name for path in figure.paths]}
-        for figure in figures
-    ]
-    store_json(folder / _RECORD, {"shown": shown, "figures": records, "digests": _digests(figures)})
-    return figures
+        figures = draw_fronts(results, folder, options, reporter) + draw_heatmaps(results, folder, options, reporter)
+        records = [
+            {"title": figure.title, "task": figure.task, "files": [path.name for path in figure.paths]}
+            for figure in figures
+        ]
+        with contextlib.suppress(OSError):  # somebody removed a file
+            store_json(folder / _RECORD, {"shown": shown, "figures": records, "digests": _digests(figures)})
+        return figures
 
 
 def _digest_of_shown(results: Results, options: FigureOptions) -> str:
-    """Return a digest of all that figures depend on: numbers, options, and the code that draws them."""
+    """Return a digest of what figures depend on: numbers, options, and kvbench's and matplotlib's code."""
     frames = (results.cells, results.overall, with_depth(results))
-    return digest_of(
-        [
-            [[[*map(str, frame.columns)], pd.util.hash_pandas_object(frame, index=False).tolist()] for frame in frames],
-            results.policies,
-            asdict(options),
-            registry.code_state(),
-            version("matplotlib"),
-        ]
-    )
+    texts = [frame.to_csv(index=False) for frame in frames]
+    return digest_of([texts, results.policies, repr(options), registry.code_state(), version("matplotlib")])
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process draws in a folder: the record of one must not count the files of the other."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _kept(folder: Path, shown: str) -> list[SavedFigure] | None:
@@ -74,7 +83,7 @@ def _kept(folder: Path, shown: str) -> list[SavedFigure] | None:
             for entry in record["figures"]
         ]
         return figures if _digests(figures) == record["digests"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -27,13 +27,13 @@ def render(
 ) -> list[Path]:
     """Write the report of one or several runs.
 
-    The same frames give the same bytes, figures included; figures that the folder has already are not drawn again.
-    Files are written atomically, so a full disk leaves no empty files.
+    The same frames give the same bytes, figures included. Figures that the folder has already are not drawn again; all
+    other files are replaced, atomically, so a full disk leaves no empty files.
 
     Args:
         cells: The frame of `cells.parquet`; for several runs, concatenated.
         samples: The frame of `samples.parquet`.
-        out_dir: Output folder, created if needed. Existing files are replaced.
+        out_dir: Output folder, created if needed.
         aim: Requirements for the choice of a setting.
         figure_options: Formats, sizes and policies of the figures; tables have all policies.
 

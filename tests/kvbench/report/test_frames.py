@@ -79,6 +79,8 @@ def test_tasks_without_full_are_not_called_silent(run_frames, tmp_path):
     assert tasks_at_chance(cells) == []
     assert uncompared(cells) == ["vt", "cwe"]
     assert tasks_at_chance(run_frames(tasks=["vt", "qa_1"])[0]) == ["qa_1"]
+    assert tasks_at_chance(run_frames(tasks=["qa_1"], lengths=(512, 1024))[0]) == ["qa_1"]
+    assert tasks_at_chance(run_frames(failed=[("full", "full", "vt")])[0]) == []
     some = together(
         run_frames(tasks=["vt"], samples=10),
         run_frames(tasks=["cwe"], samples=10, with_full=False),
