@@ -162,7 +162,7 @@ def stored_json(cache_path: Path, compute: Callable[[], Any], decode: Callable[[
     """Return the decoded content of a cache file; computed, and written if possible, if it is absent or damaged."""
     try:
         return decode(json.loads(cache_path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         content = compute()
         store_json(cache_path, content)
         return decode(content)

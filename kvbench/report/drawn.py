@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from kvbench import registry
-from kvbench.files import digest_of, file_digests, store_json
+from kvbench.files import digest_of, file_digests, stored_json
 from kvbench.progress import Reporter
 from kvbench.report.figure_options import DEFAULT_FIGURES, FigureOptions
 from kvbench.report.frames import Results, with_depth
@@ -34,23 +34,29 @@ def report_figures(
 
     Raises:
         UserError: A file cannot be written, or the results lack a policy of the figures.
+        OSError: Somebody removes a file meanwhile.
     """
     results = options.select(results)
     shown = _digest_of_shown(results, options)
-    with _locked(folder):
-        if (kept_figures := _kept(folder, shown)) is not None:
-            return kept_figures
+
+    def draw() -> dict[str, Any]:
         from kvbench.report.heatmap import draw_heatmaps  # matplotlib, which figures that are kept do not need
         from kvbench.report.pareto_figures import draw_fronts
 
         figures = draw_fronts(results, folder, options, reporter) + draw_heatmaps(results, folder, options, reporter)
-        records = [
-            {"title": figure.title, "task": figure.task, "files": [path.name for path in figure.paths]}
-            for figure in figures
+        records = [[figure.title, [path.name for path in figure.paths], figure.task] for figure in figures]
+        return {"shown": shown, "figures": records, "digests": _digests(figures)}
+
+    def of_record(record: dict[str, Any]) -> list[SavedFigure]:
+        figures = [
+            SavedFigure(title, [folder / name for name in names], task) for title, names, task in record["figures"]
         ]
-        with contextlib.suppress(OSError):  # somebody removed a file
-            store_json(folder / _RECORD, {"shown": shown, "figures": records, "digests": _digests(figures)})
+        if record["shown"] != shown or record["digests"] != _digests(figures):
+            raise ValueError("the figures show something else, or a file was changed")
         return figures
+
+    with _locked(folder):
+        return stored_json(folder / _RECORD, draw, of_record)
 
 
 def _digest_of_shown(results: Results, options: FigureOptions) -> str:
@@ -70,21 +76,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _kept(folder: Path, shown: str) -> list[SavedFigure] | None:
-    """Return the figures in a folder; None if they show something else, or a file is missing or was changed."""
-    try:
-        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-        if record["shown"] != shown:
-            return None
-        figures = [
-            SavedFigure(str(entry["title"]), [folder / str(name) for name in entry["files"]], str(entry["task"]))
-            for entry in record["figures"]
-        ]
-        return figures if _digests(figures) == record["digests"] else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
 
 
 def _digests(figures: list[SavedFigure]) -> list[str]:
