@@ -121,6 +121,8 @@ def main() -> NoReturn:
     LazyModule("requests").install()  # lm-eval imports it, for downloads only
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+    # numpy's own threads spin too, for up to a quarter of a report's processor time, and its products here are small.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     warnings.formatwarning = lambda message, *_: f"kvbench: warning: {message}\n"
     sys.exit(call(sys.argv[1:]))
 

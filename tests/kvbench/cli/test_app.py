@@ -387,11 +387,16 @@ def test_the_list_says_who_can_see_a_task_and_what_it_lacks(
 
 
 @pytest.mark.parametrize(
-    ("given", "spins"),
-    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ("given", "spins", "numpy_threads"),
+    [
+        ({}, "10000", "1"),
+        ({"GOMP_SPINCOUNT": "7"}, "7", "1"),
+        ({"OMP_WAIT_POLICY": "active"}, None, "1"),
+        ({"OPENBLAS_NUM_THREADS": "4"}, "10000", "4"),
+    ],
 )
 def test_waiting_threads_sleep_early_unless_the_user_decides(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: str | None
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: str | None, numpy_threads: str
 ) -> None:
     monkeypatch.setattr(os, "environ", {**given})
     monkeypatch.setattr(cli.app, "call", lambda arguments: 0)
@@ -401,3 +406,4 @@ def test_waiting_threads_sleep_early_unless_the_user_decides(
     with pytest.raises(SystemExit):
         cli.app.main()
     assert os.environ.get("GOMP_SPINCOUNT") == spins
+    assert os.environ.get("OPENBLAS_NUM_THREADS") == numpy_threads
