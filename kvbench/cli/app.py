@@ -108,6 +108,10 @@ _SPINS = "10000"
 cores up to ten times slower, because a thread that spins keeps the core from the one that it waits for; 1,000 costs an
 idle machine 9%. Torch loads libgomp, so this must be set before."""
 
+_WITHOUT_TORCH = {"compare", "report", "table"}
+"""Commands that give numpy one thread: its products are small here, and its idle threads spin for up to a quarter of a
+report's processor time. Not those that use torch, which on ARM multiplies by OpenBLAS as well."""
+
 
 def main() -> NoReturn:
     """Run the command line and exit with its status."""
@@ -121,8 +125,8 @@ def main() -> NoReturn:
     LazyModule("requests").install()  # lm-eval imports it, for downloads only
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
-    # numpy's own threads spin too, for up to a quarter of a report's processor time, and its products here are small.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if not _WITHOUT_TORCH.isdisjoint(sys.argv[1:2]):
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     warnings.formatwarning = lambda message, *_: f"kvbench: warning: {message}\n"
     sys.exit(call(sys.argv[1:]))
 

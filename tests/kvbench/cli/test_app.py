@@ -387,17 +387,19 @@ def test_the_list_says_who_can_see_a_task_and_what_it_lacks(
 
 
 @pytest.mark.parametrize(
-    ("given", "spins", "numpy_threads"),
+    ("given", "command", "spins", "numpy_threads"),
     [
-        ({}, "10000", "1"),
-        ({"GOMP_SPINCOUNT": "7"}, "7", "1"),
-        ({"OMP_WAIT_POLICY": "active"}, None, "1"),
-        ({"OPENBLAS_NUM_THREADS": "4"}, "10000", "4"),
+        ({}, "report", "10000", "1"),
+        ({}, "run", "10000", None),
+        ({"GOMP_SPINCOUNT": "7"}, "run", "7", None),
+        ({"OMP_WAIT_POLICY": "active"}, "run", None, None),
+        ({"OPENBLAS_NUM_THREADS": "4"}, "table", "10000", "4"),
     ],
 )
 def test_waiting_threads_sleep_early_unless_the_user_decides(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: str | None, numpy_threads: str
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], command: str, spins: str | None, numpy_threads: str | None
 ) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvbench", command])
     monkeypatch.setattr(os, "environ", {**given})
     monkeypatch.setattr(cli.app, "call", lambda arguments: 0)
     monkeypatch.setattr(cli.app, "_collect_after_startup", lambda: None)
