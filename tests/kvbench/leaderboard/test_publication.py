@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -157,7 +158,8 @@ def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", make_run(samples=4))
     with RunStore(run), pytest.raises(UserError, match="still running"):
         publish(run, tmp_path / "board")
-    (run / RESPONSES).touch()
+    later = (run / CELLS).stat().st_mtime_ns + 1  # files written in one tick of the kernel's clock have the same time
+    os.utime(run / RESPONSES, ns=(later, later))
     with pytest.raises(UserError, match="run the same command again"):
         publish(run, tmp_path / "board")
     (run / CELLS).unlink()
