@@ -21,7 +21,7 @@ def keep_only(cache: RaggedCache, keep_masks: Sequence[Tensor], reserved_tokens:
 
     Args:
         cache: A dense cache; not changed.
-        keep_masks: Entries to keep, bool `[B, H, T]` per full-attention layer.
+        keep_masks: Entries to keep, bool `[B, H, T]` per full-attention layer, on any device.
         reserved_tokens: Number of tokens to reserve space for.
     """
     packed_cache = cache.fork()
@@ -34,7 +34,7 @@ def masked_copies(cache: RaggedCache, keep_masks: Sequence[Tensor], reserved_tok
 
     Args:
         cache: A dense cache of one sequence; not changed.
-        keep_masks: Entries of every copy, bool `[copies, H, T]` per full-attention layer.
+        keep_masks: Entries of every copy, bool `[copies, H, T]` per full-attention layer, on any device.
         reserved_tokens: Number of tokens to reserve space for.
     """
     first_entries = [mask.new_zeros((1, *mask.shape[1:])) for mask in keep_masks]
@@ -50,5 +50,6 @@ def _pack(dense: RaggedCache, packed: RaggedCache, keep_masks: Sequence[Tensor],
     """Fill the full-attention layers of a cache with entries of a dense one."""
     for dense_layer, packed_layer, kept_mask in zip(dense.ragged, packed.ragged, keep_masks, strict=True):
         assert dense_layer.key is not None and dense_layer.value is not None
-        columns = torch.arange(kept_mask.shape[-1], device=kept_mask.device).expand(dense_layer.key.shape[:3])
-        packed_layer.pack(dense_layer.key, dense_layer.value, kept_mask, columns, {}, reserved_tokens)
+        kept_here = kept_mask.to(dense_layer.key.device)
+        columns = torch.arange(kept_here.shape[-1], device=kept_here.device).expand(dense_layer.key.shape[:3])
+        packed_layer.pack(dense_layer.key, dense_layer.value, kept_here, columns, {}, reserved_tokens)

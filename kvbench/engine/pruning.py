@@ -320,12 +320,15 @@ def watching(model: nn.Module, pruning: Pruning | None) -> Iterator[TowerFacts |
     inner_model: Any = getattr(model, "model", model)
     config: Any = model.config
     tower = getattr(inner_model, "visual", None)
-    for model_type in (config.model_type, config.vision_config.model_type):
-        if model_type in _UNREADABLE_TOWERS:
-            raise UserError(
-                f"a policy that reads the attention of the vision tower does not support "
-                f"{_UNREADABLE_TOWERS[model_type]}; use divprune, fastv or dart"
-            )
+    model_types = (config.model_type, config.vision_config.model_type)
+    unreadable = [_UNREADABLE_TOWERS[model_type] for model_type in model_types if model_type in _UNREADABLE_TOWERS]
+    if tower is None and not hasattr(config, "vision_feature_layer"):
+        unreadable.append(config.model_type)
+    if unreadable:
+        raise UserError(
+            f"a policy that reads the attention of the vision tower does not support {unreadable[0]}; "
+            "use divprune, fastv or dart"
+        )
     merged_patches, layer_index = 1, -1
     if tower is None:
         tower = inner_model.vision_tower

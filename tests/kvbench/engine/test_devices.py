@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import kvbench
 from kvbench.runs import worker
+from tests.devices import Devices, spread
 from tests.sweeps import slow
 
 from .conftest import batch, build
-from .devices import Devices, spread
 
 ONE = ["xpu:0"]
 THREE = ["xpu:0", "xpu:1", "xpu:2"]
@@ -43,6 +44,11 @@ def test_the_play_notices_what_is_on_two_devices() -> None:
             a + b
         assert str((a + b.to(a.device)).device) == "xpu:0"
         assert str((a * torch.tensor(2.0)).device) == "xpu:0"
+        with pytest.raises(TypeError, match="numpy: a tensor on xpu:0"):
+            a.numpy()
+        with pytest.raises(TypeError, match="a tensor on xpu:0"):
+            np.asarray(a)
+        assert a.cpu().numpy().tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,22 @@ def test_attach_prunes_as_well() -> None:
     assert tower.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("qwen2_5_vl", "does not support Qwen2.5-VL's windows; use divprune"),
+        ("mistral3", "does not support Pixtral's joint sequence of all images; use divprune"),
+        ("onevision", "produces 32 tokens but the prompt has 34: .* does not support this model; use divprune"),
+        ("gemma4", "does not support gemma4; use divprune"),
+    ],
+)
+def test_a_tower_whose_attention_is_not_that_of_the_tokens_is_refused(name: str, reason: str) -> None:
+    family = build(name)
+    ids, mask, pixels = turn(family, [0], images=2, seed=0)
+    with engine(family.model), pytest.raises(UserError, match=reason):
+        pruned_prefix(family, kvbench.policy("visionzip"), ids, mask, pixels, "visual:4")
+
+
 @pytest.mark.parametrize("name", ["qwen2_vl", "llava"])
 @torch.no_grad()
 def test_scores_inside_the_model_are_shown_what_the_layer_before_puts_out(name: str) -> None:

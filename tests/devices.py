@@ -15,6 +15,7 @@ from kvbench.engine.models import decoder_of
 _DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 _CPU = torch.device("cpu")
 _ANYWHERE = {"copy_", "tolist", "item", "_has_compatible_shallow_copy_type"}
+_ON_CPU = {"numpy", "__array__"}
 _INDEXED = {"__getitem__", "__setitem__"}
 
 
@@ -57,7 +58,11 @@ class Devices(TorchFunctionMode):
                 found.append(home)
         if len(found) > 1 and name not in _ANYWHERE:
             raise RuntimeError(f"{name}: tensors on {', '.join(map(str, found))}")
+        if name in _ON_CPU and found and found[0] != _CPU:
+            raise TypeError(f"{name}: a tensor on {found[0]}")
         out = func(*args, **kwargs)
+        if isinstance(out, torch.Size):  # tree_map would make it a tuple
+            return out
         home = wanted or (found[0] if found else _CPU)
         return tree_map(lambda x: put(x, home), out)
 
