@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from kvbench.engine.kernels import launch
 from kvbench.engine.models import decoder_of
 
 _DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+_IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _CPU = torch.device("cpu")
 _ANYWHERE = {"copy_", "tolist", "item", "_has_compatible_shallow_copy_type"}
 _ON_CPU = {"numpy", "__array__"}
@@ -27,18 +32,20 @@ def label(x: Tensor) -> torch.device:
 def put(x: Any, device: torch.device) -> Any:
     """Say where a tensor is."""
     if isinstance(x, Tensor):
-        x._played = device  # type: ignore[attr-defined]
+        x._played = torch.device("cuda:0") if device == torch.device("cuda") else device  # type: ignore[attr-defined]
     return x
 
 
 class Devices(TorchFunctionMode):
-    """Within it `Tensor.device`, `Tensor.to` and `device=` go by the labels, and so do errors."""
+    """Within it `Tensor.device`, `Tensor.is_cuda`, `Tensor.to` and `device=` go by the labels, and so do errors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if func == _DEVICE:
             return label(args[0])
+        if func == _IS_CUDA:
+            return label(args[0]).type == "cuda"
         wanted = None
         if kwargs.get("device") is not None:
             wanted, kwargs["device"] = torch.device(kwargs["device"]), _CPU
@@ -48,11 +55,12 @@ class Devices(TorchFunctionMode):
             func(*args, **kwargs)
             return put(args[0], label(args[-1]))
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        indices = [id(x) for x in tree_leaves(args[1])] if name in _INDEXED else []
         found = []
-        for i, x in enumerate(tensors):
+        for x in tensors:
             home = label(x)
             # Single numbers, and indices, may come from the CPU.
-            if home == _CPU and (x.dim() == 0 or (i and name in _INDEXED)):
+            if home == _CPU and (x.dim() == 0 or id(x) in indices):
                 continue
             if home not in found:
                 found.append(home)
@@ -84,6 +92,34 @@ def _moved(
     out = func(*own, **kwargs)
     home = wanted or source
     return put(out.clone() if out is args[0] and home != source else out, home)
+
+
+@contextmanager
+def gpu() -> Iterator[None]:
+    """Within it `cuda:0` is a device of 80 GB for which Triton has no kernels."""
+    gigabytes = SimpleNamespace(name="a GPU", total_memory=80 << 30)
+    state = torch.zeros(1, dtype=torch.uint8)
+    random = {"get_rng_state": lambda *_: state, "set_rng_state": lambda *_: None}
+    silent = ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_device")
+    answers = {
+        **{name: lambda *_: None for name in silent},
+        **random,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_device_name": lambda *_: gigabytes.name,
+        "get_device_properties": lambda *_: gigabytes,
+        "mem_get_info": lambda *_: (70 << 30, gigabytes.total_memory),
+        "max_memory_allocated": lambda *_: 1 << 30,
+        "device": lambda *_: nullcontext(),
+        "device_of": lambda *_: nullcontext(),
+    }
+    with (
+        mock.patch.multiple(torch.cuda, **answers),
+        mock.patch.multiple(torch.cuda.random, **random),
+        mock.patch.object(launch, "_has_triton", return_value=False),
+        Devices(),
+    ):
+        yield
 
 
 def spread(model: Any, devices: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Commands that run a model do so on a device other than the CPU: none mixes what is on the two."""
+"""Commands that run a model do so on a simulated GPU: none mixes what is on it and on the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import kvbench
 from kvbench import cli
-from tests.devices import Devices
+from tests.devices import gpu
 from tests.sweeps import slow, slow_but
 
 CAUSES = "analyze causes --task niah_single_2 --length 256 --samples 6 --policy snapkv --budget 16 --dtype float32"
@@ -35,9 +35,9 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", slow_but(COMMANDS, CAUSES))
-def test_a_command_runs_on_a_device(command: str, tmp_path: Path) -> None:
-    with Devices():
-        arguments = [*command.split(), "--device", "xpu:0", "--out", str(tmp_path / "out")]
+def test_a_command_runs_on_a_gpu(command: str, tmp_path: Path) -> None:
+    with gpu():
+        arguments = [*command.split(), "--device", "cuda", "--out", str(tmp_path / "out")]
         result = CliRunner().invoke(cli.app.app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
 
@@ -51,7 +51,7 @@ def test_a_command_runs_on_a_device(command: str, tmp_path: Path) -> None:
         slow("reference-vl", "shapes_vqa", 256, "visual:8", "context"),
     ],
 )
-def test_every_policy_answers_on_a_device_as_on_a_cpu(
+def test_every_policy_answers_on_a_gpu_as_on_a_cpu(
     model: str, task: str, length: int, budget: str, moment: str, tmp_path: Path
 ) -> None:
     grid = {
@@ -65,11 +65,11 @@ def test_every_policy_answers_on_a_device_as_on_a_cpu(
         "dtype": "float32",
     }
     cells, rows = {}, {}
-    for device in ("cpu", "xpu:0"):
-        with Devices():
+    for device in ("cpu", "cuda"):
+        with gpu():
             run = kvbench.run({**grid, "device": device, "out": str(tmp_path / device)}, progress=False)
         cells[device] = run.cells[["policy", "budget", "moment", "status", "error"]]
         rows[device] = run.samples[["policy", "budget", "moment", "response", "held_entries"]]
     assert cells["cpu"]["status"].eq("ok").sum() > 30
-    pd.testing.assert_frame_equal(cells["cpu"], cells["xpu:0"])
-    pd.testing.assert_frame_equal(rows["cpu"], rows["xpu:0"])
+    pd.testing.assert_frame_equal(cells["cpu"], cells["cuda"])
+    pd.testing.assert_frame_equal(rows["cpu"], rows["cuda"])

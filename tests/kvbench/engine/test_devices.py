@@ -44,6 +44,9 @@ def test_the_play_notices_what_is_on_two_devices() -> None:
             a + b
         assert str((a + b.to(a.device)).device) == "xpu:0"
         assert str((a * torch.tensor(2.0)).device) == "xpu:0"
+        a[torch.tensor([0])] = 1.0
+        with pytest.raises(RuntimeError, match="tensors on xpu:0, cpu"):
+            a[:] = torch.ones(2)
         with pytest.raises(TypeError, match="numpy: a tensor on xpu:0"):
             a.numpy()
         with pytest.raises(TypeError, match="a tensor on xpu:0"):
