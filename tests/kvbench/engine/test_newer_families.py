@@ -17,10 +17,10 @@ from kvbench.engine.latent import expansion, is_latent
 from kvbench.engine.loading import load_model
 from kvbench.engine.models import attention_modules
 from kvbench.errors import UserError
+from tests.devices import Devices, spread
 from tests.sweeps import slow
 
 from .conftest import batch
-from .devices import Devices, spread
 
 BY_NAME = {family.name: family for family in FAMILIES}
 NEWER = ("gpt_oss", "qwen3_5_text", "deepseek_v3", "gemma4_text+shared")
