@@ -31,6 +31,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from benchmarks.gpu_page import Results, write_page
 from benchmarks.kernels import AGREE_AT, DEVICE, OPS, RATES, disagreement, timed, without_triton
 from benchmarks.long_context import SHAPES, context_memory, llama, llama_config, without_weights
 from kvbench.engine.hardware import describe_hardware
+from kvbench.errors import first_lines
 from kvbench.progress import Silent, duration
 from kvbench.tables.numbers import size
 from kvbench.tables.text import slug
@@ -151,11 +153,11 @@ def run_kernel(part: Part, op: str) -> None:
             try:
                 complaint = disagreement(case, way)
             except Exception as error:  # such as a kernel that does not compile for this GPU
-                complaint = f"{type(error).__name__}: {error}".splitlines()[0]
+                complaint = shorten(first_lines(error), 200, placeholder=" ...")
             part.write({"op": op, "case": case.name, "way": way.name, "complaint": complaint})
             if complaint:
                 wrong.add(way.name)
-                part.leave_out(f"{op}, {way.name}", complaint)
+                part.leave_out(f"{case.name}, {way.name}", complaint)
     if "kernel" in wrong:
         return
     for length in (63,) if part.is_dry else (4096, 16384):
