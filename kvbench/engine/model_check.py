@@ -24,9 +24,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kvbench import native
 from kvbench.budget import Budget
 from kvbench.engine.contract import family_of
 from kvbench.engine.driver import engine, feed_one_by_one
+from kvbench.engine.hardware import describe_hardware
+from kvbench.engine.kernels.launch import triton_version
 from kvbench.engine.models import cache_inputs, decoder_of, input_names, is_attention
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import UserError, first_lines, out_of_memory
@@ -115,7 +118,9 @@ class ModelCheck:
 
 
 class Checked(NamedTuple):
-    """What a model is tested for. kvbench's engine and the versions of torch and transformers count as well.
+    """What a model is tested for.
+
+    kvbench's engine, the versions of torch and transformers, and the machine count as well.
 
     Attributes:
         revision: Commit of a hub model, or digest of a local one; "" if it has none, so that it is tested every time.
@@ -131,8 +136,14 @@ class Checked(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Return the key of the result."""
+        """Return the key of the result on any machine."""
         return digest_of([*self, *_software()])
+
+    @property
+    def local_digest(self) -> str:
+        """Return the key of the result on this machine, whose hardware and compilers make their own kernels."""
+        kernels = native.implementation() if self.device == "cpu" else triton_version()
+        return digest_of([self.digest, describe_hardware(self.device), kernels])
 
 
 @functools.cache
@@ -153,7 +164,7 @@ def check_model(model: nn.Module, checked: Checked) -> None:
     Raises:
         UserError: kvbench does not implement the model's attention.
     """
-    passed = _passed(checked)
+    passed = _passed(checked.local_digest)
     if passed is None:
         result = measure_model(model)
         if result.problem:
@@ -166,8 +177,11 @@ def check_model(model: nn.Module, checked: Checked) -> None:
 
 
 def recorded_check(checked: Checked) -> str:
-    """Return the result of a model's test as recorded with a run; "" if it has not been tested here."""
-    passed = _passed(checked)
+    """Return the result of a model's test as recorded with a run; "" if none has stored it in this cache.
+
+    A driver without a GPU records what its workers have tested.
+    """
+    passed = _passed(checked.digest)
     if passed is None:
         return ""
     order = ", tokens one by one" if passed["one_by_one"] else ""
@@ -178,13 +192,13 @@ def _checks_file() -> Path:
     return cache_dir() / "model_checks.json"
 
 
-def _passed(checked: Checked) -> Mapping[str, Any] | None:
+def _passed(digest: str) -> Mapping[str, Any] | None:
     """Return the result of a model that has passed its test; None if it has not been tested."""
     checks_file = _checks_file()
     stored: Mapping[str, Any] = {}
     with contextlib.suppress(OSError):
         stored = _stored(checks_file, state_of(checks_file))
-    return _PASSED.get(checked.digest) or stored.get(checked.digest)
+    return _PASSED.get(digest) or stored.get(digest)
 
 
 @functools.lru_cache(maxsize=1)
@@ -204,13 +218,14 @@ def _stored(checks_file: Path, file_state: State) -> dict[str, dict[str, Any]]:
 
 
 def _store(checked: Checked, passed: dict[str, Any]) -> None:
-    _PASSED[checked.digest] = passed
+    results = dict.fromkeys((checked.digest, checked.local_digest), passed)
+    _PASSED.update(results)
     checks_file = _checks_file()
     with contextlib.suppress(OSError, UserError):  # the file only saves time
         checks_file.parent.mkdir(parents=True, exist_ok=True)
         stored = _stored(checks_file, state_of(checks_file)) if checks_file.exists() else {}
         with replacing(checks_file) as partial_path:
-            partial_path.write_text(json.dumps(stored | {checked.digest: passed}), encoding="utf-8")
+            partial_path.write_text(json.dumps(stored | results), encoding="utf-8")
 
 
 # --- the test -------------------------------------------------------------------------------------

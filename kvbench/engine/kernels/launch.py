@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, wraps
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -30,6 +31,16 @@ def interpreting() -> bool:
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+def triton_version() -> str:
+    """Return the version of Triton; "" without it."""
+    if not _has_triton():
+        return ""
+    try:
+        return version("triton")
+    except PackageNotFoundError:  # a build of another name
+        return "unknown"
 
 
 def by_triton(tensor: Tensor) -> bool:

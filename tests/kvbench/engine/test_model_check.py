@@ -123,6 +123,28 @@ def test_a_model_that_passed_before_is_not_tested_again(llama: Any) -> None:
             check_model(llama, other)
 
 
+@pytest.mark.usefixtures("wrong_scale")
+@pytest.mark.parametrize(
+    ("device", "changed"),
+    [
+        ("cpu", "describe_hardware"),
+        ("cpu", "native.implementation"),
+        ("cuda", "describe_hardware"),
+        ("cuda", "triton_version"),
+    ],
+)
+def test_a_model_is_tested_again_where_other_kernels_run(
+    llama: Any, device: str, changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = CHECKED._replace(device=device)
+    model_check._store(checked, {"limit": 1e-3, "one_by_one": False})
+    check_model(llama, checked)
+    monkeypatch.setattr(f"kvbench.engine.model_check.{changed}", lambda *_: "another")
+    with pytest.raises(UserError, match="differs from transformers'"):
+        check_model(llama, checked)
+    assert recorded_check(checked) == "passed, errors below 0.001"
+
+
 def test_a_damaged_file_of_results_is_replaced(llama: Any) -> None:
     checks_file = cache_dir() / "model_checks.json"
     checks_file.parent.mkdir(parents=True)
