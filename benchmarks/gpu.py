@@ -41,6 +41,7 @@ from benchmarks.gpu_page import Results, write_page
 from benchmarks.kernels import AGREE_AT, DEVICE, OPS, RATES, disagreement, timed, without_triton
 from benchmarks.long_context import SHAPES, context_memory, llama, llama_config, without_weights
 from kvbench.engine.hardware import describe_hardware
+from kvbench.engine.kernels.launch import by_triton
 from kvbench.errors import first_lines
 from kvbench.progress import Silent, duration
 from kvbench.tables.numbers import size
@@ -369,6 +370,9 @@ def main() -> int:
         return 0
     if DEVICE.type != "cuda" and not options.dry_run:
         print("benchmarks.gpu measures a GPU with CUDA, and none is seen here; --dry-run tries it on a CPU")
+        return 2
+    if DEVICE.type == "cuda" and not by_triton(torch.empty(0, device=DEVICE)):
+        print("benchmarks.gpu measures Triton kernels, and none runs here; see docs/install.md#triton-kernels-on-a-gpu")
         return 2
     out = options.out or ROOT / ("build/gpu" if options.dry_run else "docs/gpu")
     return 1 if measure(out, options.minutes, options.dry_run).problems else 0

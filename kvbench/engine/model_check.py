@@ -29,7 +29,7 @@ from kvbench.budget import Budget
 from kvbench.engine.contract import family_of
 from kvbench.engine.driver import engine, feed_one_by_one
 from kvbench.engine.hardware import describe_hardware
-from kvbench.engine.kernels.launch import triton_version
+from kvbench.engine.kernels import launch
 from kvbench.engine.models import cache_inputs, decoder_of, input_names, is_attention
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import UserError, first_lines, out_of_memory
@@ -142,7 +142,7 @@ class Checked(NamedTuple):
     @property
     def local_digest(self) -> str:
         """Return the key of the result on this machine, whose hardware and compilers make their own kernels."""
-        kernels = native.implementation() if self.device == "cpu" else triton_version()
+        kernels = native.implementation() if self.device == "cpu" else launch.triton_version()
         return digest_of([self.digest, describe_hardware(self.device), kernels])
 
 
@@ -166,14 +166,25 @@ def check_model(model: nn.Module, checked: Checked) -> None:
     """
     passed = _passed(checked.local_digest)
     if passed is None:
-        result = measure_model(model)
-        if result.problem:
-            raise UserError(result.problem)
+        result = _measured(model, checked.device)
         passed = {"limit": result.limit, "one_by_one": result.one_by_one}
         if checked.revision:
             _store(checked, passed)
     if passed["one_by_one"]:
         feed_one_by_one(model)
+
+
+def _measured(model: nn.Module, device: str) -> ModelCheck:
+    """Run the self-test; raise what is wrong, and how to tell whether it is a kernel."""
+    try:
+        result = measure_model(model)
+        if result.problem:
+            raise UserError(result.problem)
+    except UserError as error:
+        if device != "cuda" or not launch.triton_version() or _NOT_RUN in str(error):
+            raise
+        raise UserError(f"{error}; if it runs with {launch.SWITCH}=0, a Triton kernel is at fault") from error
+    return result
 
 
 def recorded_check(checked: Checked) -> str:

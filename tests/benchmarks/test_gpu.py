@@ -19,6 +19,7 @@ from benchmarks.long_context import ANSWER, context_memory, llama, without_weigh
 from kvbench.engine.kernels.ragged_attention import ref
 from kvbench.engine.models import model_info
 from kvbench.runs.batching import MOST
+from tests import devices
 
 Row = dict[str, Any]
 FACTS = {"device": "GPU <b>1</b>", "torch": "2", "triton": "3", "memory": 80 << 30, "capability": "9.0", "cuda": "13"}
@@ -182,6 +183,16 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(sys, "argv", ["gpu"])
     assert gpu.main() == 2
     assert "--dry-run tries it on a CPU" in capsys.readouterr().out
+
+
+def test_on_a_gpu_without_kernels_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    monkeypatch.setattr(gpu, "DEVICE", torch.device("cuda:0"))
+    with devices.gpu():
+        assert gpu.main() == 2
+    assert "measures Triton kernels, and none runs here" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """Shared by all kernels: when Triton runs them, and how they are compiled without a GPU.
 
-Triton is optional (`pip install 'kvbench[gpu]'`). It is imported when a tensor is on a GPU or `TRITON_INTERPRET=1`
-requests its interpreter; everything else runs on blocked torch code. Triton reads that variable when a kernel is
-decorated, so set it before kernels are imported.
+Triton is optional (`pip install 'kvbench[gpu]'`). It is imported when a tensor is on a GPU that it compiles for, or
+`TRITON_INTERPRET=1` requests its interpreter; everything else runs on blocked torch code, and so does everything with
+`KVBENCH_TRITON=0`. Triton reads `TRITON_INTERPRET` when a kernel is decorated, so set it before kernels are imported.
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
+SWITCH = "KVBENCH_TRITON"
+"""Environment variable; 0 turns the Triton kernels off."""
+
+_OLDEST = (8, 0)
+"""Compute capability of the oldest GPUs for which Triton compiles (Ampere)."""
+
 
 @cache
 def interpreting() -> bool:
@@ -30,11 +36,16 @@ def interpreting() -> bool:
 
 @cache
 def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return os.environ.get(SWITCH) != "0" and find_spec("triton") is not None
+
+
+@cache
+def _compiles_for(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _OLDEST
 
 
 def triton_version() -> str:
-    """Return the version of Triton; "" without it."""
+    """Return the version of Triton; "" without it, or if it is turned off."""
     if not _has_triton():
         return ""
     try:
@@ -44,13 +55,13 @@ def triton_version() -> str:
 
 
 def by_triton(tensor: Tensor) -> bool:
-    """Return whether a kernel should run on `tensor`: on an NVIDIA GPU, or with the interpreter.
+    """Return whether a kernel should run on `tensor`: on an NVIDIA GPU since Ampere, or with the interpreter.
 
     float64 is for oracles and gradient checks and takes the torch path on any device.
     """
     if tensor.dtype == torch.float64 or not _has_triton():
         return False
-    return interpreting() or (tensor.is_cuda and torch.version.hip is None)
+    return interpreting() or (tensor.is_cuda and _compiles_for(tensor.device))
 
 
 def architecture(device: torch.device) -> int:

@@ -16,6 +16,7 @@ from kvbench.budget import Budget
 from kvbench.engine import attachment, model_check
 from kvbench.engine.decode import Batch
 from kvbench.engine.driver import engine, forward
+from kvbench.engine.kernels import launch
 from kvbench.engine.loading import load_model
 from kvbench.engine.model_check import Checked, ModelCheck, ModuleError, check_model, measure_model, recorded_check
 from kvbench.engine.prefix import Compression, Prefix
@@ -130,7 +131,7 @@ def test_a_model_that_passed_before_is_not_tested_again(llama: Any) -> None:
         ("cpu", "describe_hardware"),
         ("cpu", "native.implementation"),
         ("cuda", "describe_hardware"),
-        ("cuda", "triton_version"),
+        ("cuda", "launch.triton_version"),
     ],
 )
 def test_a_model_is_tested_again_where_other_kernels_run(
@@ -143,6 +144,18 @@ def test_a_model_is_tested_again_where_other_kernels_run(
     with pytest.raises(UserError, match="differs from transformers'"):
         check_model(llama, checked)
     assert recorded_check(checked) == "passed, errors below 0.001"
+
+
+@pytest.mark.usefixtures("wrong_scale")
+def test_an_error_on_a_gpu_says_how_to_rule_out_a_kernel(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "triton_version", lambda: "9.9")
+    with pytest.raises(UserError, match=r"implement it yet; if it runs with KVBENCH_TRITON=0, a Triton kernel is at f"):
+        check_model(llama, CHECKED._replace(device="cuda"))
+    with pytest.raises(UserError, match=r"implement it yet$"):
+        check_model(llama, CHECKED)
+    monkeypatch.setattr(launch, "triton_version", lambda: "")
+    with pytest.raises(UserError, match=r"implement it yet$"):
+        check_model(llama, CHECKED._replace(device="cuda"))
 
 
 def test_a_damaged_file_of_results_is_replaced(llama: Any) -> None:
