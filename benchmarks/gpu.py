@@ -11,8 +11,8 @@ a slow part costs another part's results:
 After each part, `DEVICE.md` with figures and `results.json` in the folder `DEVICE` are written again. Whatever was left
 out, because it does not fit into the memory or the time, is named there.
 
-`--dry-run` takes tiny sizes, and a CPU with Triton's interpreter if there is no GPU. Exit status 2 without a GPU, 1 if
-anything is wrong.
+`--dry-run` takes tiny sizes, and a CPU with Triton's interpreter if there is no GPU. Exit status 2 without a GPU that
+runs Triton kernels, 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ import torch
 from transformers import logging
 
 from benchmarks.gpu_page import Results, write_page
-from benchmarks.kernels import AGREE_AT, DEVICE, OPS, RATES, disagreement, timed, without_triton
+from benchmarks.kernels import AGREE_AT, DEVICE, OPS, RATES, disagreement, no_kernels, timed, without_triton
 from benchmarks.long_context import SHAPES, context_memory, llama, llama_config, without_weights
 from kvbench.engine.hardware import describe_hardware
-from kvbench.engine.kernels.launch import by_triton
+from kvbench.engine.kernels import launch
 from kvbench.errors import first_lines
 from kvbench.progress import Silent, duration
 from kvbench.tables.numbers import size
@@ -284,7 +284,7 @@ def start_part(name: str, seconds: float, path: Path, is_dry: bool) -> str:
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--deadline", str(deadline), "--rows", str(path)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     if DEVICE.type != "cuda":
-        environment |= {"TRITON_INTERPRET": "1"}
+        environment |= {"TRITON_INTERPRET": "1", launch.SWITCH: "1"}
     log = path.with_suffix(".log")
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
@@ -368,11 +368,9 @@ def main() -> int:
             )
             RUN[options.part](part)
         return 0
-    if DEVICE.type != "cuda" and not options.dry_run:
-        print("benchmarks.gpu measures a GPU with CUDA, and none is seen here; --dry-run tries it on a CPU")
-        return 2
-    if DEVICE.type == "cuda" and not by_triton(torch.empty(0, device=DEVICE)):
-        print("benchmarks.gpu measures Triton kernels, and none runs here; see docs/install.md#triton-kernels-on-a-gpu")
+    if (reason := no_kernels()) and not (options.dry_run and DEVICE.type == "cpu"):
+        hint = "; --dry-run tries it on a CPU" if DEVICE.type == "cpu" else ""
+        print(f"benchmarks.gpu measures Triton kernels on a GPU, and {reason}{hint}")
         return 2
     out = options.out or ROOT / ("build/gpu" if options.dry_run else "docs/gpu")
     return 1 if measure(out, options.minutes, options.dry_run).problems else 0

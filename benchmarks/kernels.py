@@ -53,6 +53,14 @@ MOST_BIAS = 4 << 30
 Run = Callable[..., Tensor]
 
 
+def no_kernels() -> str:
+    """Return why no Triton kernel runs on a GPU here; "" if they do."""
+    if DEVICE.type != "cuda":
+        return "no GPU is seen here"
+    runs = launch.by_triton(torch.empty(0, device=DEVICE))
+    return "" if runs else "none runs on this one; see docs/install.md#triton-kernels-on-a-gpu"
+
+
 @contextmanager
 def without_triton() -> Iterator[None]:
     """Let all ops run their torch code within the block."""
@@ -483,8 +491,8 @@ def main() -> int:
     parser.add_argument("--exps", type=float, default=RATES[2], help="exponentials a second")
     parser.add_argument("--json", type=Path, help="write the rows here as well")
     options = parser.parse_args()
-    if DEVICE.type != "cuda":
-        print("benchmarks/kernels.py measures speed and needs a GPU: none is seen here")
+    if reason := no_kernels():
+        print(f"benchmarks/kernels.py measures Triton kernels on a GPU, and {reason}")
         return 2
     torch.manual_seed(0)
     rates, rows, has_failed = (options.flops, options.bytes, options.exps), list[dict[str, object]](), False

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from kvbench.engine import model_check
 from kvbench.engine.kernels import launch
 from kvbench.engine.models import decoder_of
 
@@ -96,8 +97,8 @@ def _moved(
 
 @contextmanager
 def gpu() -> Iterator[None]:
-    """Within it `cuda:0` is a device of 80 GB for which Triton has no kernels."""
-    gigabytes = SimpleNamespace(name="a GPU", total_memory=80 << 30)
+    """Within it `cuda:0` is a device of 80 GB for which Triton has no kernels. What is tested on it is not stored."""
+    properties = SimpleNamespace(name="a GPU", total_memory=80 << 30)
     state = torch.zeros(1, dtype=torch.uint8)
     random = {"get_rng_state": lambda *_: state, "set_rng_state": lambda *_: None}
     silent = ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_device")
@@ -106,9 +107,9 @@ def gpu() -> Iterator[None]:
         **random,
         "is_available": lambda: True,
         "device_count": lambda: 1,
-        "get_device_name": lambda *_: gigabytes.name,
-        "get_device_properties": lambda *_: gigabytes,
-        "mem_get_info": lambda *_: (70 << 30, gigabytes.total_memory),
+        "get_device_name": lambda *_: properties.name,
+        "get_device_properties": lambda *_: properties,
+        "mem_get_info": lambda *_: (70 << 30, properties.total_memory),
         "max_memory_allocated": lambda *_: 1 << 30,
         "device": lambda *_: nullcontext(),
         "device_of": lambda *_: nullcontext(),
@@ -117,6 +118,7 @@ def gpu() -> Iterator[None]:
         mock.patch.multiple(torch.cuda, **answers),
         mock.patch.multiple(torch.cuda.random, **random),
         mock.patch.object(launch, "_has_triton", return_value=False),
+        mock.patch.object(model_check, "_store"),
         Devices(),
     ):
         yield

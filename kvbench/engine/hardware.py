@@ -22,6 +22,11 @@ def describe_hardware(device_type: str) -> str:
     return _cpu_name() if device_type == "cpu" else f"{device_type} on {_cpu_name()}"
 
 
+def device_name(device: torch.device) -> str:
+    """Return the name of one device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else describe_hardware(device.type)
+
+
 def _cpu_name() -> str:
     try:
         cpu_facts = _CPU_FACTS.read_text(encoding="utf-8", errors="replace")

@@ -28,9 +28,10 @@ from kvbench import native
 from kvbench.budget import Budget
 from kvbench.engine.contract import family_of
 from kvbench.engine.driver import engine, feed_one_by_one
-from kvbench.engine.hardware import describe_hardware
+from kvbench.engine.hardware import device_name
 from kvbench.engine.kernels import launch
-from kvbench.engine.models import cache_inputs, decoder_of, input_names, is_attention
+from kvbench.engine.kernels.launch import by_triton
+from kvbench.engine.models import cache_inputs, decoder_of, devices_of, input_names, is_attention
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import UserError, first_lines, out_of_memory
 from kvbench.files import State, cache_dir, digest_of, file_digests, replacing, state_of
@@ -44,6 +45,8 @@ _WHOLE = (_TEXT,)
 """Tokens of each forward, in three ways to run the same text."""
 
 _NOT_RUN = "transformers itself cannot run it"
+
+_KERNEL_HINT = f"; if it runs with {launch.SWITCH}=0, a Triton kernel is at fault"
 
 _LIMIT, _HALF_LIMIT = 1e-3, 5e-2
 """Largest relative error in float32, and with rounded weights or activations.
@@ -80,6 +83,7 @@ class ModelCheck:
         chunk: Differences between several tokens on a cache and the same tokens one by one, in the stock model, of
             modules with a recurrent state.
         whole: The same for the whole text without a cache.
+        hint: How to rule out a kernel, if one runs on the model's device.
         seconds: Time of the test.
     """
 
@@ -88,6 +92,7 @@ class ModelCheck:
     attention: tuple[ModuleError, ...]
     chunk: tuple[ModuleError, ...] = ()
     whole: tuple[ModuleError, ...] = ()
+    hint: str = ""
     seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -101,7 +106,7 @@ class ModelCheck:
         if wrong := self._above(self.attention):
             return (
                 f"{self.family} attention differs from transformers' by {wrong[0].error:.2g} in layer "
-                f"{wrong[0].layer}; kvbench does not implement it yet"
+                f"{wrong[0].layer}; kvbench does not implement it yet{self.hint}"
             )
         if wrong := self._above(self.whole):
             return (
@@ -139,11 +144,11 @@ class Checked(NamedTuple):
         """Return the key of the result on any machine."""
         return digest_of([*self, *_software()])
 
-    @property
-    def local_digest(self) -> str:
-        """Return the key of the result on this machine, whose hardware and compilers make their own kernels."""
-        kernels = native.implementation() if self.device == "cpu" else launch.triton_version()
-        return digest_of([self.digest, describe_hardware(self.device), kernels])
+    def digest_for(self, model: nn.Module) -> str:
+        """Return the key of the result on the devices of a model, each of which has its own kernels."""
+        devices = devices_of(model)
+        code = [launch.implementation(device) if device.type == "cuda" else native.build() for device in devices]
+        return digest_of([self.digest, *sorted({*map(device_name, devices), *code})])
 
 
 @functools.cache
@@ -164,31 +169,20 @@ def check_model(model: nn.Module, checked: Checked) -> None:
     Raises:
         UserError: kvbench does not implement the model's attention.
     """
-    passed = _passed(checked.local_digest)
+    passed = _passed(checked.digest_for(model))
     if passed is None:
-        result = _measured(model, checked.device)
+        result = measure_model(model)
+        if result.problem:
+            raise UserError(result.problem)
         passed = {"limit": result.limit, "one_by_one": result.one_by_one}
         if checked.revision:
-            _store(checked, passed)
+            _store([checked.digest, checked.digest_for(model)], passed)
     if passed["one_by_one"]:
         feed_one_by_one(model)
 
 
-def _measured(model: nn.Module, device: str) -> ModelCheck:
-    """Run the self-test; raise what is wrong, and how to tell whether it is a kernel."""
-    try:
-        result = measure_model(model)
-        if result.problem:
-            raise UserError(result.problem)
-    except UserError as error:
-        if device != "cuda" or not launch.triton_version() or _NOT_RUN in str(error):
-            raise
-        raise UserError(f"{error}; if it runs with {launch.SWITCH}=0, a Triton kernel is at fault") from error
-    return result
-
-
 def recorded_check(checked: Checked) -> str:
-    """Return the result of a model's test as recorded with a run; "" if none has stored it in this cache.
+    """Return the result of a model's test as recorded with a run; "" if this cache holds no passed test.
 
     A driver without a GPU records what its workers have tested.
     """
@@ -228,8 +222,8 @@ def _stored(checks_file: Path, file_state: State) -> dict[str, dict[str, Any]]:
     }
 
 
-def _store(checked: Checked, passed: dict[str, Any]) -> None:
-    results = dict.fromkeys((checked.digest, checked.local_digest), passed)
+def _store(digests: Sequence[str], passed: dict[str, Any]) -> None:
+    results = dict.fromkeys(digests, passed)
     _PASSED.update(results)
     checks_file = _checks_file()
     with contextlib.suppress(OSError, UserError):  # the file only saves time
@@ -270,7 +264,9 @@ def measure_model(model: nn.Module) -> ModelCheck:
     with _hooked([*attention_records, *state_records], _Record.recording):
         run_stock(_ONE_BY_ONE)
     state_records = [record for record in state_records if record.has_cache and record.is_whole]
-    with engine(model), _hooked(attention_records, _Record.replaying), _explained(decoder, "kvbench cannot run it yet"):
+    hint = _KERNEL_HINT if any(by_triton(parameter) for parameter in decoder.parameters()) else ""
+    explained = _explained(decoder, "kvbench cannot run it yet", hint)
+    with engine(model), _hooked(attention_records, _Record.replaying), explained:
         prefix = Prefix(model, ())
         _run(decoder, token_ids, positions, [_PROMPT], prefix.cache)
         keep_all = Compression(build_policy("full"), Budget.parse("full"), "context", 0)
@@ -290,6 +286,7 @@ def measure_model(model: nn.Module) -> ModelCheck:
         attention_errors,
         chunk_errors,
         whole_errors,
+        hint,
         seconds=time.perf_counter() - started,
     )
 
@@ -332,7 +329,7 @@ def _run(decoder: Any, token_ids: Tensor, positions: Tensor | None, widths: Sequ
 
 
 @contextmanager
-def _explained(decoder: nn.Module, reason: str) -> Iterator[None]:
+def _explained(decoder: nn.Module, reason: str, hint: str = "") -> Iterator[None]:
     """Turn any error of a forward into one line."""
     try:
         yield
@@ -341,7 +338,7 @@ def _explained(decoder: nn.Module, reason: str) -> Iterator[None]:
     except Exception as error:  # the code of an unknown family can raise anything
         if out_of_memory(error):
             raise
-        raise UserError(f"{family_of(decoder)}: {reason}: {first_lines(error)}") from error
+        raise UserError(f"{family_of(decoder)}: {reason}: {first_lines(error)}{hint}") from error
 
 
 class _Record:

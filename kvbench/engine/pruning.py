@@ -278,7 +278,11 @@ def _images(calls: list[Call]) -> Iterator[Call]:
             yield q, k, scale
 
 
-_UNREADABLE_TOWERS = {"qwen2_5_vl": "Qwen2.5-VL's windows", "pixtral": "Pixtral's joint sequence of all images"}
+_UNREADABLE_TOWERS = {
+    "qwen2_5_vl": "Qwen2.5-VL's windows",
+    "pixtral": "Pixtral's joint sequence of all images",
+    "gemma4": "Gemma 4's averaged patches",
+}
 """What cannot be read, by the `model_type` of the model or of its tower."""
 
 _WATCHED: list[TowerFacts] = []
@@ -321,12 +325,12 @@ def watching(model: nn.Module, pruning: Pruning | None) -> Iterator[TowerFacts |
     config: Any = model.config
     tower = getattr(inner_model, "visual", None)
     model_types = (config.model_type, config.vision_config.model_type)
-    unreadable = [_UNREADABLE_TOWERS[model_type] for model_type in model_types if model_type in _UNREADABLE_TOWERS]
-    if tower is None and not hasattr(config, "vision_feature_layer"):
-        unreadable.append(config.model_type)
-    if unreadable:
+    unreadable = next(filter(None, map(_UNREADABLE_TOWERS.get, model_types)), None)
+    if unreadable is None and tower is None and not hasattr(config, "vision_feature_layer"):
+        unreadable = config.model_type
+    if unreadable is not None:
         raise UserError(
-            f"a policy that reads the attention of the vision tower does not support {unreadable[0]}; "
+            f"a policy that reads the attention of the vision tower does not support {unreadable}; "
             "use divprune, fastv or dart"
         )
     merged_patches, layer_index = 1, -1

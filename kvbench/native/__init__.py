@@ -86,6 +86,12 @@ def implementation() -> str:
     return "torch" if library() is None else "native"
 
 
+def build() -> str:
+    """Return the build that runs here, by a digest of source, flags, compiler and CPU; "" if torch computes."""
+    loaded = library()
+    return "" if loaded is None else Path(loaded._name).stem
+
+
 def _compiled(compiler: str) -> Path:
     """Return the library for this machine; compile it unless it is there."""
     described = [_SOURCE.read_text(encoding="utf-8"), _FLAGS, compiler, platform.machine(), _cpu_features()]

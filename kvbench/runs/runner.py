@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from kvbench import native
 from kvbench.engine.hardware import describe_hardware
+from kvbench.engine.kernels import launch
 from kvbench.errors import UserError
 from kvbench.files import check_writable
 from kvbench.progress import Reporter, Silent, duration
@@ -24,7 +25,7 @@ from kvbench.runs.file_names import GRID, RESPONSES
 from kvbench.runs.grid import Grid
 from kvbench.runs.groups import group_rows
 from kvbench.runs.integrity import recorded_hardware, recorded_names, rows_of_cells
-from kvbench.runs.planning import Job, RunPlan, Say, plan
+from kvbench.runs.planning import RunPlan, Say, plan
 from kvbench.runs.results import check_requests, scored
 from kvbench.runs.store import RunStore
 from kvbench.runs.work import missing_of
@@ -116,15 +117,19 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
             for judge in dict.fromkeys(job.judge for job in jobs if job.judge is not None):
                 judge.check()
             _EXECUTORS[grid.executor](open_stages, grid, store, reporter)
-        hardware, cpu_code = recorded_hardware(folder), recorded_names(folder, "cpu_code")
+        hardware = recorded_hardware(folder)
+        cpu_code, gpu_code = recorded_names(folder, "cpu_code"), recorded_names(folder, "gpu_code")
         if open_stages and grid.executor == "local":  # the machines of Ray's workers are unknown here
-            hardware += _hardware(jobs)
-            cpu_code += [native.implementation() for job in jobs for cell in job.cells if cell.device == "cpu"]
+            devices = list(dict.fromkeys(cell.device for job in jobs for cell in job.cells))
+            hardware += map(describe_hardware, devices)
+            cpu_code += [native.implementation() for device in devices if device == "cpu"]
+            gpu_code += [launch.implementation(device) for device in devices if device == "cuda"]
         facts = {
             "samples": grid.samples,
             "repeats": grid.repeats,
             "hardware": list(dict.fromkeys(hardware)),
             "cpu_code": list(dict.fromkeys(cpu_code)),
+            "gpu_code": list(dict.fromkeys(gpu_code)),
         }
         tasks = [job.task for job in jobs]
         reporter.busy("scoring")
@@ -134,11 +139,6 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
         reporter.stop()
     failures = {str(cell_row.cell): str(cell_row.error) for cell_row in cells.itertuples() if cell_row.status != "ok"}
     return Run(folder, cells, failures, planned.left_out, _samples=samples)
-
-
-def _hardware(jobs: Sequence[Job]) -> list[str]:
-    """Return the hardware of this machine that jobs ran on."""
-    return [describe_hardware(device) for device in dict.fromkeys(cell.device for job in jobs for cell in job.cells)]
 
 
 def _check_same_grid(grid: Grid, folder: Path, *, extend: bool) -> Grid | None:

@@ -189,10 +189,13 @@ def test_on_a_gpu_without_kernels_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu"])
+    monkeypatch.setattr(gpu, "measure", lambda *_: pytest.fail("it measures"))
     monkeypatch.setattr(gpu, "DEVICE", torch.device("cuda:0"))
-    with devices.gpu():
-        assert gpu.main() == 2
-    assert "measures Triton kernels, and none runs here" in capsys.readouterr().out
+    monkeypatch.setattr(kernels, "DEVICE", torch.device("cuda:0"))
+    for module in (gpu, kernels):
+        with devices.gpu():
+            assert module.main() == 2
+        assert capsys.readouterr().out.endswith("none runs on this one; see docs/install.md#triton-kernels-on-a-gpu\n")
 
 
 @pytest.mark.slow
@@ -206,14 +209,20 @@ def test_a_dry_run_measures_the_kernels_in_the_interpreter(tmp_path: Path, monke
 
 def test_a_kernel_that_does_not_run_is_wrong_and_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(key: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("PTX\nassembly")
+        raise RuntimeError("PTX " + 90 * "a lot " + "\nassembly")
 
     case = next(kernels.global_select(63))
     cases = [dataclasses.replace(case, run=broken)]
     monkeypatch.setitem(kernels.OPS, "global_select", lambda length: iter(cases))
     rows = rows_of(lambda part: gpu.run_kernel(part, "global_select"))
     complaints = {row["way"]: row["complaint"] for row in rows if "complaint" in row}
-    assert complaints == {"kernel": "RuntimeError: PTX", "torch.sort": "RuntimeError: PTX", "torch.topk": ""}
+    assert complaints["kernel"] == complaints["torch.sort"] and complaints["torch.topk"] == ""
+    assert complaints["kernel"].startswith("RuntimeError: PTX a lot") and complaints["kernel"].endswith(" ...")
+    assert len(complaints["kernel"]) <= 200
+    assert (
+        next(row["left_out"] for row in rows if "left_out" in row)
+        == f"global_select T=63, kernel: {complaints['kernel']}"
+    )
     assert not any("ms" in row for row in rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvbench.engine.implementations import chosen_attention
 from kvbench.errors import UserError
 from kvbench.lm_eval import KVBenchLM
 from kvbench.reference import path as reference_path
+from tests.devices import gpu
 from tests.kvbench.analysis.perturbation.oracles import Eager
 
 YAML = """
@@ -84,11 +86,18 @@ def expected(tasks: Path) -> Any:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"moment": "context", "context": "fewshot"}, {"moment": "context", "policy": "snapkv", "budget": 1.0}],
+    [
+        {},
+        {"moment": "context", "context": "fewshot"},
+        {"moment": "context", "policy": "snapkv", "budget": 1.0},
+        {"moment": "context", "policy": "snapkv", "budget": 1.0, "device": "cuda"},
+    ],
 )
 def test_a_cache_that_keeps_everything_equals_hf(tasks: Path, expected: Any, settings: dict[str, Any]) -> None:
     names = ["my_mc", "my_text"] + ["my_rolling"] * (not settings)
-    found = evaluate(tasks, KVBenchLM("reference", device="cpu", dtype="float32", batch_size=3, **settings), *names)
+    settings = {"device": "cpu", "dtype": "float32", "batch_size": 3, **settings}
+    with gpu() if settings["device"] == "cuda" else nullcontext():
+        found = evaluate(tasks, KVBenchLM("reference", **settings), *names)
     for name in names:
         for mine, theirs in zip(found["samples"][name], expected["samples"][name], strict=True):
             for one, other in zip(mine["filtered_resps"], theirs["filtered_resps"], strict=True):

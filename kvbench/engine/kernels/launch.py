@@ -24,7 +24,7 @@ R = TypeVar("R")
 SWITCH = "KVBENCH_TRITON"
 """Environment variable; 0 turns the Triton kernels off."""
 
-_OLDEST = (8, 0)
+_MIN_CAPABILITY = (8, 0)
 """Compute capability of the oldest GPUs for which Triton compiles (Ampere)."""
 
 
@@ -41,27 +41,27 @@ def _has_triton() -> bool:
 
 @cache
 def _compiles_for(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _OLDEST
-
-
-def triton_version() -> str:
-    """Return the version of Triton; "" without it, or if it is turned off."""
-    if not _has_triton():
-        return ""
-    try:
-        return version("triton")
-    except PackageNotFoundError:  # a build of another name
-        return "unknown"
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
 
 
 def by_triton(tensor: Tensor) -> bool:
-    """Return whether a kernel should run on `tensor`: on an NVIDIA GPU since Ampere, or with the interpreter.
+    """Return whether a kernel should run on `tensor`: on an NVIDIA GPU from Ampere on, or with the interpreter.
 
     float64 is for oracles and gradient checks and takes the torch path on any device.
     """
     if tensor.dtype == torch.float64 or not _has_triton():
         return False
     return interpreting() or (tensor.is_cuda and _compiles_for(tensor.device))
+
+
+def implementation(device: torch.device | str) -> str:
+    """Return what computes on a GPU: `triton` and its version, or `torch`."""
+    if not by_triton(torch.empty(0, device=device)):
+        return "torch"
+    try:
+        return f"triton {version('triton')}"
+    except PackageNotFoundError:  # a build of another name
+        return "triton"
 
 
 def architecture(device: torch.device) -> int:

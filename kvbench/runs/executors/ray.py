@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from kvbench import native
+from kvbench.engine.kernels import launch
 from kvbench.engine.threads import available_cores
 from kvbench.errors import UserError, first_lines
 from kvbench.progress import Reporter
@@ -30,7 +31,10 @@ from kvbench.runs.store import RunStore
 
 ADDRESS = "RAY_ADDRESS"
 
-_PASSED_ON = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "KVBENCH_CACHE", native.SWITCH)
+_PASSED_ON = (
+    *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "KVBENCH_CACHE"),
+    *(native.SWITCH, launch.SWITCH),
+)
 """Environment variables that workers copy from the driver. None of them is secret."""
 
 _ANSWER_S = 10

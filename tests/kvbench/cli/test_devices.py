@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 import kvbench
 from kvbench import cli
+from kvbench.runs.integrity import recorded_names
 from tests.devices import gpu
 from tests.sweeps import slow, slow_but
 
@@ -30,6 +32,7 @@ COMMANDS = [
     "profile queries --length 256 --samples 1 --dtype float32",
     *(f"train gates --policy {policy} --steps 2 --length 128" for policy in ("trimkv", "dbtrimkv", "locret", "kvzap")),
     "train gates --policy lococo --steps 2 --length 256",
+    "train gates --policy seerattn_r --steps 2 --length 256",
     "tune --task niah_single_2 --length 128 --trials 3 --samples 2 --dtype float32",
 ]
 
@@ -40,6 +43,13 @@ def test_a_command_runs_on_a_gpu(command: str, tmp_path: Path) -> None:
         arguments = [*command.split(), "--device", "cuda", "--out", str(tmp_path / "out")]
         result = CliRunner().invoke(cli.app.app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
+
+
+def test_a_model_is_tested_on_a_gpu() -> None:
+    with gpu():
+        result = CliRunner().invoke(cli.app.app, ["list", "models", "--check", "reference", "--json"])
+    record = json.loads(result.output)
+    assert (result.exit_code, record["device"], record["dtype"], record["problem"]) == (0, "cuda", "bfloat16", "")
 
 
 @pytest.mark.parametrize(
@@ -70,6 +80,7 @@ def test_every_policy_answers_on_a_gpu_as_on_a_cpu(
             run = kvbench.run({**grid, "device": device, "out": str(tmp_path / device)}, progress=False)
         cells[device] = run.cells[["policy", "budget", "moment", "status", "error"]]
         rows[device] = run.samples[["policy", "budget", "moment", "response", "held_entries"]]
+        assert recorded_names(run.path, "gpu_code") == (["torch"] if device == "cuda" else [])
     assert cells["cpu"]["status"].eq("ok").sum() > 30
     pd.testing.assert_frame_equal(cells["cpu"], cells["cuda"])
     pd.testing.assert_frame_equal(rows["cpu"], rows["cuda"])

@@ -115,7 +115,7 @@ def test_a_model_whose_own_code_fails_around_its_decoder_is_refused_in_one_line(
 
 @pytest.mark.usefixtures("wrong_scale")
 def test_a_model_that_passed_before_is_not_tested_again(llama: Any) -> None:
-    model_check._store(CHECKED, {"limit": 1e-3, "one_by_one": False})
+    model_check._store([CHECKED.digest, CHECKED.digest_for(llama)], {"limit": 1e-3, "one_by_one": False})
     model_check._PASSED.clear()
     check_model(llama, CHECKED)
     assert recorded_check(CHECKED) == "passed, errors below 0.001"
@@ -125,37 +125,51 @@ def test_a_model_that_passed_before_is_not_tested_again(llama: Any) -> None:
 
 
 @pytest.mark.usefixtures("wrong_scale")
-@pytest.mark.parametrize(
-    ("device", "changed"),
-    [
-        ("cpu", "describe_hardware"),
-        ("cpu", "native.implementation"),
-        ("cuda", "describe_hardware"),
-        ("cuda", "launch.triton_version"),
-    ],
-)
+@pytest.mark.parametrize("changed", ["device_name", "native.build"])
 def test_a_model_is_tested_again_where_other_kernels_run(
-    llama: Any, device: str, changed: str, monkeypatch: pytest.MonkeyPatch
+    llama: Any, changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked = CHECKED._replace(device=device)
-    model_check._store(checked, {"limit": 1e-3, "one_by_one": False})
-    check_model(llama, checked)
+    model_check._store([CHECKED.digest, CHECKED.digest_for(llama)], {"limit": 1e-3, "one_by_one": False})
+    check_model(llama, CHECKED)
     monkeypatch.setattr(f"kvbench.engine.model_check.{changed}", lambda *_: "another")
     with pytest.raises(UserError, match="differs from transformers'"):
-        check_model(llama, checked)
-    assert recorded_check(checked) == "passed, errors below 0.001"
+        check_model(llama, CHECKED)
+    assert recorded_check(CHECKED) == "passed, errors below 0.001"
+
+
+def test_a_result_is_for_the_gpus_that_hold_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, triton = {0: "H200", 1: "L4"}, ["triton 3"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+    monkeypatch.setattr(launch, "implementation", lambda device: triton[0])
+    checked = CHECKED._replace(device="cuda")
+
+    def digest(*indices: int) -> str:
+        monkeypatch.setattr(model_check, "devices_of", lambda _: [torch.device("cuda", index) for index in indices])
+        return checked.digest_for(torch.nn.Identity())
+
+    digests = [digest(0), digest(1), digest(0, 1)]
+    assert len({*digests}) == 3 and digest(1, 0) == digests[2]
+    triton[0] = "torch"
+    assert digest(0) not in digests
 
 
 @pytest.mark.usefixtures("wrong_scale")
-def test_an_error_on_a_gpu_says_how_to_rule_out_a_kernel(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "triton_version", lambda: "9.9")
-    with pytest.raises(UserError, match=r"implement it yet; if it runs with KVBENCH_TRITON=0, a Triton kernel is at f"):
-        check_model(llama, CHECKED._replace(device="cuda"))
-    with pytest.raises(UserError, match=r"implement it yet$"):
-        check_model(llama, CHECKED)
-    monkeypatch.setattr(launch, "triton_version", lambda: "")
-    with pytest.raises(UserError, match=r"implement it yet$"):
-        check_model(llama, CHECKED._replace(device="cuda"))
+def test_an_error_says_how_to_rule_out_a_kernel(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hint = "; if it runs with KVBENCH_TRITON=0, a Triton kernel is at fault"
+    problem = measure_model(llama).problem
+    assert problem.endswith("kvbench does not implement it yet")
+    monkeypatch.setattr(model_check, "by_triton", lambda parameter: True)
+    assert measure_model(llama).problem == problem + hint
+
+    def broken(*arguments: Any, **keywords: Any) -> Any:
+        raise RuntimeError("no PTX")
+
+    monkeypatch.setattr(attachment, "attend", broken)
+    with pytest.raises(UserError, match=f"^llama: kvbench cannot run it yet: RuntimeError: no PTX{hint}$"):
+        measure_model(llama)
+    monkeypatch.setattr(llama.lm_head, "forward", broken)
+    with pytest.raises(UserError, match=r"^llama: transformers itself cannot run it: RuntimeError: no PTX$"):
+        measure_model(llama)
 
 
 def test_a_damaged_file_of_results_is_replaced(llama: Any) -> None:

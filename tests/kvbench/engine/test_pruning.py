@@ -206,7 +206,7 @@ def test_attach_prunes_as_well() -> None:
         ("qwen2_5_vl", "does not support Qwen2.5-VL's windows; use divprune"),
         ("mistral3", "does not support Pixtral's joint sequence of all images; use divprune"),
         ("onevision", "produces 32 tokens but the prompt has 34: .* does not support this model; use divprune"),
-        ("gemma4", "does not support gemma4; use divprune"),
+        ("gemma4", "does not support Gemma 4's averaged patches; use divprune"),
     ],
 )
 def test_a_tower_whose_attention_is_not_that_of_the_tokens_is_refused(name: str, reason: str) -> None:

@@ -40,7 +40,7 @@ def test_kernels_in_the_interpreter() -> None:
     every_case = ["-m", "not faults"] if os.environ.get("KVBENCH_EVERY_KERNEL_CASE") else []  # slow ones as well
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *every_case, *files],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "KVBENCH_TRITON": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.kernels import launch as launching
-from kvbench.engine.kernels.launch import by_triton, on_its_device, triton_version
+from kvbench.engine.kernels.launch import by_triton, implementation, on_its_device
 from tests.devices import Devices
 
 
@@ -36,37 +36,47 @@ def test_a_launch_is_on_the_device_of_its_first_tensor(monkeypatch: pytest.Monke
 
 
 @pytest.fixture
-def anew() -> Iterator[None]:
-    """Nothing is known about Triton or the GPUs, before and after."""
-    for known in (launching._has_triton, launching._compiles_for, launching.interpreting):
-        known.cache_clear()
+def no_cached_facts() -> Iterator[None]:
+    """Ask about Triton and the GPU again, before and after the test."""
+    cached_functions = (launching._has_triton, launching._compiles_for, launching.interpreting)
+    for function in cached_functions:
+        function.cache_clear()
     yield
-    for known in (launching._has_triton, launching._compiles_for, launching.interpreting):
-        known.cache_clear()
+    for function in cached_functions:
+        function.cache_clear()
 
 
-@pytest.mark.usefixtures("anew")
+@pytest.mark.usefixtures("no_cached_facts")
 @pytest.mark.parametrize(
-    ("capability", "switch", "dtype", "expected"),
+    ("capability", "hip", "switch", "dtype", "expected"),
     [
-        ((8, 0), None, torch.bfloat16, True),
-        ((9, 0), "1", torch.float32, True),
-        ((12, 1), None, torch.float16, True),
-        ((7, 5), None, torch.float16, False),
-        ((9, 0), "0", torch.float32, False),
-        ((9, 0), None, torch.float64, False),
+        ((8, 0), None, None, torch.bfloat16, True),
+        ((9, 0), None, "1", torch.float32, True),
+        ((12, 1), None, None, torch.float16, True),
+        ((7, 5), None, None, torch.float16, False),
+        ((9, 4), "6.2", None, torch.float16, False),
+        ((9, 0), None, "0", torch.float32, False),
+        ((9, 0), None, None, torch.float64, False),
     ],
 )
 def test_kernels_run_on_gpus_for_which_triton_compiles(
-    capability: tuple[int, int], switch: str | None, dtype: torch.dtype, expected: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int],
+    hip: str | None,
+    switch: str | None,
+    dtype: torch.dtype,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv(launching.SWITCH, raising=False)
     if switch is not None:
         monkeypatch.setenv(launching.SWITCH, switch)
     monkeypatch.setattr(launching, "find_spec", lambda name: name)
+    monkeypatch.setattr(launching, "version", lambda name: "9.9")
+    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with Devices():
         assert by_triton(torch.zeros(2, dtype=dtype, device="cuda")) == expected
         assert not by_triton(torch.zeros(2, dtype=dtype))
-    assert (triton_version() == "") == (switch == "0")
+        if dtype != torch.float64:
+            assert implementation("cuda") == ("triton 9.9" if expected else "torch")

@@ -8,13 +8,17 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.faults import workers_of
+from kvbench import native
+from kvbench.engine.kernels import launch
 from kvbench.errors import UserError
 from kvbench.progress import Silent
+from kvbench.runs.executors import ray
 from kvbench.runs.runner import execute
 from tests.kvbench.runs.small import small_grid, stored
 
@@ -27,6 +31,22 @@ class Listening(Silent):
 
     def message(self, text: str) -> None:
         self.said.append(text)
+
+
+def test_workers_compute_with_the_code_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    for switch in (native.SWITCH, launch.SWITCH):
+        monkeypatch.setenv(switch, "0")
+    hired: dict[str, Any] = {}
+
+    def remote(**options: Any) -> Any:
+        hired.update(options)
+        return lambda worker: worker
+
+    missing: Any = None
+    needs: Any = SimpleNamespace(cpus=1, gpus=0)
+    ray._Crew(SimpleNamespace(remote=remote), missing, needs, missing, missing, missing, {})
+    variables = hired["runtime_env"]["env_vars"]
+    assert variables["KVBENCH_NATIVE"] == variables["KVBENCH_TRITON"] == "0"
 
 
 @pytest.mark.slow
