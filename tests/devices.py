@@ -117,7 +117,7 @@ def gpu() -> Iterator[None]:
     with (
         mock.patch.multiple(torch.cuda, **answers),
         mock.patch.multiple(torch.cuda.random, **random),
-        mock.patch.object(launch, "_has_triton", return_value=False),
+        mock.patch.object(launch, "_uses_triton", return_value=False),
         mock.patch.object(model_check, "_store"),
         Devices(),
     ):

@@ -169,14 +169,15 @@ def check_model(model: nn.Module, checked: Checked) -> None:
     Raises:
         UserError: kvbench does not implement the model's attention.
     """
-    passed = _passed(checked.digest_for(model))
+    local_digest = checked.digest_for(model)
+    passed = _passed(local_digest)
     if passed is None:
         result = measure_model(model)
         if result.problem:
             raise UserError(result.problem)
         passed = {"limit": result.limit, "one_by_one": result.one_by_one}
         if checked.revision:
-            _store([checked.digest, checked.digest_for(model)], passed)
+            _store([checked.digest, local_digest], passed)
     if passed["one_by_one"]:
         feed_one_by_one(model)
 

@@ -120,10 +120,10 @@ def test_responses_that_differ_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         output, sums = attend(*args, **kwargs)
-        return (output if kernels.launch._has_triton() else 9 * output.flip(-1)), sums
+        return (output if kernels.launch._uses_triton() else 9 * output.flip(-1)), sums
 
     monkeypatch.setattr("kvbench.engine.attachment.attend", wrong)
-    monkeypatch.setattr(kernels.launch, "_has_triton", lambda: True)
+    monkeypatch.setattr(kernels.launch, "_uses_triton", lambda: True)
     (row,) = rows_of(gpu.run_responses)
     assert not row["equal"]
 
@@ -209,21 +209,31 @@ def test_a_dry_run_measures_the_kernels_in_the_interpreter(tmp_path: Path, monke
 
 def test_a_kernel_that_does_not_run_is_wrong_and_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(key: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("PTX " + 90 * "a lot " + "\nassembly")
+        raise RuntimeError("PTX\nassembly")
 
     case = next(kernels.global_select(63))
     cases = [dataclasses.replace(case, run=broken)]
     monkeypatch.setitem(kernels.OPS, "global_select", lambda length: iter(cases))
     rows = rows_of(lambda part: gpu.run_kernel(part, "global_select"))
     complaints = {row["way"]: row["complaint"] for row in rows if "complaint" in row}
-    assert complaints["kernel"] == complaints["torch.sort"] and complaints["torch.topk"] == ""
-    assert complaints["kernel"].startswith("RuntimeError: PTX a lot") and complaints["kernel"].endswith(" ...")
-    assert len(complaints["kernel"]) <= 200
-    assert (
-        next(row["left_out"] for row in rows if "left_out" in row)
-        == f"global_select T=63, kernel: {complaints['kernel']}"
-    )
+    assert complaints == {"kernel": "RuntimeError: PTX", "torch.sort": "RuntimeError: PTX", "torch.topk": ""}
+    left_out = [row["left_out"] for row in rows if "left_out" in row]
+    assert left_out == [f"global_select T=63, {way}: RuntimeError: PTX" for way in ("kernel", "torch.sort")]
     assert not any("ms" in row for row in rows)
+
+
+def test_a_long_error_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "RuntimeError: PTX" + 90 * " assembly"
+
+    def broken(key: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(message.removeprefix("RuntimeError: "))
+
+    cases = [dataclasses.replace(next(kernels.global_select(63)), run=broken)]
+    monkeypatch.setitem(kernels.OPS, "global_select", lambda length: iter(cases))
+    rows = rows_of(lambda part: gpu.run_kernel(part, "global_select"))
+    complaint = rows[0]["complaint"]
+    assert complaint.endswith(" assembly ...") and message.startswith(complaint.removesuffix(" ..."))
+    assert 180 < len(complaint) <= 200
 
 
 def test_the_plan_of_a_context_is_its_bytes() -> None:

@@ -35,7 +35,7 @@ def interpreting() -> bool:
 
 
 @cache
-def _has_triton() -> bool:
+def _uses_triton() -> bool:
     return os.environ.get(SWITCH) != "0" and find_spec("triton") is not None
 
 
@@ -49,7 +49,7 @@ def by_triton(tensor: Tensor) -> bool:
 
     float64 is for oracles and gradient checks and takes the torch path on any device.
     """
-    if tensor.dtype == torch.float64 or not _has_triton():
+    if tensor.dtype == torch.float64 or not _uses_triton():
         return False
     return interpreting() or (tensor.is_cuda and _compiles_for(tensor.device))
 

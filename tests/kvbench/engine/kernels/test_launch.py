@@ -38,7 +38,7 @@ def test_a_launch_is_on_the_device_of_its_first_tensor(monkeypatch: pytest.Monke
 @pytest.fixture
 def no_cached_facts() -> Iterator[None]:
     """Ask about Triton and the GPU again, before and after the test."""
-    cached_functions = (launching._has_triton, launching._compiles_for, launching.interpreting)
+    cached_functions = (launching._uses_triton, launching._compiles_for, launching.interpreting)
     for function in cached_functions:
         function.cache_clear()
     yield
