@@ -89,8 +89,8 @@ class Step:
     """Inputs and outputs of one layer's attention in one forward.
 
     `key` and `value` are those of the new tokens, `[B, H, n, d]`, as the cache stores them; `scale` is a `LogitScale`
-    in families with soft caps or sinks; `attention_sums` come from `attend` or `causal_attention`, and `read` from
-    `attend_few`.
+    in families with soft caps or sinks; `attention_sums` come from `attend` or `causal_attention`, `last_sums` from
+    `causal_attention`, and `read` from `attend_few`.
     """
 
     index: int
@@ -100,6 +100,7 @@ class Step:
     hidden: Tensor
     scale: float
     attention_sums: Mapping[int, Tensor] = field(default_factory=dict)
+    last_sums: Tensor | None = None
     read: Sequence[Tensor] = ()
 
 
@@ -243,7 +244,9 @@ def kvbench_attention(
         inputs = (query, *dense_kv) if expanded is None else expanded
         # transformers has no attention over latents.
         dense_stock = None if has_latents and expanded is None else stock
-        output, step.attention_sums = _dense_attention(*inputs, forward, scale, context.index, dense_stock)
+        output, step.attention_sums, last_sums = _dense_attention(*inputs, forward, scale, context.index, dense_stock)
+        # Views of a cache of latents multiply by these, which rounds in another way.
+        step.last_sums = None if has_latents else last_sums
         pruning = forward.cache.pruning
         if pruning is not None and context.index == pruning.layer - 1:
             forward.pruner = step
@@ -310,10 +313,10 @@ def _dense_attention(
     scale: float,
     layer_index: int,
     stock: StockAttention | None,
-) -> tuple[Tensor, dict[int, Tensor]]:
+) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
     """Compute causal attention of the newest queries over all columns of an uncompressed layer.
 
-    What keys receive comes with it where `causal_attention` sums it.
+    What keys receive comes with it, as from `causal_attention`, where that sums it.
     """
     cache = forward.cache
     hides_pruned = cache.pruned is not None and cache.pruning is not None and layer_index >= cache.pruning.layer
@@ -323,12 +326,12 @@ def _dense_attention(
         if hides_pruned:
             raise UserError("FlashAttention 2 cannot hide pruned tokens; use --attn sdpa")
         padding_mask = cache.valid.to(query.device) if cache.padded and cache.valid is not None else None
-        return stock(query, key, value, padding_mask).transpose(1, 2), {}
+        return stock(query, key, value, padding_mask).transpose(1, 2), {}, None
     is_plain_causal = not cache.padded and query_count in (1, column_count) and not hides_pruned
     if is_plain_causal and implementation == SDPA:
         if query_count == column_count:
             return causal_attention(query, key, value, scale, forward.powers)
-        return dense_attention(query, key, value, None, scale), {}
+        return dense_attention(query, key, value, None, scale), {}, None
     if forward.mask is None or forward.mask.device != query.device:
         column_indices = torch.arange(column_count, device=query.device)
         self_columns = column_indices[forward.first_column :, None]
@@ -350,8 +353,8 @@ def _dense_attention(
         causal_mask = forward.blind_mask
     query_mask = causal_mask[:, :, -query_count:]
     if stock is not None and implementation == EAGER:
-        return stock(query, key, value, additive(query_mask, query.dtype)).transpose(1, 2), {}
-    return dense_attention(query, key, value, query_mask, scale), {}
+        return stock(query, key, value, additive(query_mask, query.dtype)).transpose(1, 2), {}, None
+    return dense_attention(query, key, value, query_mask, scale), {}, None
 
 
 register_attention(NAME, kvbench_attention, kvbench_mask)

@@ -62,7 +62,7 @@ def dense_attention(
 
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, powers: Sequence[int] = ()
-) -> tuple[Tensor, dict[int, Tensor]]:
+) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
     """Compute attention of all tokens of prompts without padding, by native code or by blocks where that is faster.
 
     Args:
@@ -72,8 +72,8 @@ def causal_attention(
         powers: Powers of the attention weights to sum over the queries.
 
     Returns:
-        Output `[B, H_q, n, d_v]`, and by power what every key receives, float32 `[B, H_q, n]`: where the weights are at
-        hand, in native code and in blocks.
+        Output `[B, H_q, n, d_v]`; by power what every key receives, float32 `[B, H_q, n]`: where the weights are at
+        hand, in native code and in blocks; and what it receives from the last `native.LAST` queries, in native code.
     """
     if is_plain(scale) and set(powers) <= set(native.POWERS):
         if native.can_attend_causally(query, key, value):
@@ -82,8 +82,8 @@ def causal_attention(
             sequences = zip(query.split(1), key.split(1), value.split(1), strict=True)
             outputs, sums = zip(*(_attend_in_blocks(*inputs, scale, powers) for inputs in sequences), strict=True)
             by_power = {power: torch.stack([own_sums[power] for own_sums in sums]).flatten(1, 2) for power in powers}
-            return torch.stack(outputs).flatten(1, 2), by_power
-    return dense_attention(query, key, value, None, scale, is_causal=query.shape[2] > 1), {}
+            return torch.stack(outputs).flatten(1, 2), by_power, None
+    return dense_attention(query, key, value, None, scale, is_causal=query.shape[2] > 1), {}, None
 
 
 def _fits_blocks(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -18,7 +18,7 @@ from kvbench.engine.encoding import encoding_once
 from kvbench.engine.evict import after_forward
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.models import cache_inputs, decoder_of, head_of, input_names, rotary_model
-from kvbench.engine.observers import SurprisalObserver, is_built_in, measured, observer_for, sums_all
+from kvbench.engine.observers import QueryObserver, SurprisalObserver, is_built_in, measured, observer_for, sums_all
 from kvbench.engine.segments import ranks_of_tokens
 from kvbench.engine.showing import ViewBuilder
 from kvbench.engine.vision import mask_inputs, media_positions
@@ -263,6 +263,8 @@ def _observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
                 observer.receive(step.index, step.attention_sums[observer.power])
                 continue
             observer.update(step.index, query, key, value, hidden, token_mask, step.scale)
+            if isinstance(observer, QueryObserver) and step.last_sums is not None:
+                observer.receive(step.index, step.last_sums)
 
 
 def _observe_tokens(cache: RaggedCache, finished: Forward, output_head: Callable[[Tensor], Tensor]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvbench import native
 from kvbench.plugin import AnswerAttention, Replay
 from kvbench.view import AttentionMass, ModelInfo, Need, Observer, PerToken, Queries
 from kvbench.view.softmax import attention_weights, capped
@@ -63,11 +64,13 @@ class _Last(NamedTuple):
         query: `[B, H_q, w, d]`.
         seen: Mask of existing queries, bool `[B, w]`.
         is_settled: Whether these are the last queries, zero-padded at the front; otherwise those of one forward.
+        attention_sums: Attention that entries receive from them, summed, float32 `[B, H_q, S]`; None: unknown.
     """
 
     query: Tensor
     seen: Tensor
     is_settled: bool = True
+    attention_sums: Tensor | None = None
 
 
 class LayerObserver:
@@ -133,6 +136,14 @@ class QueryObserver(LayerObserver):
         query = query.gather(2, query_order[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
         self._held[layer] = (_Last(query.masked_fill(~seen[:, None, :, None], 0.0), seen),)
         return self._held[layer][0]
+
+    def receive(self, layer: int, attention_sums: Tensor) -> None:
+        """Keep the attention that entries receive from the last `native.LAST` queries, `[B, H_q, S]`.
+
+        It is dropped with the next tokens, and at once if another number of queries is kept.
+        """
+        if self.window == native.LAST:
+            self._held[layer] = (self.last(layer)._replace(attention_sums=attention_sums),)
 
     def read(self, layer: int) -> Tensor:
         """Return the last queries, `[B, H_q, window, d]`, newest last; missing ones are zero."""

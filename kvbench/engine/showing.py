@@ -10,9 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvbench import native
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.integrity import Ledger
 from kvbench.engine.layer import RaggedLayer
+from kvbench.engine.observers import QueryObserver
 from kvbench.engine.threads import now
 from kvbench.errors import BudgetError
 from kvbench.plugin import (
@@ -22,6 +24,7 @@ from kvbench.plugin import (
     Need,
     Observer,
     Policy,
+    Queries,
     Score,
     Scores,
     Separable,
@@ -173,6 +176,7 @@ class ViewBuilder:
                 final=self.final,
                 coming=self.coming,
                 asked=self.cache.asked,
+                window_sum=self._window_sum(layer_indices),
                 share=None if self.shared is None else self._once,
             )
         )
@@ -287,6 +291,18 @@ class ViewBuilder:
             return repeated(of_entries, len(layer_indices))
         observer = self.cache.observers[need]
         return joined([self._own(observer.read(layer_index)) for layer_index in layer_indices])
+
+    def _window_sum(self, layer_indices: tuple[int, ...]) -> Tensor | None:
+        """Return the attention of the last queries in some layers if it came with that of all, `[B, H_q, n]`."""
+        need = Queries(native.LAST)
+        observer = self.cache.observers.get(need)
+        if need not in self.policy.needs or not isinstance(observer, QueryObserver):
+            return None
+        sums = [observer.last(layer_index).attention_sums for layer_index in layer_indices]
+        known = [layer_sums for layer_sums in sums if layer_sums is not None]
+        if len(known) < len(sums):
+            return None
+        return self._fixed("window_sum", lambda: joined([self._own(part) for part in known]), layer_indices)
 
     def _observed_entries(
         self, need: Need, layer: RaggedLayer, layer_index: int, entry_columns: Tensor, row_indices: Tensor

@@ -62,7 +62,10 @@ LEAST_WIDE = 8
 _CAUSAL_TOKENS = 1 << 13
 """Tokens up to which `causal_attention` is used: it writes all weights of up to 32 queries to memory, SDPA none."""
 _CAUSAL_BLOCK, _CAUSAL_BLOCKS = 128, 16
-"""Fewest queries of a block, and most blocks of a prompt. What keys receive is summed block by block."""
+"""Fewest queries of a block, and most blocks before the last. What keys receive is summed block by block."""
+
+LAST = 32
+"""Queries of the last block, so that what keys receive from these alone is known too."""
 
 
 @functools.cache
@@ -285,7 +288,7 @@ def has_matrix_code(dtype: torch.dtype) -> bool:
 
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, powers: Sequence[int] = ()
-) -> tuple[Tensor, dict[int, Tensor]]:
+) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
     """Compute attention of all tokens of prompts without padding, each over itself and those before it.
 
     Args:
@@ -295,22 +298,24 @@ def causal_attention(
         powers: Also sum these powers of the attention weights over the queries, of `POWERS`.
 
     Returns:
-        Output `[B, H_q, n, d_v]`, and by power what every key receives from each query head, float32 `[B, H_q, n]`.
-        Both depend on the shapes, not on the number of threads.
+        Output `[B, H_q, n, d_v]`; by power what every key receives from each query head, float32 `[B, H_q, n]`; and if
+        weights are summed, the share of the last `LAST` queries in that, the same as `window_attention_sum` of them.
+        All depend on the shapes, not on the number of threads.
     """
     batch_size, query_heads, token_count, head_dim = query.shape
     kv_heads = key.shape[1]
     query = query if query.stride(-1) == 1 else query.contiguous()
     output = query.new_empty(batch_size, token_count, query_heads, value.shape[-1])
     block_size = -(-max(_CAUSAL_BLOCK, -(-token_count // _CAUSAL_BLOCKS)) // 4) * 4
-    block_starts = range(0, token_count, block_size)
+    last_start = max(0, token_count - LAST)
+    block_bounds = [*pairwise([*range(0, last_start, block_size), last_start, token_count])]
     columns = torch.arange(token_count, dtype=torch.int32, device=query.device).repeat(kv_heads)
     first_rows = torch.arange(kv_heads, device=query.device) * token_count
-    sums_shape = (len(block_starts), batch_size, kv_heads, token_count, query_heads // kv_heads)
+    sums_shape = (len(block_bounds), batch_size, kv_heads, token_count, query_heads // kv_heads)
     sums = {power: query.new_zeros(sums_shape, dtype=torch.float32) for power in powers}
 
     def compute(sequence: int, block: int, first_head: int, last_head: int) -> int:
-        start, stop = block_starts[block], min(block_starts[block] + block_size, token_count)
+        start, stop = block_bounds[block]
         rows = (key[sequence], value[sequence], columns, first_rows, torch.full_like(first_rows, stop))
         sums_to = None
         if sums:
@@ -323,12 +328,14 @@ def causal_attention(
     if batch_size * query_heads * token_count * token_count * head_dim < thread_count * _WORK:
         thread_count = 1
     head_bounds = [*pairwise(range(kv_heads + 1))] if thread_count > 1 else [(0, kv_heads)]
-    blocks = reversed(range(len(block_starts)))  # the last ones take longest
+    blocks = reversed(range(len(block_bounds)))  # the last ones take longest
     _in_threads(
         compute, [(b, i, *heads) for i in blocks for b in range(batch_size) for heads in head_bounds], thread_count
     )
     received = {power: parts.sum(0).transpose(2, 3).flatten(1, 2) for power, parts in sums.items()}
-    return output.transpose(1, 2), received
+    # A copy, because a view would keep the sums of all blocks.
+    last = sums[1][-1].transpose(2, 3).clone(memory_format=torch.contiguous_format).flatten(1, 2) if 1 in sums else None
+    return output.transpose(1, 2), received, last
 
 
 def window_attention_sum(query: Tensor, key: Tensor, scale: float) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,13 +12,26 @@ from torch import Tensor
 
 import kvbench
 from benchmarks.family_models import FAMILIES
+from kvbench import native
 from kvbench.budget import Budget
-from kvbench.engine import decide
+from kvbench.engine import attachment, decide
+from kvbench.engine.dense import causal_attention
 from kvbench.engine.driver import engine
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.errors import BudgetError
 from kvbench.parts import FunctionScore, TopK, Uniform
-from kvbench.plugin import Merger, ModelInfo, Policy, Score, Scores, View, protect_nothing
+from kvbench.plugin import (
+    AttentionMass,
+    Merger,
+    ModelInfo,
+    Need,
+    Policy,
+    Queries,
+    Score,
+    Scores,
+    View,
+    protect_nothing,
+)
 from kvbench_policies.expected_attention import _Moments
 
 from .conftest import batch, step
@@ -129,6 +142,89 @@ def test_a_score_sees_all_layers_in_one_call_unless_it_asks_which_one(llama: Any
     calls.clear()
     prefilled(llama, spied(calls, asks=True), [0])
     assert [size for size, _ in calls] == [3, 1, 1, 1]
+
+
+@dataclass(frozen=True)
+class _WindowScore(Score):
+    """Notes the window attention that it sees, of all 32 queries and of the last 5, and changes it."""
+
+    seen: list[Tensor] = field(hash=False)
+    asks: bool
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({Queries(32)})
+
+    def score(self, v: View) -> Scores:
+        if self.asks:
+            assert v.layer < v.model.layers
+        received = v.window_attention_sum(32).mul_(-1.0)
+        self.seen.extend([-received, v.window_attention_sum(32), v.window_attention_sum(32, 5)])
+        return Scores(v.grouped(received), protect_nothing(v))
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C compiler, or native code is turned off")
+@pytest.mark.parametrize("asks", [False, True], ids=["together", "by layer"])
+@pytest.mark.parametrize("padding", [[0], [0, 0], [0, 4, 14]], ids=["alone", "batch", "padded"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_window_attention_is_the_same_whether_another_cell_needs_that_of_all_queries(
+    monkeypatch: pytest.MonkeyPatch, family: str, padding: list[int], asks: bool
+) -> None:
+    model = next(known for known in FAMILIES if known.name == family).build()
+    summed: list[int] = []
+    sum_window = native.window_attention_sum
+
+    def counted(query: Tensor, key: Tensor, scale: float) -> Tensor:
+        summed.append(query.shape[2])
+        return sum_window(query, key, scale)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Any:
+        """Keys and values expanded from latents are contiguous in no model that is known today."""
+        return causal_attention(query, key.contiguous(), value.contiguous(), *others)
+
+    monkeypatch.setattr(native, "window_attention_sum", counted)
+    monkeypatch.setattr(attachment, "causal_attention", attend)
+
+    @torch.no_grad()
+    def kept(other_needs: set[Need]) -> tuple[list[Tensor], list[Any]]:
+        policy = Policy("spied", _WindowScore([], asks), Uniform(), TopK())
+        ids, mask = batch(len(padding), 70, padding)
+        with engine(model):
+            prefix = Prefix(model, policy.needs | other_needs)
+            prefix.extend(ids, mask.bool())
+            budgets = [Budget.parse(budget) for budget in (5, 19)]
+            caches = prefix.compress([Compression(policy, budget, "context", 0) for budget in budgets])
+        assert isinstance(policy.score, _WindowScore)
+        return policy.score.seen, [cache.kept() for cache in caches]
+
+    seen, masks = kept(set())
+    windows, is_padded = set(summed), any(padding)
+    summed.clear()
+    seen_beside_all, masks_beside_all = kept({AttentionMass()})
+    assert windows == (set() if is_padded else {32, 5})
+    of_latents = family == "deepseek_v2"
+    assert set(summed) == (windows if of_latents else windows - {32})
+    assert str(masks) == str(masks_beside_all)
+    assert len(seen) == len(seen_beside_all) == 3 * (model.config.num_hidden_layers if asks else 1)
+    for alone, beside_all in zip(seen, seen_beside_all, strict=True):
+        assert torch.equal(alone, beside_all)
+    assert torch.equal(seen[0], seen[1]), "a policy changed what it got"
+
+
+@torch.no_grad()
+def test_some_sequences_see_their_own_window_attention(llama: Any) -> None:
+    policy = Policy("spied", _WindowScore([], asks=False), Uniform(), TopK())
+    with engine(llama):
+        prefix = Prefix(llama, policy.needs | {AttentionMass()})
+        prefix.extend(batch(3, 70, [0, 0, 0])[0])
+    layers, seeds = prefix.cache.ragged, torch.zeros(3, dtype=torch.int64)
+    whole, some = (
+        decide.EvictionStep(policy, prefix.cache, prefix.info, "context", [5] * len(rows or seeds), seeds, rows=rows)
+        for rows in (None, [2, 0])
+    )
+    for index, layer in enumerate(layers):
+        expected = whole.view(layer, index).window_attention_sum(32)[[2, 0]]
+        assert torch.equal(some.view(layer, index).window_attention_sum(32), expected)
 
 
 def test_small_caches_only_are_shown_together(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

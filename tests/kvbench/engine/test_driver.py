@@ -15,8 +15,8 @@ from kvbench.engine import dense
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.driver import engine, forward, start_observers
 from kvbench.engine.models import model_info
-from kvbench.engine.observers import MassObserver
-from kvbench.view import AttentionMass, Need
+from kvbench.engine.observers import MassObserver, QueryObserver
+from kvbench.view import AttentionMass, Need, Queries
 from tests.kvbench.engine.conftest import SIZE
 
 NEEDS = frozenset({AttentionMass(), AttentionMass(None, 2), AttentionMass(8)})
@@ -68,3 +68,33 @@ def test_attention_sums_what_an_observer_of_all_queries_would(
         for at, received in found.items():
             assert received.shape == (2, 8, TOKENS)
             torch.testing.assert_close(received, expected[at], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C compiler, or native code is turned off")
+@pytest.mark.parametrize("power", [None, 1, 2])
+def test_window_attention_comes_with_the_sums_of_all_queries_until_more_tokens_come(power: int | None) -> None:
+    torch.manual_seed(3)
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZE | {"head_dim": 32})).eval()
+    layers = int(model.config.num_hidden_layers)
+    ids = torch.randint(1, 128, (2, TOKENS))
+    needs: set[Need] = {Queries(native.LAST), Queries(5)} | ({AttentionMass(None, power)} if power else set())
+    cache = RaggedCache(model.config)
+    start_observers(cache, frozenset(needs), model_info(model))
+    last, others = cache.observers[Queries(native.LAST)], cache.observers[Queries(5)]
+    assert isinstance(last, QueryObserver) and isinstance(others, QueryObserver)
+    with torch.inference_mode(), engine(model):
+        forward(model, cache, ids)
+        for index, layer in enumerate(cache.ragged):
+            assert others.last(index).attention_sums is None
+            found = last.last(index).attention_sums
+            if power != 1:
+                assert found is None
+                continue
+            assert found is not None and layer.key is not None
+            assert torch.equal(found, native.window_attention_sum(last.read(index), layer.key, layer.scale))
+            assert last.fork().last(index).attention_sums is found
+            assert last.sequence(0, TOKENS).last(index).attention_sums is None
+        forward(model, cache, ids[:, :3])
+    assert all(last.last(index).attention_sums is None for index in range(layers)), (
+        "other queries are the last ones now"
+    )

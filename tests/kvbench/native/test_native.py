@@ -233,7 +233,10 @@ class Prompts:
         self.value = torch.randn(batch, HEADS, tokens, value_dim or dim).to(dtype)
 
     def attend(self, *powers: int) -> tuple[Tensor, dict[int, Tensor]]:
-        return native.causal_attention(self.query, self.key, self.value, SCALE, powers)
+        return native.causal_attention(self.query, self.key, self.value, SCALE, powers)[:2]
+
+    def last_sums(self, *powers: int) -> Tensor | None:
+        return native.causal_attention(self.query, self.key, self.value, SCALE, powers)[2]
 
     def definition(self) -> tuple[Tensor, Tensor]:
         """Output, and what every key receives from each query head, in float64."""
@@ -274,6 +277,26 @@ def test_prompts_attend_to_what_comes_before(case: Prompts, monkeypatch: pytest.
     monkeypatch.setattr(native, "_WORK", 0)
     shared, shared_sums = case.attend(1, 2)
     assert torch.equal(shared, output) and all(torch.equal(shared_sums[power], sums[power]) for power in (1, 2))
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 160, 161, 301])
+@pytest.mark.parametrize(
+    ("batch", "group", "dtype"), [(1, 1, torch.float32), (3, 3, torch.float32), (2, 4, torch.bfloat16)]
+)
+def test_what_the_last_queries_give_comes_with_the_sums_of_all(
+    tokens: int, batch: int, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Prompts(tokens, batch, group, dtype=dtype)
+    alone = native.window_attention_sum(case.query[:, :, -native.LAST :], case.key, SCALE)
+    found = case.last_sums(2, 1)
+    assert found is not None and torch.equal(found, alone)
+    assert found.untyped_storage().nbytes() == found.nbytes, "nothing else is kept alive"
+    assert scaled(alone, case.weights()[:, :, -32:].sum(2)) < 5e-6
+    assert case.last_sums() is None and case.last_sums(2) is None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(native, "_WORK", 0)
+    in_threads = case.last_sums(1)
+    assert in_threads is not None and torch.equal(in_threads, alone)
 
 
 def test_prompts_in_bfloat16_round_once() -> None:
