@@ -89,8 +89,8 @@ class Step:
     """Inputs and outputs of one layer's attention in one forward.
 
     `key` and `value` are those of the new tokens, `[B, H, n, d]`, as the cache stores them; `scale` is a `LogitScale`
-    in families with soft caps or sinks; `attention_sums` come from `attend` or `causal_attention`, `last_sums` from
-    `causal_attention`, and `read` from `attend_few`.
+    in families with soft caps or sinks; `attention_sums` come from `attend` or `causal_attention`, `window_sums`
+    from `causal_attention`, and `read` from `attend_few`.
     """
 
     index: int
@@ -100,7 +100,7 @@ class Step:
     hidden: Tensor
     scale: float
     attention_sums: Mapping[int, Tensor] = field(default_factory=dict)
-    last_sums: Tensor | None = None
+    window_sums: Tensor | None = None
     read: Sequence[Tensor] = ()
 
 
@@ -244,9 +244,9 @@ def kvbench_attention(
         inputs = (query, *dense_kv) if expanded is None else expanded
         # transformers has no attention over latents.
         dense_stock = None if has_latents and expanded is None else stock
-        output, step.attention_sums, last_sums = _dense_attention(*inputs, forward, scale, context.index, dense_stock)
-        # Views of a cache of latents multiply by these, which rounds in another way.
-        step.last_sums = None if has_latents else last_sums
+        output, step.attention_sums, window_sums = _dense_attention(*inputs, forward, scale, context.index, dense_stock)
+        # Views of latents compute attention from these, which rounds in another way.
+        step.window_sums = None if has_latents else window_sums
         pruning = forward.cache.pruning
         if pruning is not None and context.index == pruning.layer - 1:
             forward.pruner = step

@@ -73,7 +73,8 @@ def causal_attention(
 
     Returns:
         Output `[B, H_q, n, d_v]`; by power what every key receives, float32 `[B, H_q, n]`: where the weights are at
-        hand, in native code and in blocks; and what it receives from the last `native.LAST` queries, in native code.
+        hand, in native code and in blocks; and what it receives from the last `native.WINDOW` queries, if native code
+        sums that (see `native.causal_attention`).
     """
     if is_plain(scale) and set(powers) <= set(native.POWERS):
         if native.can_attend_causally(query, key, value):

@@ -263,8 +263,8 @@ def _observe(cache: RaggedCache, layer: RaggedLayer, step: Step) -> None:
                 observer.receive(step.index, step.attention_sums[observer.power])
                 continue
             observer.update(step.index, query, key, value, hidden, token_mask, step.scale)
-            if isinstance(observer, QueryObserver) and step.last_sums is not None:
-                observer.receive(step.index, step.last_sums)
+            if isinstance(observer, QueryObserver) and step.window_sums is not None:
+                observer.receive(step.index, step.window_sums)
 
 
 def _observe_tokens(cache: RaggedCache, finished: Forward, output_head: Callable[[Tensor], Tensor]) -> None:

@@ -64,13 +64,13 @@ class _Last(NamedTuple):
         query: `[B, H_q, w, d]`.
         seen: Mask of existing queries, bool `[B, w]`.
         is_settled: Whether these are the last queries, zero-padded at the front; otherwise those of one forward.
-        attention_sums: Attention that entries receive from them, summed, float32 `[B, H_q, S]`; None: unknown.
+        window_sums: Attention that entries receive from them, float32 `[B, H_q, S]`, if their forward has summed it.
     """
 
     query: Tensor
     seen: Tensor
     is_settled: bool = True
-    attention_sums: Tensor | None = None
+    window_sums: Tensor | None = None
 
 
 class LayerObserver:
@@ -110,7 +110,10 @@ class QueryObserver(LayerObserver):
         """Observe one forward of one layer; see `kvbench.plugin.Observer`."""
         new_tokens = q.shape[2]
         is_query = valid[:, valid.shape[1] - new_tokens :].clone()
-        self._held[layer] = (*self._held.get(layer, ()), _Last(q.detach(), is_query, False))
+        earlier = self._held.get(layer, ())
+        if earlier and earlier[0].window_sums is not None:  # of a window that has moved
+            earlier = (earlier[0]._replace(window_sums=None),)
+        self._held[layer] = (*earlier, _Last(q.detach(), is_query, False))
         # Decoding adds one query at a time: they are moved to the end when they are read, not at every step.
         if new_tokens > 1 or len(self._held[layer]) > _WAITING:
             self.last(layer)
@@ -137,13 +140,13 @@ class QueryObserver(LayerObserver):
         self._held[layer] = (_Last(query.masked_fill(~seen[:, None, :, None], 0.0), seen),)
         return self._held[layer][0]
 
-    def receive(self, layer: int, attention_sums: Tensor) -> None:
-        """Keep the attention that entries receive from the last `native.LAST` queries, `[B, H_q, S]`.
+    def receive(self, layer: int, window_sums: Tensor) -> None:
+        """Keep what entries receive from the last `native.WINDOW` queries, `[B, H_q, S]`, until more tokens come.
 
-        It is dropped with the next tokens, and at once if another number of queries is kept.
+        Nothing is kept if the window has another length.
         """
-        if self.window == native.LAST:
-            self._held[layer] = (self.last(layer)._replace(attention_sums=attention_sums),)
+        if self.window == native.WINDOW:
+            self._held[layer] = (self.last(layer)._replace(window_sums=window_sums),)
 
     def read(self, layer: int) -> Tensor:
         """Return the last queries, `[B, H_q, window, d]`, newest last; missing ones are zero."""

@@ -176,7 +176,7 @@ class ViewBuilder:
                 final=self.final,
                 coming=self.coming,
                 asked=self.cache.asked,
-                window_sum=self._window_sum(layer_indices),
+                window_sums=self._window_sums,
                 share=None if self.shared is None else self._once,
             )
         )
@@ -292,17 +292,13 @@ class ViewBuilder:
         observer = self.cache.observers[need]
         return joined([self._own(observer.read(layer_index)) for layer_index in layer_indices])
 
-    def _window_sum(self, layer_indices: tuple[int, ...]) -> Tensor | None:
-        """Return the attention of the last queries in some layers if it came with that of all, `[B, H_q, n]`."""
-        need = Queries(native.LAST)
-        observer = self.cache.observers.get(need)
-        if need not in self.policy.needs or not isinstance(observer, QueryObserver):
-            return None
-        sums = [observer.last(layer_index).attention_sums for layer_index in layer_indices]
-        known = [layer_sums for layer_sums in sums if layer_sums is not None]
-        if len(known) < len(sums):
-            return None
-        return self._fixed("window_sum", lambda: joined([self._own(part) for part in known]), layer_indices)
+    def _window_sums(self, layer_indices: tuple[int, ...]) -> Tensor | None:
+        """Return a copy of the sums of the last `native.WINDOW` queries in some layers if the prefill has them all."""
+        observer = self.cache.observers[Queries(native.WINDOW)]
+        assert isinstance(observer, QueryObserver)
+        sums = [observer.last(layer_index).window_sums for layer_index in layer_indices]
+        known = [self._own(layer_sums) for layer_sums in sums if layer_sums is not None]
+        return torch.cat(known) if len(known) == len(sums) else None
 
     def _observed_entries(
         self, need: Need, layer: RaggedLayer, layer_index: int, entry_columns: Tensor, row_indices: Tensor

@@ -64,8 +64,8 @@ _CAUSAL_TOKENS = 1 << 13
 _CAUSAL_BLOCK, _CAUSAL_BLOCKS = 128, 16
 """Fewest queries of a block, and most blocks before the last. What keys receive is summed block by block."""
 
-LAST = 32
-"""Queries of the last block, so that what keys receive from these alone is known too."""
+WINDOW = 32
+"""Queries of the last block of a prompt, so that what keys receive from these alone is known too."""
 
 
 @functools.cache
@@ -298,16 +298,17 @@ def causal_attention(
         powers: Also sum these powers of the attention weights over the queries, of `POWERS`.
 
     Returns:
-        Output `[B, H_q, n, d_v]`; by power what every key receives from each query head, float32 `[B, H_q, n]`; and if
-        weights are summed, the share of the last `LAST` queries in that, the same as `window_attention_sum` of them.
-        All depend on the shapes, not on the number of threads.
+        Output `[B, H_q, n, d_v]`; by power what every key receives from each query head, float32 `[B, H_q, n]`; and
+        what it receives from the last `WINDOW` queries, with the bits of `window_attention_sum`. That is None if power
+        1 is not summed, if there are fewer queries, or if a KV head has more than `LEAST_WIDE` query heads, which are
+        not computed side by side everywhere. All depend on the shapes, not on the number of threads.
     """
     batch_size, query_heads, token_count, head_dim = query.shape
     kv_heads = key.shape[1]
     query = query if query.stride(-1) == 1 else query.contiguous()
     output = query.new_empty(batch_size, token_count, query_heads, value.shape[-1])
     block_size = -(-max(_CAUSAL_BLOCK, -(-token_count // _CAUSAL_BLOCKS)) // 4) * 4
-    last_start = max(0, token_count - LAST)
+    last_start = max(0, token_count - WINDOW)
     block_bounds = [*pairwise([*range(0, last_start, block_size), last_start, token_count])]
     columns = torch.arange(token_count, dtype=torch.int32, device=query.device).repeat(kv_heads)
     first_rows = torch.arange(kv_heads, device=query.device) * token_count
@@ -328,14 +329,16 @@ def causal_attention(
     if batch_size * query_heads * token_count * token_count * head_dim < thread_count * _WORK:
         thread_count = 1
     head_bounds = [*pairwise(range(kv_heads + 1))] if thread_count > 1 else [(0, kv_heads)]
-    blocks = reversed(range(len(block_bounds)))  # the last ones take longest
+    blocks = reversed(range(len(block_bounds)))  # later ones take longer, but for the last
     _in_threads(
         compute, [(b, i, *heads) for i in blocks for b in range(batch_size) for heads in head_bounds], thread_count
     )
     received = {power: parts.sum(0).transpose(2, 3).flatten(1, 2) for power, parts in sums.items()}
-    # A copy, because a view would keep the sums of all blocks.
-    last = sums[1][-1].transpose(2, 3).clone(memory_format=torch.contiguous_format).flatten(1, 2) if 1 in sums else None
-    return output.transpose(1, 2), received, last
+    window_sums = None
+    if 1 in sums and token_count >= WINDOW and query_heads <= LEAST_WIDE * kv_heads:
+        last_sums = sums[1][-1].transpose(2, 3)  # copied, because a view would keep the sums of all blocks
+        window_sums = last_sums.clone(memory_format=torch.contiguous_format).flatten(1, 2)
+    return output.transpose(1, 2), received, window_sums
 
 
 def window_attention_sum(query: Tensor, key: Tensor, scale: float) -> Tensor:

@@ -224,8 +224,8 @@ class Response:
         default=0.0,
         metadata=_cost(
             _REAL,
-            "seconds per sample. All cells of a context share its prefill; cells may share scores, "
-            "and the first of them pays for them; the decode time of a batch is divided evenly",
+            "seconds per sample. All cells of a context share its prefill and what their policies observe in it; "
+            "cells may share scores, and the first of them pays for them; the decode time of a batch is divided evenly",
             sampled=False,
             paged=True,
         ),

@@ -80,7 +80,7 @@ class View:
         final: bool = True,
         coming: int = 0,
         asked: int = 0,
-        window_sum: Tensor | None = None,
+        window_sums: Callable[[tuple[int, ...]], Tensor | None] = lambda layers: None,
         share: Callable[[tuple[int, ...], Hashable, Callable[[], Tensor]], Tensor] | None = None,
     ) -> None:
         self._layers = (layer,) if isinstance(layer, int) else (*layer,)
@@ -104,7 +104,7 @@ class View:
         self.final = final
         self.coming = coming
         self.asked = asked
-        self._window_sum = window_sum
+        self._window_sums = window_sums
         self._share = share
         self._alone: View | None = None
 
@@ -190,7 +190,6 @@ class View:
         layer_view = copy.copy(self)
         for field_name in _BY_SEQUENCE:
             setattr(layer_view, field_name, getattr(self, field_name)[sequences])
-        layer_view._window_sum = None if self._window_sum is None else self._window_sum[sequences]
         layer_view.obs = {need: tensor[sequences] for need, tensor in self.obs.items()}
         layer_view.extras = {name: tensor[sequences] for name, tensor in self.extras.items()}
         layer_view._budget, layer_view._layers = self._budget[sequences], (layer,)
@@ -264,8 +263,8 @@ class View:
     def window_attention_sum(self, window: int, last: int | None = None) -> Tensor:
         """Return the sum of `window_attention` over its queries, float32 `[B, H_q, n]`.
 
-        On a CPU, native code sums the attention of a whole context without writing it to memory. If another cell needs
-        the attention of all queries, the sum over 32 comes with that.
+        On a CPU, native code sums the attention of a whole context without writing it to memory; the last 32 queries
+        even in the prefill, if a policy of the same prefill needs the sum over all queries.
 
         Args:
             window: As for `window_attention`.
@@ -273,9 +272,9 @@ class View:
         """
         if self._alone is not None:
             return self._repeated(self._alone.window_attention_sum(window, last))
-        if self._window_sum is not None and window == native.LAST and last is None:
-            return self._window_sum.clone()  # a policy may change it
         queries, entry_count = self._last_queries(window, last), self.valid.shape[-1]
+        if window == queries.shape[2] == native.WINDOW and (sums := self._window_sums(self._layers)) is not None:
+            return sums
         is_whole = self.key.is_contiguous() and is_plain(self.scale) and native.can_attend(queries, self.key, self.key)
         if is_whole and bool((self.length == entry_count).all()):
             return native.window_attention_sum(queries, self.key, self.scale)

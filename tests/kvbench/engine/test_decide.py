@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
 from benchmarks.family_models import FAMILIES
@@ -34,7 +35,7 @@ from kvbench.plugin import (
 )
 from kvbench_policies.expected_attention import _Moments
 
-from .conftest import batch, step
+from .conftest import SIZE, batch, step
 
 SPECS = (
     "h2o",
@@ -149,82 +150,109 @@ class _WindowScore(Score):
     """Notes the window attention that it sees, of all 32 queries and of the last 5, and changes it."""
 
     seen: list[Tensor] = field(hash=False)
-    asks: bool
+    asks_for_layer: bool
 
     @property
     def needs(self) -> frozenset[Need]:
         return frozenset({Queries(32)})
 
     def score(self, v: View) -> Scores:
-        if self.asks:
+        if self.asks_for_layer:
             assert v.layer < v.model.layers
         received = v.window_attention_sum(32).mul_(-1.0)
         self.seen.extend([-received, v.window_attention_sum(32), v.window_attention_sum(32, 5)])
         return Scores(v.grouped(received), protect_nothing(v))
 
 
+def window_model(name: str) -> Any:
+    """A Llama with a group of 4 or of 64 query heads, or a model of latents."""
+    if name == "deepseek_v2":
+        return next(family for family in FAMILIES if family.name == name).build()
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 1} if name == "wide" else {}
+    torch.manual_seed(5)
+    return LlamaForCausalLM(LlamaConfig(**SIZE | {"head_dim": 64} | heads)).eval()
+
+
 @pytest.mark.skipif(native.library() is None, reason="no C compiler, or native code is turned off")
-@pytest.mark.parametrize("asks", [False, True], ids=["together", "by layer"])
+@pytest.mark.parametrize("asks_for_layer", [False, True], ids=["together", "by layer"])
 @pytest.mark.parametrize("padding", [[0], [0, 0], [0, 4, 14]], ids=["alone", "batch", "padded"])
-@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
-def test_window_attention_is_the_same_whether_another_cell_needs_that_of_all_queries(
-    monkeypatch: pytest.MonkeyPatch, family: str, padding: list[int], asks: bool
+@pytest.mark.parametrize(
+    ("name", "tokens", "dtype"),
+    [
+        ("llama", 70, torch.float32),
+        ("llama", 32, torch.bfloat16),
+        ("llama", 31, torch.float32),
+        ("wide", 70, torch.float32),
+        ("deepseek_v2", 70, torch.float32),
+    ],
+)
+def test_window_attention_is_the_same_whether_a_policy_of_the_prefill_needs_that_of_all_queries(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    tokens: int,
+    dtype: torch.dtype,
+    padding: list[int],
+    asks_for_layer: bool,
 ) -> None:
-    model = next(known for known in FAMILIES if known.name == family).build()
-    summed: list[int] = []
+    model = window_model(name).to(dtype)
+    windows: list[int] = []
     sum_window = native.window_attention_sum
 
     def counted(query: Tensor, key: Tensor, scale: float) -> Tensor:
-        summed.append(query.shape[2])
+        windows.append(query.shape[2])
         return sum_window(query, key, scale)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Any:
         """Keys and values expanded from latents are contiguous in no model that is known today."""
         return causal_attention(query, key.contiguous(), value.contiguous(), *others)
 
+    monkeypatch.setattr(native, "has_matrix_code", lambda dtype: False)
     monkeypatch.setattr(native, "window_attention_sum", counted)
     monkeypatch.setattr(attachment, "causal_attention", attend)
 
     @torch.no_grad()
-    def kept(other_needs: set[Need]) -> tuple[list[Tensor], list[Any]]:
-        policy = Policy("spied", _WindowScore([], asks), Uniform(), TopK())
-        ids, mask = batch(len(padding), 70, padding)
+    def compressed(other_needs: set[Need]) -> tuple[list[Tensor], list[Any], set[int]]:
+        """What a score sees, what is kept, and the windows that were summed by calls of their own."""
+        policy = Policy("spied", _WindowScore([], asks_for_layer), Uniform(), TopK())
+        windows.clear()
+        ids, mask = batch(len(padding), tokens, padding)
         with engine(model):
             prefix = Prefix(model, policy.needs | other_needs)
             prefix.extend(ids, mask.bool())
             budgets = [Budget.parse(budget) for budget in (5, 19)]
             caches = prefix.compress([Compression(policy, budget, "context", 0) for budget in budgets])
         assert isinstance(policy.score, _WindowScore)
-        return policy.score.seen, [cache.kept() for cache in caches]
+        return policy.score.seen, [cache.kept() for cache in caches], set(windows)
 
-    seen, masks = kept(set())
-    windows, is_padded = set(summed), any(padding)
-    summed.clear()
-    seen_beside_all, masks_beside_all = kept({AttentionMass()})
-    assert windows == (set() if is_padded else {32, 5})
-    of_latents = family == "deepseek_v2"
-    assert set(summed) == (windows if of_latents else windows - {32})
-    assert str(masks) == str(masks_beside_all)
-    assert len(seen) == len(seen_beside_all) == 3 * (model.config.num_hidden_layers if asks else 1)
-    for alone, beside_all in zip(seen, seen_beside_all, strict=True):
-        assert torch.equal(alone, beside_all)
-    assert torch.equal(seen[0], seen[1]), "a policy changed what it got"
+    alone, kept, summed = compressed(set())
+    beside_all, kept_beside_all, summed_beside_all = compressed({AttentionMass()})
+    assert summed == (set() if any(padding) else {32, 5})
+    comes_with_all = name == "llama" and tokens >= 32
+    assert summed_beside_all == (summed - {32} if comes_with_all else summed)
+    assert str(kept) == str(kept_beside_all)
+    layers = model.config.num_hidden_layers if asks_for_layer else 1
+    assert len(alone) == len(beside_all) == 3 * layers
+    for sums, sums_beside_all in zip(alone, beside_all, strict=True):
+        assert torch.equal(sums, sums_beside_all)
+    assert torch.equal(beside_all[0], beside_all[1]), "a policy changed what it got"
 
 
+@pytest.mark.skipif(native.library() is None, reason="no C compiler, or native code is turned off")
 @torch.no_grad()
-def test_some_sequences_see_their_own_window_attention(llama: Any) -> None:
-    policy = Policy("spied", _WindowScore([], asks=False), Uniform(), TopK())
+def test_two_of_three_sequences_see_their_own_window_attention(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy("spied", _WindowScore([], asks_for_layer=False), Uniform(), TopK())
     with engine(llama):
         prefix = Prefix(llama, policy.needs | {AttentionMass()})
         prefix.extend(batch(3, 70, [0, 0, 0])[0])
-    layers, seeds = prefix.cache.ragged, torch.zeros(3, dtype=torch.int64)
-    whole, some = (
+    seeds = torch.zeros(3, dtype=torch.int64)
+    of_all, of_two = (
         decide.EvictionStep(policy, prefix.cache, prefix.info, "context", [5] * len(rows or seeds), seeds, rows=rows)
         for rows in (None, [2, 0])
     )
-    for index, layer in enumerate(layers):
-        expected = whole.view(layer, index).window_attention_sum(32)[[2, 0]]
-        assert torch.equal(some.view(layer, index).window_attention_sum(32), expected)
+    monkeypatch.setattr(native, "window_attention_sum", None)
+    for index, layer in enumerate(prefix.cache.ragged):
+        expected = of_all.view(layer, index).window_attention_sum(32)[[2, 0]]
+        assert torch.equal(of_two.view(layer, index).window_attention_sum(32), expected)
 
 
 def test_small_caches_only_are_shown_together(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,13 +38,13 @@ def test_blocks_agree_with_the_definition(
     batch: int, kv_heads: int, dims: tuple[int, int], tokens: int, group: int
 ) -> None:
     query, key, value = inputs(batch, kv_heads, group, tokens, dims)
-    output, sums, last_sums = causal_attention(query, key, value, SCALE, (1, 2))
+    output, sums, window_sums = causal_attention(query, key, value, SCALE, (1, 2))
     weights = weights_of(query, key)
     torch.testing.assert_close(output.double(), weights @ value.double().repeat_interleave(group, 1), rtol=0, atol=1e-5)
     torch.testing.assert_close(sums[1].double(), weights.sum(2), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sums[2].double(), weights.square().sum(2), rtol=1e-5, atol=1e-5)
     alone, none, _ = causal_attention(query[:1], key[:1], value[:1], SCALE)
-    assert torch.equal(alone, output[:1]) and none == {} and last_sums is None
+    assert torch.equal(alone, output[:1]) and none == {} and window_sums is None
 
 
 @pytest.mark.parametrize("reason", ["length", "threads", "dtype", "gradient"])
@@ -59,6 +59,6 @@ def test_sdpa_attends_where_blocks_are_slower(reason: str, monkeypatch: pytest.M
     else:
         key.requires_grad_()
     monkeypatch.setattr(dense, "_attend_in_blocks", None)
-    output, sums, last_sums = causal_attention(query, key, value, SCALE, (1,))
+    output, sums, window_sums = causal_attention(query, key, value, SCALE, (1,))
     assert torch.equal(output, dense_attention(query, key, value, None, SCALE, is_causal=True)) and sums == {}
-    assert last_sums is None
+    assert window_sums is None

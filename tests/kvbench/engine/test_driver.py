@@ -71,30 +71,31 @@ def test_attention_sums_what_an_observer_of_all_queries_would(
 
 
 @pytest.mark.skipif(native.library() is None, reason="no C compiler, or native code is turned off")
+@pytest.mark.parametrize("next_tokens", [1, 3])
 @pytest.mark.parametrize("power", [None, 1, 2])
-def test_window_attention_comes_with_the_sums_of_all_queries_until_more_tokens_come(power: int | None) -> None:
+def test_window_attention_comes_with_the_sums_of_all_queries_until_more_tokens_come(
+    power: int | None, next_tokens: int
+) -> None:
     torch.manual_seed(3)
     model: Any = LlamaForCausalLM(LlamaConfig(**SIZE | {"head_dim": 32})).eval()
-    layers = int(model.config.num_hidden_layers)
     ids = torch.randint(1, 128, (2, TOKENS))
-    needs: set[Need] = {Queries(native.LAST), Queries(5)} | ({AttentionMass(None, power)} if power else set())
+    needs: set[Need] = {Queries(native.WINDOW), Queries(5)} | ({AttentionMass(None, power)} if power else set())
     cache = RaggedCache(model.config)
     start_observers(cache, frozenset(needs), model_info(model))
-    last, others = cache.observers[Queries(native.LAST)], cache.observers[Queries(5)]
-    assert isinstance(last, QueryObserver) and isinstance(others, QueryObserver)
+    observer, shorter = cache.observers[Queries(native.WINDOW)], cache.observers[Queries(5)]
+    assert isinstance(observer, QueryObserver) and isinstance(shorter, QueryObserver)
     with torch.inference_mode(), engine(model):
         forward(model, cache, ids)
         for index, layer in enumerate(cache.ragged):
-            assert others.last(index).attention_sums is None
-            found = last.last(index).attention_sums
+            assert shorter.last(index).window_sums is None
+            sums = observer.last(index).window_sums
             if power != 1:
-                assert found is None
+                assert sums is None
                 continue
-            assert found is not None and layer.key is not None
-            assert torch.equal(found, native.window_attention_sum(last.read(index), layer.key, layer.scale))
-            assert last.fork().last(index).attention_sums is found
-            assert last.sequence(0, TOKENS).last(index).attention_sums is None
-        forward(model, cache, ids[:, :3])
-    assert all(last.last(index).attention_sums is None for index in range(layers)), (
-        "other queries are the last ones now"
-    )
+            assert sums is not None and layer.key is not None
+            assert torch.equal(sums, native.window_attention_sum(observer.read(index), layer.key, layer.scale))
+            assert observer.fork().last(index).window_sums is sums
+            assert observer.sequence(0, TOKENS).last(index).window_sums is None
+        forward(model, cache, ids[:, :next_tokens])
+    held = [part for index in range(len(cache.ragged)) for part in observer._held[index]]
+    assert all(part.window_sums is None for part in held), "other queries are the last ones now"
