@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench import native
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.integrity import Ledger
 from kvbench.engine.layer import RaggedLayer
@@ -292,9 +291,9 @@ class ViewBuilder:
         observer = self.cache.observers[need]
         return joined([self._own(observer.read(layer_index)) for layer_index in layer_indices])
 
-    def _window_sums(self, layer_indices: tuple[int, ...]) -> Tensor | None:
-        """Return a copy of the sums of the last `native.WINDOW` queries in some layers if the prefill has them all."""
-        observer = self.cache.observers[Queries(native.WINDOW)]
+    def _window_sums(self, window: int, layer_indices: tuple[int, ...]) -> Tensor | None:
+        """Return a copy of what entries of some layers receive from the last queries, if the prefill has summed it."""
+        observer = self.cache.observers[Queries(window)]
         assert isinstance(observer, QueryObserver)
         sums = [observer.last(layer_index).window_sums for layer_index in layer_indices]
         known = [self._own(layer_sums) for layer_sums in sums if layer_sums is not None]

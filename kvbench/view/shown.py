@@ -80,7 +80,7 @@ class View:
         final: bool = True,
         coming: int = 0,
         asked: int = 0,
-        window_sums: Callable[[tuple[int, ...]], Tensor | None] = lambda layers: None,
+        window_sums: Callable[[int, tuple[int, ...]], Tensor | None] = lambda window, layers: None,
         share: Callable[[tuple[int, ...], Hashable, Callable[[], Tensor]], Tensor] | None = None,
     ) -> None:
         self._layers = (layer,) if isinstance(layer, int) else (*layer,)
@@ -273,7 +273,7 @@ class View:
         if self._alone is not None:
             return self._repeated(self._alone.window_attention_sum(window, last))
         queries, entry_count = self._last_queries(window, last), self.valid.shape[-1]
-        if window == queries.shape[2] == native.WINDOW and (sums := self._window_sums(self._layers)) is not None:
+        if last is None and (sums := self._window_sums(window, self._layers)) is not None:
             return sums
         is_whole = self.key.is_contiguous() and is_plain(self.scale) and native.can_attend(queries, self.key, self.key)
         if is_whole and bool((self.length == entry_count).all()):
