@@ -294,7 +294,8 @@ class ViewBuilder:
     def _window_sums(self, window: int, layer_indices: tuple[int, ...]) -> Tensor | None:
         """Return a copy of what entries of some layers receive from the last queries, if the prefill has summed it."""
         observer = self.cache.observers[Queries(window)]
-        assert isinstance(observer, QueryObserver)
+        if not isinstance(observer, QueryObserver):
+            return None
         sums = [observer.last(layer_index).window_sums for layer_index in layer_indices]
         known = [self._own(layer_sums) for layer_sums in sums if layer_sums is not None]
         return torch.cat(known) if len(known) == len(sums) else None
