@@ -15,7 +15,7 @@ EXAMPLES := README.md docs/options.md docs/regression.md docs/tuning.md docs/lea
 # The line to type next: `$(call next,RUN)`.
 next = @printf '\nnext, in this shell:\n  . $(VENV)/bin/activate && kvbench report $(1)\n'
 
-.PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-slow test-all test-oldest faults kernels gpu families lint format docs docs-check smoke clean
+.PHONY: run real real-smoke vision quantizers recipes recipes-smoke regression test test-slow test-all test-oldest faults kernels sanitize gpu families lint format docs docs-check smoke clean
 
 # The main command; then more policies on two of its tasks, before and after the question, where the difference shows.
 run: $(VENV)/.installed
@@ -108,6 +108,17 @@ $(VENV)/.gpu: $(VENV)/.installed
 # Every case of the Triton kernels in Triton's interpreter: minutes. The other targets run a few of each kind.
 kernels: $(VENV)/.installed
 	KVBENCH_EVERY_KERNEL_CASE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -m slow tests/policies/kernels/test_interpreter.py
+
+# Every line of the native code under gcc's sanitizers, which stop at a wrong address and at undefined arithmetic: a minute.
+SANITIZED := $(CURDIR)/$(VENV)/sanitized
+SANITIZING = PATH="$(SANITIZED):$$PATH" KVBENCH_CACHE=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
+    LD_PRELOAD="$(foreach name,asan ubsan stdc++,$(shell gcc -print-file-name=lib$(name).so))"
+sanitize: $(VENV)/.installed
+	rm -rf $(SANITIZED) && mkdir $(SANITIZED)
+	printf '#!/bin/sh\nexec gcc -fsanitize=address,undefined -fno-sanitize-recover=all "$$@"\n' > $(SANITIZED)/cc
+	chmod +x $(SANITIZED)/cc
+	$(SANITIZING) $(VENV)/bin/python -c 'from kvbench import native; assert native.implementation() == "native"'
+	$(SANITIZING) $(VENV)/bin/pytest -s tests/kvbench/native
 
 # Every decoder family of transformers against the stock model: two minutes. Fails if a family is wrong, or its row is old.
 families: $(VENV)/.installed
