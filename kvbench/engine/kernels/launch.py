@@ -65,10 +65,13 @@ def implementation(device: torch.device | str) -> str:
 
 
 def architecture(device: torch.device) -> int:
-    """Return the architecture whose tuning a device uses: 90 from Hopper on, 80 before."""
+    """Return the architecture whose tuning a device uses: 90 for Hopper and data-center Blackwell, 80 for all others.
+
+    Consumer GPUs of any generation have less shared memory than Hopper: 99 KiB for a program.
+    """
     if device.type != "cuda":
         return 90
-    return 90 if torch.cuda.get_device_capability(device)[0] >= 9 else 80
+    return 90 if torch.cuda.get_device_capability(device)[0] in (9, 10) else 80
 
 
 def dot_ready(tensor: Tensor) -> Tensor:

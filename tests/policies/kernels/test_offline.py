@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -38,6 +39,7 @@ def test_kernels_compile_without_spills() -> None:
     assert "value_norm l1 bf16 d128" in done.stdout
     assert "global_select histogram" in done.stdout
     assert "ragged_attention attend bf16 d128" in done.stdout
+    assert re.search(r"attend bf16 d256 64x32 w8 causal +sm_86", done.stdout)
 
 
 BLOATED = """
@@ -50,15 +52,19 @@ from dataclasses import replace
 case = next(op.compiled(80))
 case = replace(case, constants={{"BT": 128, "BI": 128}}, warps=1, expect=("HMMA",))
 print(gate.examine(case, 80).complaint)
+from kvbench.engine.kernels.ragged_attention import triton as op
+(case,) = (case for case in op.compiled(80) if case.name.endswith("attend bf16 d256 64x32 w8 causal"))
+print(gate.examine(replace(case, stages=3), 86).complaint)
 """
 
 
 @has_triton
 @pytest.mark.slow
-def test_the_gate_sees_spills_and_missing_instructions() -> None:
+def test_the_gate_sees_spills_missing_instructions_and_too_much_memory() -> None:
     done = run("-c", BLOATED.format(folder=str(GATE.parent)))
     assert "spills" in done.stdout, done.stderr
     assert "no HMMA" in done.stdout
+    assert "101376 may be had" in done.stdout
 
 
 HIDDEN = """

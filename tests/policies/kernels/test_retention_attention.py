@@ -83,12 +83,15 @@ def test_every_group_batch_and_length(length: int, batch: int, group: int, gatin
     check(drawn(batch, 2, group, length, 8), gating, padding(batch, length))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("gating", GATINGS)
-def test_a_head_dim_that_is_no_power_of_two(gating: str) -> None:
+@pytest.mark.parametrize("dim", [24, 64, 96, 128])
+def test_head_dims(dim: int, gating: str, device: str) -> None:
     torch.manual_seed(0)
-    check(drawn(1, 1, 2, 70, 24), gating, scale=0.3)
+    check(drawn(1, 1, 2, 70, dim), gating, device=device, scale=0.3 if dim == 24 else None)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("adds", "gating", "length", "batch", "group"),
     [
@@ -101,13 +104,13 @@ def test_a_head_dim_that_is_no_power_of_two(gating: str) -> None:
         ("cap and sinks", "additive", 63, 1, 2),
     ],
 )
-def test_sinks_and_soft_caps(adds: str, gating: str, length: int, batch: int, group: int) -> None:
+def test_sinks_and_soft_caps(adds: str, gating: str, length: int, batch: int, group: int, device: str) -> None:
     torch.manual_seed(length)
     inputs = drawn(batch, 2, group, length, 16)
     sinks = torch.zeros(2 * group) if adds == "zeros" else torch.linspace(-40.0, 6.0, 2 * group)
     scale = LogitScale(0.4, 1.5 if "cap" in adds else None, None if adds == "cap" else sinks)
     valid = padding(batch, length)
-    out = check(inputs, gating, valid, scale=scale)
+    out = check(inputs, gating, valid, device, scale=scale)
     plain = ref.retention_attention(*(x.double() for x in inputs), scale=0.4, gating=gating, valid=valid)
     assert scaled(out, plain) > 1e-2, "the oracle does not notice"
 
@@ -120,11 +123,12 @@ def test_values_of_another_size(gating: str) -> None:
     check((q, k, torch.randn(1, 2, 70, 12), log_beta), gating)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("gating", GATINGS)
-def test_bfloat16_inputs_are_summed_in_float32(gating: str) -> None:
+def test_bfloat16_inputs_are_summed_in_float32(gating: str, device: str) -> None:
     torch.manual_seed(0)
     q, k, v, log_beta = drawn(1, 1, 2, 70, 16)
-    check((q.bfloat16(), k.bfloat16(), v.bfloat16(), log_beta), gating, tolerance=8e-3)
+    check((q.bfloat16(), k.bfloat16(), v.bfloat16(), log_beta), gating, device=device, tolerance=8e-3)
 
 
 @pytest.mark.parametrize("gating", GATINGS)

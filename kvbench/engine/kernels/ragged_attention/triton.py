@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -60,7 +60,7 @@ class AttentionTile(NamedTuple):
 HALF = {
     64: (AttentionTile(16, 64, 4, 3), AttentionTile(64, 64, 4, 3)),
     128: (AttentionTile(16, 64, 4, 3), AttentionTile(64, 64, 8, 3)),
-    256: (AttentionTile(16, 32, 4, 3), AttentionTile(64, 32, 8, 3)),
+    256: (AttentionTile(16, 32, 4, 3), AttentionTile(64, 32, 8, 2)),  # a third stage has no room on consumer GPUs
 }
 """For 16-bit K and V, by head dimension, rounded up to a power of 2, at least 64."""
 SINGLE = {
@@ -227,10 +227,10 @@ def combine(
 ):
     """Add up the splits of a segment: OUT `[B, n, H G, D]` and LSE `[segments, n G]`.
 
-    The grid is (segments, n G).
+    The grid is (n G, segments): questions of a long prompt can be more than 65,535 rows.
     """
-    segment = tl.program_id(0)
-    r = tl.program_id(1)
+    segment = tl.program_id(1)
+    r = tl.program_id(0)
     length = tl.load(LENGTH + segment).to(tl.int32)
     if SHARED is not None:
         length += tl.load(SHARED + segment * 4 + 3).to(tl.int32)
@@ -344,10 +344,12 @@ def ragged_attention(
     group, longest, entries = query_heads // heads, max(lengths), sum(lengths)
     dtype = query.dtype
     query = query if query.stride(-1) == 1 else query.contiguous()
+    assert key.is_contiguous() and value.is_contiguous()  # the interpreter's copies would hide it
     if interpreting():
         query, key, value = dot_ready(query), dot_ready(key), dot_ready(value)
     out = torch.empty(batch, n, query_heads, dim, dtype=query.dtype, device=query.device)
-    mass = torch.empty(len(powers), entries, group, device=query.device)
+    single: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+    mass = torch.empty(len(powers), entries, group, **single)
     size = {"H": heads, "G": group, "D": dim, "DP": _wide(dim)}
     how = {"CAUSAL": n > 1, "PRECISION": _precision(query.dtype.itemsize, size["DP"])}
     rows, segments = n * group, batch * heads
@@ -356,8 +358,8 @@ def ragged_attention(
     split = max(SMALL_SPLIT if interpreting() else SPLIT, 4 * rows)
     splits = max(1, triton.cdiv(longest, split))
     whole = splits == 1
-    lse = torch.empty(segments, splits, rows, device=query.device)
-    part = out if whole else torch.empty(segments, splits, rows, dim, device=query.device)
+    lse = torch.empty(segments, splits, rows, **single)
+    part = out if whole else torch.empty(segments, splits, rows, dim, **single)
     strides, sinks, cap = query.stride()[:3], sinks_of(scale), cap_of(scale)
     sinks = None if sinks is None else sinks.to(query.device)
     scale = float(scale)
@@ -367,8 +369,8 @@ def ragged_attention(
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if not whole:
-        parts, lse = lse, torch.empty(segments, rows, device=query.device)
-        combine[(segments, rows)](
+        parts, lse = lse, torch.empty(segments, rows, **single)
+        combine[(rows, segments)](
             part, parts, length, shared, out, lse, n, split, splits, **size, BS=PARTS, num_warps=4
         )
     if powers and entries:
@@ -419,7 +421,8 @@ def compiled(arch: int) -> Iterator[Compiled]:
         size |= {"cap": None} if is_plain else {}
         cores = ("HGMMA|HMMA",) if wide <= 128 or itemsize == 2 else ()
         shape = f"{name} d{dim} {tile.queries}x{tile.entries} w{tile.warps}{' causal' if rows > 4 else ''}"
-        variant = (name, dim) != ("bf16", 128)
+        takes_most_memory = (name, dim, rows) == ("bf16", 256, 256) and is_plain and not shares
+        variant = (name, dim) != ("bf16", 128) and not takes_most_memory
         yield Compiled(
             f"ragged_attention attend {shape}{' shared' if shares else ''}{'' if is_plain else ' sinks cap'}",
             attend,

@@ -1,4 +1,5 @@
-"""Triton kernels of the capacity loss. A row is one KV head of one layer of one sequence.
+"""Triton kernels of the capacity loss. A row is one KV head of one layer of one sequence. The grid is
+(rows, blocks), because a batch can have more rows than the 65,535 programs of a second axis.
 
 Exponents are in base 2 and masked before `exp2`. `age * log2(beta)` first subtracts two integers,
 which is exact in float32, and then multiplies: `t * log2(beta) - i * log2(beta)` would cancel. At
@@ -30,10 +31,10 @@ SMALL = 64
 @triton.jit(do_not_specialize=["T", "rows_per_sequence"])
 def forward(LOG_BETA, START, SUMS, T, rows_per_sequence, BT: tl.constexpr, BI: tl.constexpr):
     """SUMS[row, t] = sum of exp((t - i) log_beta[row, i]) over start <= i <= t; 0 before start."""
-    row = tl.program_id(1)
+    row = tl.program_id(0)
     base = row.to(tl.int64) * T
     start = tl.load(START + row // rows_per_sequence)
-    t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT  # the longest first
+    t0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BT  # the longest first
     t = t0 + tl.arange(0, BT)
     total = tl.zeros((BT,), tl.float32)
     # Blocks before all of these steps: an age is at least 1, so -inf masks an entry.
@@ -81,14 +82,14 @@ def backward_runs(
     without subtractions, so no digit is lost however near 1 a beta is. Rows with more than LIMIT
     runs are left to `backward_direct`.
     """
-    row = tl.program_id(1)
+    row = tl.program_id(0)
     sequence = row // rows_per_sequence
     lane = sequence * heads + row % rows_per_sequence % heads  # heads is 1 where rows share GRAD
     count = tl.load(COUNT + lane)
     if count <= LIMIT:
         base = row.to(tl.int64) * T
         start = tl.load(START + sequence)
-        i0 = tl.program_id(0) * BI
+        i0 = tl.program_id(1) * BI
         i = i0 + tl.arange(0, BI)
         inside = (i >= start) & (i < T)
         rate = tl.load(LOG_BETA + base + i, mask=inside, other=0.0) * LOG2E
@@ -138,13 +139,13 @@ def backward_direct(
     BI: tl.constexpr,
 ):
     """OUT[row, i] = sum_{t >= i} g_t (t - i) exp((t - i) l_i) for rows of more than LIMIT runs."""
-    row = tl.program_id(1)
+    row = tl.program_id(0)
     sequence = row // rows_per_sequence
     lane = sequence * heads + row % rows_per_sequence % heads
     if tl.load(COUNT + lane) > LIMIT:
         base = row.to(tl.int64) * T
         start = tl.load(START + sequence)
-        i0 = tl.program_id(0) * BI
+        i0 = tl.program_id(1) * BI
         i = i0 + tl.arange(0, BI)
         inside = (i >= start) & (i < T)
         rate = tl.load(LOG_BETA + base + i, mask=inside, other=0.0) * LOG2E
@@ -166,7 +167,7 @@ def sums(log_beta: Tensor, start: Tensor) -> Tensor:
     bt, bi, warps = FORWARD[architecture(log_beta.device)]
     if interpreting():
         bt, bi = SMALL, SMALL
-    grid = (triton.cdiv(length, bt), batch * heads)
+    grid = (batch * heads, triton.cdiv(length, bt))
     forward[grid](log_beta, start, out, length, heads, BT=bt, BI=bi, num_warps=warps)
     return out
 
@@ -190,14 +191,14 @@ def backward(grad: Tensor, log_beta: Tensor, start: Tensor, runs: tuple[Tensor, 
     lanes = grad.shape[1]
     bi, warps = RUNS[arch]
     bi = SMALL if interpreting() else bi
-    backward_runs[(triton.cdiv(length, bi), batch * heads)](
+    backward_runs[(batch * heads, triton.cdiv(length, bi))](
         log_beta, start, grad, first, end, count, limit, out, length, heads, lanes,
         BI=bi, num_warps=warps,
     )  # fmt: skip
     bt, bi, warps = DIRECT[arch]
     if interpreting():
         bt, bi = SMALL, SMALL
-    backward_direct[(triton.cdiv(length, bi), batch * heads)](
+    backward_direct[(batch * heads, triton.cdiv(length, bi))](
         log_beta, start, grad, count, limit, out, length, heads, lanes,
         BT=bt, BI=bi, num_warps=warps,
     )  # fmt: skip

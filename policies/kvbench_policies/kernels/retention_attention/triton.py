@@ -41,6 +41,8 @@ BACKWARD_QUERIES: dict[int, Block] = {80: (64, 64, 8, 2), 90: (128, 64, 8, 2)}
 # Multiplicative gating holds one more block, with which warp-group products of 128 dims spill: those of keys, and
 # with a soft cap those of queries.
 WIDE_MULTIPLICATIVE: dict[int, Block] = {80: (64, 64, 8, 2), 90: (128, 32, 8, 2)}
+SINGLE: dict[bool, Block] = {False: (32, 32, 8, 1), True: (32, 16, 8, 1)}
+"""For float32, up to 64 dims and above: larger blocks spill, or have no room in the 99 KiB of consumer GPUs."""
 SMALL = 64
 """Block of the interpreter, so that short tests have several."""
 
@@ -308,15 +310,18 @@ def backward_queries(
 # fmt: on
 
 
-def _table(kernel: Any, wide: bool, mult: bool, capped: bool) -> dict[int, Block]:
+def _table(kernel: Any, itemsize: int, wide: bool, mult: bool, capped: bool) -> dict[int, Block]:
     """The block sizes of a kernel by architecture; `wide` above 64 dims."""
+    if itemsize == 4:
+        return dict.fromkeys((80, 90), SINGLE[wide])
     if wide and mult and (kernel is backward_keys or (kernel is backward_queries and capped)):
         return WIDE_MULTIPLICATIVE
     return {forward: FORWARD, backward_keys: BACKWARD_KEYS, backward_queries: BACKWARD_QUERIES}[kernel]
 
 
 def _block(kernel: Any, q: Tensor, mult: bool, cap: float | None) -> dict[str, int]:
-    bm, bn, warps, stages = _table(kernel, q.shape[-1] > 64, mult, cap is not None)[architecture(q.device)]
+    table = _table(kernel, q.dtype.itemsize, q.shape[-1] > 64, mult, cap is not None)
+    bm, bn, warps, stages = table[architecture(q.device)]
     if interpreting():
         bm, bn = SMALL, SMALL
     return {"BM": bm, "BN": bn, "num_warps": warps, "num_stages": stages}
@@ -396,33 +401,36 @@ def backward(
 
 def compiled(arch: int) -> Iterator[Compiled]:
     """The kernels as launched on an architecture, for the offline compile gate."""
-    given = dict.fromkeys(("Q", "K", "V", "GRAD", "OUT", "DQ", "DK", "DV"), "*bf16")
-    given |= dict.fromkeys(("LOG_BETA", "LSE", "DELTA", "DLOG_BETA"), "*fp32")
+    given = dict.fromkeys(("LOG_BETA", "LSE", "DELTA", "DLOG_BETA"), "*fp32")
     given |= {"START": "*i32", "T": "i32", "N": "i32", "scale": "fp32", "SINK": "*fp32", "cap": "fp32"}
-    for dim, mult, is_plain in product((64, 96, 128), (False, True), (True, False)):
+    inputs = ("Q", "K", "V", "GRAD", "OUT", "DQ", "DK", "DV")
+    sizes = [("bf16", 64), ("bf16", 96), ("bf16", 128), ("fp32", 64), ("fp32", 128)]
+    for (kind, dim), mult, is_plain in product(sizes, (False, True), (True, False)):
         for kernel in (forward, backward_keys, backward_queries):
-            bm, bn, warps, stages = _table(kernel, dim > 64, mult, not is_plain)[arch]
+            itemsize = 2 if kind == "bf16" else 4
+            bm, bn, warps, stages = _table(kernel, itemsize, dim > 64, mult, not is_plain)[arch]
             wide = triton.next_power_of_2(dim)
             constants: dict[str, int | None] = {"G": 4, "H": 8, "D": dim, "DP": wide, "BM": bm, "BN": bn}
             if is_plain:
                 constants |= {"cap": None} | ({"SINK": None} if kernel is forward else {})
-            name, gating = kernel.__name__, "multiplicative" if mult else "additive"
+            gating = f"{'multiplicative' if mult else 'additive'}{' fp32' if itemsize == 4 else ''}"
             # A warp group's product has 64 rows: keys, for `backward_keys`.
             rows = bn if kernel is backward_keys else bm
+            fast = (TENSOR_CORES[arch if rows >= 64 else 80], ASYNC_COPY) if itemsize == 2 else ()
             yield Compiled(
-                f"retention_attention {name} {gating} d{dim} {bm}x{bn} w{warps}"
+                f"retention_attention {kernel.__name__} {gating} d{dim} {bm}x{bn} w{warps}"
                 + ("" if is_plain else " sinks cap" if kernel is forward else " cap"),
                 kernel,
-                given,
+                given | dict.fromkeys(inputs, f"*{kind}"),
                 {**constants, "MULTIPLICATIVE": mult},
                 warps,
                 stages,
-                expect=(TENSOR_CORES[arch if rows >= 64 else 80], ASYNC_COPY, "MUFU.EX2"),
-                variant=dim != 128 or mult != (kernel is backward_keys) or not is_plain,
+                expect=(*fast, "MUFU.EX2"),
+                variant=(kind, dim) != ("bf16", 128) or mult != (kernel is backward_keys) or not is_plain,
             )
     yield Compiled(
         "retention_attention row_products d128",
         row_products,
-        given,
+        given | dict.fromkeys(inputs, "*bf16"),
         {"D": 128, "DP": 128, "BM": 64},
     )

@@ -22,6 +22,7 @@ from tests.kvbench.engine.conftest import batch, build
 from tests.sweeps import slow
 
 HEADS, SCALE, FIRST = 2, 0.4, 300
+KERNEL_DEVICES = [device for device in DEVICES if INTERPRETED or device != "cpu"]
 kernel_path = pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 
 
@@ -169,6 +170,14 @@ def test_head_dimensions(dim: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_head_dimensions_in_sixteen_bits_with_more_rows_than_a_small_tile(dim: int, device: str) -> None:
+    one = case([70, 33], 2, 9, dim)
+    layer = replace_tensors(one.layer, dtype=torch.bfloat16)
+    check(replace(one, query=one.query.bfloat16(), layer=layer), 1, device=device, tolerance=8e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("held", [0, 62, 63, 64, 127, 128, 191])
 def test_lengths_around_the_ends_of_splits(held: int, device: str) -> None:
     check(case([held, 1]), 1, device=device)
@@ -274,14 +283,24 @@ def test_a_sequence_does_not_depend_on_the_rest_of_the_batch(n: int, powers: tup
             assert torch.equal(received[power], torch.cat(parts))
 
 
-@kernel_path
-def test_many_splits_are_added_up_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_many_splits_are_added_up_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvbench.engine.kernels.ragged_attention import triton
 
-    monkeypatch.setattr(triton, "SMALL_SPLIT", 8)
+    for split in ("SPLIT", "SMALL_SPLIT"):
+        monkeypatch.setattr(triton, split, 8)
     monkeypatch.setattr(triton, "PARTS", 4)
-    check(case([100, 1, 31, 20], group=2), 1)
-    check(replace(case([100, 1, 31, 20], group=2), scale=logit_scale("cap and sinks", 2)), 1)
+    one = case([100, 1, 31, 20], group=2)
+    check(one, 1, device=device)
+    check(replace(one, scale=logit_scale("cap and sinks", 2)), 1, device=device)
+    with_default = one.attend(1, device=device)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with_another = one.attend(1, device=device)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(with_another[0], with_default[0]), "partial outputs are float32 whatever the default is"
+    assert torch.equal(with_another[1][1], with_default[1][1])
 
 
 @kernel_path
