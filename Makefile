@@ -109,7 +109,7 @@ $(VENV)/.gpu: $(VENV)/.installed
 kernels: $(VENV)/.installed
 	KVBENCH_EVERY_KERNEL_CASE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/pytest -m slow tests/policies/kernels/test_interpreter.py
 
-# Every line of the native code under gcc's sanitizers, which stop at a wrong address and at undefined arithmetic: a minute.
+# The tests of the native code under gcc's sanitizers, which stop at a wrong address and at undefined arithmetic: a minute.
 SANITIZED := $(CURDIR)/$(VENV)/sanitized
 SANITIZING = PATH="$(SANITIZED):$$PATH" KVBENCH_CACHE=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
     LD_PRELOAD="$(foreach name,asan ubsan stdc++,$(shell gcc -print-file-name=lib$(name).so))"

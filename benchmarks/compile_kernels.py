@@ -37,7 +37,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvbench.engine.kernels.launch import Compiled
+from kvbench.engine.kernels.launch import Compiled, tuned_for
 
 OPS = {
     "capacity_loss": "kvbench_policies.kernels",
@@ -49,8 +49,6 @@ OPS = {
 """Folders of the ops, and the packages that they are in."""
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one program may have, by architecture."""
-TUNED_FOR = {80: 80, 86: 80, 90: 90}
-"""The architecture whose sizes an architecture takes."""
 
 
 class Row(NamedTuple):
@@ -120,7 +118,7 @@ def examine(case: Compiled, arch: int) -> Row:
     shared = int(built.metadata.shared)
     complaints = []
     spills = stack or int(found[4]) or re.search(r"\b(STL|LDL)\b", code)
-    if spills and TUNED_FOR[arch] == arch:
+    if spills and tuned_for(arch // 10) == arch:
         complaints.append(f"spills ({stack} bytes of stack)")
     if shared > SHARED_LIMIT[arch]:
         complaints.append(f"{shared} bytes of shared memory, {SHARED_LIMIT[arch]} may be had")
@@ -131,7 +129,7 @@ def examine(case: Compiled, arch: int) -> Row:
 
 def cases(op: str, arch: int) -> Iterator[Compiled]:
     """The kernels of one op, as launched on an architecture."""
-    yield from importlib.import_module(f"{OPS[op]}.{op}.triton").compiled(TUNED_FOR[arch])
+    yield from importlib.import_module(f"{OPS[op]}.{op}.triton").compiled(tuned_for(arch // 10))
 
 
 def markdown(rows: list[Row]) -> str:
@@ -147,7 +145,7 @@ def markdown(rows: list[Row]) -> str:
 def main() -> int:
     """Compile, print a table, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--arch", type=int, nargs="+", choices=list(TUNED_FOR), default=list(TUNED_FOR))
+    parser.add_argument("--arch", type=int, nargs="+", choices=list(SHARED_LIMIT), default=list(SHARED_LIMIT))
     parser.add_argument("--op", nargs="+", choices=list(OPS), default=list(OPS))
     parser.add_argument("--markdown", action="store_true", help="print the table of the docs")
     parser.add_argument("--quick", action="store_true", help="one size of every kernel")

@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,6 +29,17 @@ if INTERPRETED:  # a third of its time goes into what it does for nothing
     builder.options = replace(builder.options, sanitize_overflow=False)
     # It lists the members of the same modules before every launch.
     interpreter.inspect = SimpleNamespace(**vars(inspect) | {"getmembers": functools.cache(inspect.getmembers)})
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new tensors of this dtype where none is named."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def padding(batch: int, length: int) -> Tensor | None:

@@ -65,13 +65,18 @@ def implementation(device: torch.device | str) -> str:
 
 
 def architecture(device: torch.device) -> int:
-    """Return the architecture whose tuning a device uses: 90 for Hopper and data-center Blackwell, 80 for all others.
-
-    Consumer GPUs of any generation have less shared memory than Hopper: 99 KiB for a program.
-    """
+    """Return the architecture whose tuning a device uses."""
     if device.type != "cuda":
         return 90
-    return 90 if torch.cuda.get_device_capability(device)[0] in (9, 10) else 80
+    return tuned_for(torch.cuda.get_device_capability(device)[0])
+
+
+def tuned_for(major: int) -> int:
+    """Return the architecture whose tuning GPUs of a compute capability use: 90 for Hopper and data-center Blackwell.
+
+    All others use 80: consumer GPUs of any generation have less shared memory than Hopper, 99 KiB for a program.
+    """
+    return 90 if major in (9, 10) else 80
 
 
 def dot_ready(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from kvbench import native, parts
 from kvbench.engine.kernels.ragged_attention import ref
 from kvbench.engine.shared import shared_entries
 from kvbench.plugin import Scores
-from tests.kernels import scaled
+from tests.kernels import default_dtype, scaled
 
 HEADS, PREFILLED, SCALE = 2, 61, 0.3
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler, or native code is turned off")
@@ -354,11 +354,8 @@ def test_the_last_queries_are_summed_without_values(case: Prompts, window: int) 
 def test_sums_are_in_float32_whatever_torch_makes_by_default(default: torch.dtype) -> None:
     case, segments = Prompts(150), CASES[2]
     expected, expected_sums = case.attend(1, 2), segments.sums((1, 2), None)
-    torch.set_default_dtype(default)
-    try:
+    with default_dtype(default):
         found, found_sums = case.attend(1, 2), segments.sums((1, 2), None)
-    finally:
-        torch.set_default_dtype(torch.float32)
     for one, other in ((found, expected), (found_sums, expected_sums)):
         assert torch.equal(one[0], other[0]) and all(torch.equal(one[1][power], other[1][power]) for power in (1, 2))
 

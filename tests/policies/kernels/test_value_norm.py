@@ -9,7 +9,7 @@ from torch import Tensor
 from kvbench.errors import UserError
 from kvbench_policies.kernels.value_norm import op, ref
 from kvbench_policies.kernels.value_norm.op import value_norm
-from tests.kernels import DEVICES, INTERPRETED, difference, padding, torch_path
+from tests.kernels import DEVICES, INTERPRETED, default_dtype, difference, padding, torch_path
 
 
 def layer(
@@ -76,11 +76,8 @@ def test_the_expanded_values_of_a_batch() -> None:
 def test_norms_are_float32_whatever_the_default_is() -> None:
     value, weight = layer(1, 63, 2)
     wanted = value_norm(value, weight)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         assert torch.equal(value_norm(value, weight), wanted)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def test_nothing_held_has_no_norms() -> None:

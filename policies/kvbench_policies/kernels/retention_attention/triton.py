@@ -413,12 +413,12 @@ def compiled(arch: int) -> Iterator[Compiled]:
             constants: dict[str, int | None] = {"G": 4, "H": 8, "D": dim, "DP": wide, "BM": bm, "BN": bn}
             if is_plain:
                 constants |= {"cap": None} | ({"SINK": None} if kernel is forward else {})
-            gating = f"{'multiplicative' if mult else 'additive'}{' fp32' if itemsize == 4 else ''}"
+            name, gating = kernel.__name__, "multiplicative" if mult else "additive"
             # A warp group's product has 64 rows: keys, for `backward_keys`.
             rows = bn if kernel is backward_keys else bm
             fast = (TENSOR_CORES[arch if rows >= 64 else 80], ASYNC_COPY) if itemsize == 2 else ()
             yield Compiled(
-                f"retention_attention {kernel.__name__} {gating} d{dim} {bm}x{bn} w{warps}"
+                f"retention_attention {name} {gating}{'' if itemsize == 2 else ' fp32'} d{dim} {bm}x{bn} w{warps}"
                 + ("" if is_plain else " sinks cap" if kernel is forward else " cap"),
                 kernel,
                 given | dict.fromkeys(inputs, f"*{kind}"),

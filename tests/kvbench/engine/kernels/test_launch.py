@@ -35,12 +35,12 @@ def test_a_launch_is_on_the_device_of_its_first_tensor(monkeypatch: pytest.Monke
     assert launched == [3] and not entered
 
 
-@pytest.mark.parametrize(("major", "tuned_for"), [(8, 80), (9, 90), (10, 90), (12, 80)])
+@pytest.mark.parametrize(("major", "expected"), [(8, 80), (9, 90), (10, 90), (12, 80)])
 def test_only_gpus_of_data_centers_take_the_sizes_of_hopper(
-    major: int, tuned_for: int, monkeypatch: pytest.MonkeyPatch
+    major: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    assert launching.architecture(torch.device("cuda")) == tuned_for
+    assert launching.architecture(torch.device("cuda")) == expected
 
 
 @pytest.fixture

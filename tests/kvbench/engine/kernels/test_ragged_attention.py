@@ -17,13 +17,13 @@ from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.segments import NewTokens, starts
 from kvbench.engine.shared import can_share
 from kvbench.view.softmax import LogitScale
-from tests.kernels import DEVICES, INTERPRETED, scaled
+from tests.kernels import DEVICES, INTERPRETED, default_dtype, scaled
 from tests.kvbench.engine.conftest import batch, build
 from tests.sweeps import slow
 
 HEADS, SCALE, FIRST = 2, 0.4, 300
-KERNEL_DEVICES = [device for device in DEVICES if INTERPRETED or device != "cpu"]
 kernel_path = pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
+KERNEL_DEVICES = [pytest.param(device, marks=kernel_path) if device == "cpu" else device for device in DEVICES]
 
 
 @dataclass(frozen=True)
@@ -283,24 +283,33 @@ def test_a_sequence_does_not_depend_on_the_rest_of_the_batch(n: int, powers: tup
             assert torch.equal(received[power], torch.cat(parts))
 
 
-@pytest.mark.parametrize("device", KERNEL_DEVICES)
-def test_many_splits_are_added_up_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut segments in splits of eight entries, and add up four at once."""
     from kvbench.engine.kernels.ragged_attention import triton
 
     for split in ("SPLIT", "SMALL_SPLIT"):
         monkeypatch.setattr(triton, split, 8)
     monkeypatch.setattr(triton, "PARTS", 4)
+
+
+@pytest.mark.usefixtures("small_splits")
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_many_splits_are_added_up_in_parts(device: str) -> None:
     one = case([100, 1, 31, 20], group=2)
     check(one, 1, device=device)
     check(replace(one, scale=logit_scale("cap and sinks", 2)), 1, device=device)
-    with_default = one.attend(1, device=device)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with_another = one.attend(1, device=device)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(with_another[0], with_default[0]), "partial outputs are float32 whatever the default is"
-    assert torch.equal(with_another[1][1], with_default[1][1])
+
+
+@pytest.mark.usefixtures("small_splits")
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_partial_outputs_and_mass_are_float32_whatever_the_default_is(device: str) -> None:
+    one = case([100, 1, 31, 20], group=2)
+    wanted, received = one.attend(1, device=device)
+    with default_dtype(torch.bfloat16):
+        got, mass = one.attend(1, device=device)
+    assert torch.equal(got, wanted)
+    assert torch.equal(mass[1], received[1])
 
 
 @kernel_path
