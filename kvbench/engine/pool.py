@@ -213,11 +213,12 @@ class Pool(Generic[_Owner]):
             [len(decode_row.tokens) for decode_row in decode_rows],
             rows,
         )
-        for slot, decode_row, token_id in zip(slots, decode_rows, next_tokens, strict=True):
+        for decode_row, token_id in zip(decode_rows, next_tokens, strict=True):
             decode_row.push(token_id)
-            if decode_row.reason:
-                assert self.cache is not None
-                vacate(self.cache, slot)
+        if ended := [slot for slot, decode_row in zip(slots, decode_rows, strict=True) if decode_row.reason]:
+            assert self.cache is not None
+            vacate(self.cache, ended)
+            for slot in ended:
                 yield self.active.pop(slot)
 
     def _step(self) -> Iterator[Pooled[_Owner]]:

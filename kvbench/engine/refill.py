@@ -73,27 +73,26 @@ def absorb(cache: RaggedCache, row_indices: Sequence[int], fed_cache: RaggedCach
     cache.valid = pad(cache.valid, (added_columns, 0))
     cache.valid[list(row_indices)] = fed_cache.valid
     cache.padded = not bool(cache.valid.all())
-    other_rows = sorted(set(range(cache.batch)) - set(row_indices))
+    others = _neighbours(sorted(set(range(cache.batch)) - set(row_indices)))
     for layer, fed_layer in zip(cache.ragged, fed_cache.ragged, strict=True):
         layer.seen = fed_layer.seen
         first_entries = [*layer.start[:: layer.heads], len(layer.col)]
-        for row_index in other_rows:
-            layer.col[first_entries[row_index] : first_entries[row_index + 1]] += added_columns
-            layer.shared_start[row_index] += added_columns
+        for rows in others:
+            layer.col[first_entries[rows[0]] : first_entries[rows[-1] + 1]] += added_columns
+            for row_index in rows:
+                layer.shared_start[row_index] += added_columns
         for fed_index, row_index in enumerate(row_indices):
             fed_segments = slice(fed_index * layer.heads, (fed_index + 1) * layer.heads)
             layer.length[row_index * layer.heads : (row_index + 1) * layer.heads] = fed_layer.length[fed_segments]
         layer.forget_bounds()
 
 
-def vacate(cache: RaggedCache, row_index: int) -> None:
-    """Remove one sequence; its memory stays for another."""
+def vacate(cache: RaggedCache, row_indices: Sequence[int]) -> None:
+    """Remove some sequences; their memory stays for others."""
     assert cache.valid is not None
-    cache.valid[row_index] = False
+    cache.valid[list(row_indices)] = False
     for layer in cache.ragged:
-        layer.length[row_index * layer.heads : (row_index + 1) * layer.heads] = [0] * layer.heads
-        layer.shared[row_index] = None
-        layer.forget_bounds()
+        layer.empty(row_indices)
 
 
 def vacancies(cache: RaggedCache, free_rows: Sequence[int], caches: Sequence[RaggedCache]) -> list[int]:

@@ -42,7 +42,7 @@ _WORK = 1 << 22
 _POINTER, _SIZE, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES = {
     "ragged_attention": (
-        *(_POINTER, _SIZE, _SIZE, _SIZE, *[_POINTER] * 6, *[_SIZE] * 8),
+        *(_POINTER, _SIZE, _SIZE, _SIZE, *[_POINTER] * 6, *[_SIZE] * 9),
         *(_FLOAT, _FLAG, _POINTER, _POINTER),
     ),
     "entry_keys": (_POINTER, _SIZE, _SIZE, _POINTER),
@@ -224,7 +224,7 @@ def _attend(
     Args:
         query, first_column, scale, shared_addresses: As for `ragged_attention`.
         rows: Keys, values, columns, and first rows and lengths of the segments, all contiguous.
-        segment_range: First segment, the one behind the last, and KV heads.
+        segment_range: First segment, the one behind the last, in the order of KV heads, and the number of KV heads.
         sums_to: The `received` of `kernels.c`; None: nothing is summed.
         output: `[B, n, H_q, d_v]`, contiguous.
     """
@@ -239,6 +239,7 @@ def _attend(
         None if shared_addresses is None else shared_addresses.data_ptr(),
         first_segment,
         last_segment,
+        len(query),
         kv_heads,
         query_heads // kv_heads,
         query_count,

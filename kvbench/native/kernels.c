@@ -158,16 +158,15 @@ INLINE void attend_few(int count, i64 dim, i64 value_dim, int is_bf16, PARAMETER
 }
 
 /* Call attend_few with constants where they are known, so that the compiler keeps the sums in registers. */
-#define WITH_TYPE(R, D, V)                                                                                            \
-    a->is_bf16 ? attend_few(R, D, V, 1, ARGUMENTS(a)) : attend_few(R, D, V, 0, ARGUMENTS(a))
+#define WITH_TYPE(ATTEND, R, D, V) a->is_bf16 ? ATTEND(R, D, V, 1, ARGUMENTS(a)) : ATTEND(R, D, V, 0, ARGUMENTS(a))
 #define WITH_SIZE(R, D)                                                                                               \
     if (a->dim == D && a->value_dim == D)                                                                             \
-        WITH_TYPE(R, D, D);                                                                                           \
+        WITH_TYPE(attend_few, R, D, D);                                                                               \
     else
 #define FEW(R)                                                                                                        \
     static void few_##R(attention *a)                                                                                 \
     {                                                                                                                 \
-        WITH_SIZE(R, 32) WITH_SIZE(R, 64) WITH_SIZE(R, 128) WITH_TYPE(R, a->dim, a->value_dim);                       \
+        WITH_SIZE(R, 32) WITH_SIZE(R, 64) WITH_SIZE(R, 128) WITH_TYPE(attend_few, R, a->dim, a->value_dim);           \
     }
 FEW(1) FEW(2) FEW(3) FEW(4)
 static void (*const few[MOST_FEW])(attention *) = {few_1, few_2, few_3, few_4};
@@ -194,11 +193,12 @@ INLINE void attend_wide(int vectors, i64 dim, i64 value_dim, int is_bf16, PARAME
     float largest[MOST_WIDE], total[MOST_WIDE];
     for (int r = 0; r < width; r++) {
         seen[r] = r < rows ? (int32_t)all_seen[r] : 0;
-        largest[r] = -INFINITY;
-        total[r] = 0.0f;
-        for (i64 d = 0; d < dim; d++)
-            query[d * width + r] = r < rows ? number_at(query_rows[r], d, is_bf16) * scale : 0.0f;
+        largest[r] = -INFINITY, total[r] = 0.0f;
     }
+    memset(query, 0, sizeof(float) * width * dim);
+    for (int r = 0; r < rows; r++)
+        for (i64 d = 0; d < dim; d++)
+            query[d * width + r] = number_at(query_rows[r], d, is_bf16) * scale;
     for (i64 j = 0; j < entries; j += TILE) {
         const float *keys[TILE];
         lanes logits[TILE][2] = {0};
@@ -254,8 +254,7 @@ INLINE void attend_wide(int vectors, i64 dim, i64 value_dim, int is_bf16, PARAME
 #define WIDE(V)                                                                                                       \
     static void wide_##V(attention *a)                                                                                \
     {                                                                                                                 \
-        a->is_bf16 ? attend_wide(V, a->dim, a->value_dim, 1, ARGUMENTS(a))                                            \
-                   : attend_wide(V, a->dim, a->value_dim, 0, ARGUMENTS(a));                                           \
+        WITH_TYPE(attend_wide, V, a->dim, a->value_dim);                                                              \
     }
 WIDE(1) WIDE(2)
 
@@ -326,22 +325,23 @@ static void add_lanes(i64 group, const float *lane_sums, i64 entries, float *sum
    Segment `s = b * kv_heads + h` reads its shared entries and then rows `start[s] .. start[s] + length[s]` of `key` and
    `value`, whose columns ascend. Query `i` has the column `first_column + i` and sees no later one; shared entries
    precede all queries. Strides of `query` [B, H_q, n, dim] are in bytes; `output` is [B, n, H_q, value_dim]. Segments
-   `first .. last` are computed. What entries receive is added to `sums_to`, which is for segments that share nothing. */
+   are computed head by head, as sequences that share a prefill find one head of it in the cache: `first .. last` of
+   that order. What entries receive is added to `sums_to`, which is for segments that share nothing. */
 int ragged_attention(const char *query_states, i64 query_batch, i64 query_head, i64 query_step, const char *key,
                      const char *value, const int32_t *columns, const i64 *start, const i64 *length,
-                     const shared_entries *shared, i64 first, i64 last, i64 kv_heads, i64 group, i64 queries, i64 dim,
-                     i64 value_dim, i64 first_column, float scale, int is_bf16, const received *sums_to, char *output)
+                     const shared_entries *shared, i64 first, i64 last, i64 batches, i64 kv_heads, i64 group,
+                     i64 queries, i64 dim, i64 value_dim, i64 first_column, float scale, int is_bf16,
+                     const received *sums_to, char *output)
 {
     i64 number = is_bf16 ? 2 : 4, most = 1, total = queries * group;
     i64 key_bytes = dim * number, value_bytes = value_dim * number, query_heads = kv_heads * group;
-    for (i64 s = first; s < last; s++) {
-        i64 entries = length[s] + (shared ? shared[s].count : 0);
+    for (i64 i = first; i < last; i++) {
+        i64 s = i % batches * kv_heads + i / batches, entries = length[s] + (shared ? shared[s].count : 0);
         most = entries > most ? entries : most;
     }
     int is_wide = total > ENOUGH && group <= MOST_WIDE, width = is_wide ? MOST_WIDE : MOST_FEW;
     int step = is_wide && sums_to ? MOST_WIDE / (int)group * (int)group : width; /* a lane always has the same head */
-    attention a = {.dim = dim, .value_dim = value_dim, .is_bf16 = is_bf16, .scale = scale};
-    a.stride = (most + 15) / 16 * 16;
+    attention a = {dim, value_dim, is_bf16, .scale = scale, .stride = (most + 15) / 16 * 16};
     i64 channels = ((dim > value_dim ? dim : value_dim) + 15) / 16 * 16;
     i64 lane_sums = is_wide && sums_to ? width * a.stride : 0;
     a.key_rows = malloc(sizeof(char *) * most);
@@ -351,8 +351,9 @@ int ragged_attention(const char *query_states, i64 query_batch, i64 query_head, 
     a.sums = a.query + width * channels, a.numbers = a.sums + width * channels, a.weights = a.numbers + BLOCK * channels;
     float *lane_weights = sums_to && sums_to->weights ? a.weights + width * a.stride : NULL;
     float *lane_squares = sums_to && sums_to->squares ? a.weights + width * a.stride + lane_sums : NULL;
-    for (i64 s = first; s < last && !failed; s++) {
-        i64 own = length[s], before = shared ? shared[s].count : 0, batch = s / kv_heads, head = s % kv_heads;
+    for (i64 i = first; i < last && !failed; i++) {
+        i64 batch = i % batches, head = i / batches, s = batch * kv_heads + head, own = length[s];
+        i64 before = shared ? shared[s].count : 0;
         float *to_weights = lane_weights ? sums_to->weights + sums_to->first[s] * group : NULL;
         float *to_squares = lane_squares ? sums_to->squares + sums_to->first[s] * group : NULL;
         for (i64 j = 0; j < before; j++) {
@@ -415,8 +416,7 @@ void entry_keys(const row_view *inputs, i64 rows, i64 count, i64 *keys)
             i64 class = protect[j], place = position[j];
             ordered = class > 1 ? 0 : ordered;
             place = class == 3 ? ((i64)1 << 28) - 1 - place : place;
-            i64 key = ((class << 32) + ordered) * ((i64)1 << 28) + place;
-            keys[r * count + j] = valid[j] ? key : -1;
+            keys[r * count + j] = valid[j] ? ((class << 32) + ordered) * ((i64)1 << 28) + place : -1;
         }
     }
 }

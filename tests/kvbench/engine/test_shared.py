@@ -17,8 +17,10 @@ from kvbench.engine import decide
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decode import Batch, DecodeRow, Stop
 from kvbench.engine.driver import engine, forward
+from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.pool import Pool, Pooled
 from kvbench.engine.prefix import Compression, Prefix
+from kvbench.engine.refill import vacate
 from kvbench.engine.shared import SharedEntries
 from kvbench.errors import BudgetError
 from kvbench.plugin import Policy, Score, Scores, View
@@ -193,6 +195,24 @@ def test_a_pool_with_shared_and_copied_cells_answers_as_with_copies(model: Any, 
     mixed = [cache if index % 4 else copies([cache])[0] for index, cache in enumerate(caches)]
     assert responses(model, mixed, rows, room) == expected
     assert len({tuple(tokens) for tokens in expected.values()}) > 10
+
+
+def read_by_kernels(layer: RaggedLayer) -> list[list[int]]:
+    addresses = layer.shared_addresses()
+    read = [*layer.bounds(), torch.zeros(0) if addresses is None else addresses, torch.tensor(layer.entry_counts())]
+    return [tensor.flatten().tolist() for tensor in read]
+
+
+@pytest.mark.parametrize("rows", [[0], [1, 3], [0, 1, 2, 3, 4]])
+def test_what_kernels_read_of_a_batch_follows_its_vacant_rows(model: Any, rows: list[int]) -> None:
+    cache = Batch(model, compressed(model)[1], 5).cache
+    forward(model, cache, torch.tensor([[5, 3, 8]] * 5))
+    vacate(cache, rows)
+    for layer in cache.ragged:
+        found = read_by_kernels(layer)
+        layer.forget_bounds()
+        assert found == read_by_kernels(layer)
+        assert [count > 0 for count in found[-1]] == [row not in rows for row in range(5) for _ in range(layer.heads)]
 
 
 def test_a_batch_and_its_branches_are_those_of_copies(model: Any) -> None:
