@@ -18,11 +18,16 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from kvbench.errors import UserError
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 SWITCH = "KVBENCH_TRITON"
 """Environment variable; 0 turns the Triton kernels off."""
+
+_TOO_LARGE = "OutOfResources"
+"""Class of Triton's error for a kernel that needs more shared memory or threads than a GPU has."""
 
 _MIN_CAPABILITY = (8, 0)
 """Compute capability of the oldest GPUs for which Triton compiles (Ampere)."""
@@ -94,13 +99,22 @@ def on_its_device(
 ) -> Callable[Concatenate[Tensor, P], R]:
     """Launch kernels on the GPU of the first tensor; Triton alone would use the current GPU.
 
-    The layers of a model can be on several GPUs.
+    The layers of a model can be on several GPUs. `launch` raises UserError for a GPU that a kernel is too large for.
     """
 
     @wraps(launch)
     def launched(first_tensor: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with torch.cuda.device_of(first_tensor):  # changes nothing for a tensor on a CPU
-            return launch(first_tensor, *args, **kwargs)
+            try:
+                return launch(first_tensor, *args, **kwargs)
+            except Exception as error:
+                if type(error).__name__ != _TOO_LARGE:
+                    raise
+                too_large: Any = error
+                raise UserError(
+                    f"a Triton kernel needs more {too_large.name} than this GPU has ({too_large.required} instead of "
+                    f"{too_large.limit}); set {SWITCH}=0 to compute in torch"
+                ) from error
 
     return launched
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from kvbench.engine.kernels import launch as launching
 from kvbench.engine.kernels.launch import by_triton, implementation, on_its_device
+from kvbench.errors import UserError
 from tests.devices import Devices
 
 
@@ -33,6 +35,29 @@ def test_a_launch_is_on_the_device_of_its_first_tensor(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     assert launch(torch.tensor(3), 2, more=1) == 7
     assert launched == [3] and not entered
+
+
+def launched(error: Exception) -> None:
+    @on_its_device
+    def launch(x: Tensor) -> None:
+        raise error
+
+    launch(torch.tensor(3))
+
+
+def test_a_kernel_that_is_too_large_for_a_gpu_is_refused() -> None:
+    errors = pytest.importorskip("triton.runtime.errors", reason="triton is not installed")
+    message = (
+        "a Triton kernel needs more shared memory than this GPU has (102656 instead of 101376); "
+        "set KVBENCH_TRITON=0 to compute in torch"
+    )
+    with pytest.raises(UserError, match=re.escape(message)):
+        launched(errors.OutOfResources(102656, 101376, "shared memory"))
+
+
+def test_other_errors_of_a_launch_are_left_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match="something else"):
+        launched(RuntimeError("something else"))
 
 
 @pytest.mark.parametrize(("major", "expected"), [(8, 80), (9, 90), (10, 90), (12, 80)])
