@@ -374,7 +374,7 @@ class RaggedLayer(CacheLayerMixin):
         flat_values = values.detach().reshape(-1)
         self.extras[need][target_rows] = flat_values if indices is None else flat_values[indices]
 
-    def empty(self, sequence_indices: Sequence[int]) -> None:
+    def vacate(self, sequence_indices: Sequence[int]) -> None:
         """Let go of all entries of some sequences; their rows stay."""
         for sequence_index in sequence_indices:
             segments = slice(sequence_index * self.heads, (sequence_index + 1) * self.heads)
@@ -382,7 +382,7 @@ class RaggedLayer(CacheLayerMixin):
             self.shared[sequence_index] = None
         bounds, addresses = self._bounds, self._addresses
         self.forget_bounds()
-        # Changed where they are: to make them again from the lists of all sequences takes longer than an append.
+        # Copies, as forks share these: making them from the lists of all sequences takes longer than an append.
         indices = torch.tensor(sequence_indices, device=self.col.device)
         if bounds is not None:
             self._bounds = (bounds[0], bounds[1].index_fill(0, indices, 0))

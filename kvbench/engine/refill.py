@@ -92,7 +92,7 @@ def vacate(cache: RaggedCache, row_indices: Sequence[int]) -> None:
     assert cache.valid is not None
     cache.valid[list(row_indices)] = False
     for layer in cache.ragged:
-        layer.empty(row_indices)
+        layer.vacate(row_indices)
 
 
 def vacancies(cache: RaggedCache, free_rows: Sequence[int], caches: Sequence[RaggedCache]) -> list[int]:

@@ -196,7 +196,7 @@ INLINE void attend_wide(int vectors, i64 dim, i64 value_dim, int is_bf16, PARAME
         largest[r] = -INFINITY, total[r] = 0.0f;
     }
     memset(query, 0, sizeof(float) * width * dim);
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < rows; r++) /* apart, or the compiler gathers one number of every row */
         for (i64 d = 0; d < dim; d++)
             query[d * width + r] = number_at(query_rows[r], d, is_bf16) * scale;
     for (i64 j = 0; j < entries; j += TILE) {

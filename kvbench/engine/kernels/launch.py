@@ -27,7 +27,7 @@ SWITCH = "KVBENCH_TRITON"
 """Environment variable; 0 turns the Triton kernels off."""
 
 _TOO_LARGE = "OutOfResources"
-"""Class of Triton's error for a kernel that needs more shared memory or threads than a GPU has."""
+"""Class of Triton's error for a kernel that needs more shared memory or threads than a GPU has, if Triton is there."""
 
 _MIN_CAPABILITY = (8, 0)
 """Compute capability of the oldest GPUs for which Triton compiles (Ampere)."""
