@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Collection, Iterable, Sequence
 from itertools import count, pairwise, takewhile
@@ -83,6 +84,7 @@ class Batching:
         counts: Row counts of batches that feed questions to all rows at once, ascending.
         fed_counts: Row counts of batches whose rows hold their questions already.
         asking: Row counts of batches that feed questions to some rows of a batch.
+        own: The plan of batches outside the pool whose rows hold all of their entries, as those that evict later do.
     """
 
     def __init__(
@@ -114,6 +116,8 @@ class Batching:
         self.fed_counts: tuple[int, ...] = self.counts
         self._queued: tuple[int, ...] = self.counts
         self.prefills = 1
+        self._copies = 1.5
+        self.own = self
 
     def _available(self) -> int:
         """Return the bytes that caches may take by default."""
@@ -152,14 +156,33 @@ class Batching:
         self.prefills = max(1, min(self._prefills(tokens), int(cache_count / 2)))
         if self.prefills > 1:  # the batch itself, beside the sequence extracted from it
             cache_count -= self.prefills
+        asked_widths, row_bytes = {*widths, *given_widths}, _ROW_PREFILLS * cache_bytes
+        own = copy.copy(self)
+        own.own = own
+        own._limit, own._row_bytes, own._copies = cache_count * cache_bytes, row_bytes, 2
+        own._choose_ladders(
+            cache_count / (1 + max(1, queues / 2)), asked_widths, given_widths, trunk_widths, branch_widths
+        )
         self._limit = None
         if own_tokens is not None and self.shares:  # `has_room` counts the prefills that are held
-            self._limit, self._row_bytes = cache_count * cache_bytes, _ROW_PREFILLS * cache_bytes
+            self._limit, self._row_bytes = cache_count * cache_bytes, row_bytes
             cache_count = self._limit / (own_tokens * self.token_bytes + tokens * self._segments * _INDEX_BYTES)
-        row_count = max(1, min(int(cache_count / (1 + queues / 2)), self._most))
+        self._choose_ladders(cache_count / (1 + queues / 2), asked_widths, given_widths, trunk_widths, branch_widths)
+        self.own = own
+
+    def _choose_ladders(
+        self,
+        affordable_rows: float,
+        widths: Collection[int],
+        given_widths: Collection[int],
+        trunk_widths: Collection[int],
+        branch_widths: Collection[int],
+    ) -> None:
+        """Choose the ladders of all batches; see `fit` for widths, of which `widths` has those of given answers too."""
+        row_count = max(1, min(int(affordable_rows), self._most))
         self._choose(row_count, given_widths)
         self.fed_counts = self.counts
-        self._choose(row_count, {*widths, *given_widths}, trunk_widths, branch_widths)
+        self._choose(row_count, widths, trunk_widths, branch_widths)
 
     def _choose(
         self,
@@ -264,6 +287,7 @@ class Batching:
             return False
         self.prefill_batch = 1
         self._most, self._least = max(1, self.rows // 2), 0
+        self.own = self
         self.counts, self.asking = (self._most,), (max(1, self._most // 2),)
         self.fed_counts, self._queued = self.counts, self.asking
         for gpu in self._gpus:
@@ -317,13 +341,13 @@ class Batching:
     def _held(self, caches: Iterable[RaggedCache]) -> int:
         """Return the bytes that caches need, with every prefill that they share, as measured in their first layers.
 
-        Own rows count half as much again, because they are copied when they enter a batch.
+        Own rows count half as much again, because they are copied when they enter a batch; twice if all do at once.
         """
         layers = [layer for cache in caches for layer in cache.ragged[:1]]
         shared = [entries for layer in layers for entries in layer.shared if entries is not None]
         keys = {id(entries.key): entries.key for entries in shared}.values()  # many sequences have one tensor
         prefills = {key.data_ptr(): key.shape[2] for key in keys}
-        tokens = sum(1.5 * sum(layer.reserved_room()) / layer.heads for layer in layers)
+        tokens = sum(self._copies * sum(layer.reserved_room()) / layer.heads for layer in layers)
         indices = sum(entries.count / len(entries.lengths) for entries in shared)
         return int((tokens + sum(prefills.values())) * self.token_bytes + indices * self._segments * _INDEX_BYTES)
 

@@ -37,6 +37,7 @@ from kvbench.runs.answers import (
     forks,
     sees_question,
 )
+from kvbench.runs.batching import Batching
 from kvbench.runs.cell import Cell
 from kvbench.runs.chunks import end_chunks, feed_chunks
 from kvbench.runs.continuations import Continuations, add_widths, branch_width, measured
@@ -56,12 +57,14 @@ class _Queue(NamedTuple):
 
     Attributes:
         question_fed: Whether the questions are in the caches already.
+        reads_prefill: Whether the caches read entries where they were prefilled, and so take little memory.
         policy: The policy, if it runs while the answers are decoded.
         coding: How the entries are quantised.
         columns: Tokens fed per forward of the full cache's answers, which are measured; 0 if answers are generated.
     """
 
     question_fed: bool
+    reads_prefill: bool
     policy: str
     coding: str
     columns: int = 0
@@ -432,7 +435,7 @@ class _Contexts:
         waiting = self.queues.setdefault(queue, [])
         row = FidelityRow.of(full_answer, self.worker.stop(prompt))
         waiting.append(PendingAnswer(cell, prompt, row, cache, response, logits))
-        batching = self.worker.batching
+        batching = self._batching(queue)
         is_full = len(waiting) >= batching.rows_for(self._widest(queue))
         if is_full or not batching.has_room(len(waiting), self._waiting_caches()):
             self._flush(queue)
@@ -450,14 +453,20 @@ class _Contexts:
             return
         waiting = self.queues.setdefault(queue, [])
         waiting.append(PendingAnswer(cell, prompt, row, cache, response, logits))
-        if not self.worker.batching.has_room(len(waiting), self._waiting_caches(), queue.question_fed):
+        if not self._batching(queue).has_room(len(waiting), self._waiting_caches(), queue.question_fed):
             self._flush(queue)
 
     def _queue(self, cell: Cell, cache: RaggedCache, logits: Tensor | None) -> _Queue:
         """Return the queue of answers that can be decoded with this one."""
-        coding = cache.ragged[0].coding
+        first_layer = cache.ragged[0]
         runs = cache.eviction_state is not None or cell.policy.read is not None
-        return _Queue(logits is not None, str(cell.policy) if runs else "", str(coding or ""))
+        policy = str(cell.policy) if runs else ""
+        return _Queue(logits is not None, first_layer.is_shared, policy, str(first_layer.coding or ""))
+
+    def _batching(self, queue: _Queue) -> Batching:
+        """Return the plan of the batches that decode a queue."""
+        batching = self.worker.batching
+        return batching if queue.reads_prefill else batching.own
 
     def _widest(self, queue: _Queue) -> int:
         """Return the columns of the widest forward that measures the answers of a queue."""
@@ -484,7 +493,7 @@ class _Contexts:
                 if queue.columns:
                     self._compare(answers, queue)
                 else:
-                    responses = self._decode(answers, queue.question_fed)
+                    responses = self._decode(answers, queue)
         except PluginError as error:
             cell_groups = by_cell(answers)
             if len(cell_groups) == 1:
@@ -513,10 +522,9 @@ class _Contexts:
 
     def _compare(self, answers: Sequence[PendingAnswer], queue: _Queue) -> None:
         """Feed the full cache's answers to copies of caches in one batch."""
-        worker = self.worker
         if not queue.question_fed and answers[0].cache.forbids_gaps:  # feeding changes a cache
             answers = [replace(answer, cache=answer.cache.fork()) for answer in answers]
-        slots = worker.batching.slots_for(len(answers), self._widest(queue))
+        slots = self._batching(queue).slots_for(len(answers), self._widest(queue))
         batch, logits = self._prompted(answers, queue.question_fed, slots)
         batch.measure([answer.row for answer in answers], logits, queue.columns)
 
@@ -525,18 +533,22 @@ class _Contexts:
         worker = self.worker
         if not question_fed and answers[0].cache.forbids_gaps:
             for answer in answers:  # padding would push tokens out of the sliding windows
-                answer.logits = forward(worker.model, answer.cache, worker.tensor(answer.prompt.question_ids))
+                if answer.logits is None:  # it is decoded again, alone, after another cell of its batch has failed
+                    fed_cache = answer.cache.fork()
+                    answer.logits = forward(worker.model, fed_cache, worker.tensor(answer.prompt.question_ids))
+                    answer.cache = fed_cache
         batch = Batch(worker.model, [answer.cache for answer in answers], slots)
         answer_logits = [answer.logits for answer in answers if answer.logits is not None]
         if answer_logits:
             return batch, torch.cat(answer_logits)
         return batch, batch.feed([answer.prompt.question_ids for answer in answers], self.width)
 
-    def _decode(self, answers: list[PendingAnswer], question_fed: bool) -> list[Response]:
+    def _decode(self, answers: list[PendingAnswer], queue: _Queue) -> list[Response]:
         """Decode answers in one batch."""
         worker = self.worker
         start_time = now(worker.device)
-        batch, logits = self._prompted(answers, question_fed, worker.batching.slots(len(answers), question_fed))
+        slots = self._batching(queue).slots(len(answers), queue.question_fed)
+        batch, logits = self._prompted(answers, queue.question_fed, slots)
         rows = [answer.row for answer in answers]
         if rows[0].given:
             batch.measure(rows, logits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from kvbench.engine.measure import MeasuredText, feed_text, feed_texts, log_prob
 from kvbench.engine.threads import now
 from kvbench.errors import PluginError
 from kvbench.runs.answers import Prompt, leads, peak_columns, sees_question
+from kvbench.runs.batching import Batching
 from kvbench.runs.cell import Cell
 from kvbench.runs.schema import Response
 from kvbench.runs.worker import Worker
@@ -86,6 +87,18 @@ class _Pending:
                 text.fed = len(lead_ids) - 1  # the last one counts when its logits are taken
 
 
+class _Queue(NamedTuple):
+    """What prompts must have in common to be measured in one batch.
+
+    Attributes:
+        columns: Columns that feed the trunk; 0: there is none.
+        reads_prefill: Whether the caches read entries where they were prefilled, and so take little memory.
+    """
+
+    columns: int
+    reads_prefill: bool
+
+
 class Continuations:
     """Measures continuations on compressed caches, and stores the responses.
 
@@ -95,7 +108,7 @@ class Continuations:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self._waiting: dict[int, list[tuple[_Pending, RaggedCache]]] = {}
+        self._waiting: dict[_Queue, list[tuple[_Pending, RaggedCache]]] = {}
 
     def add(self, cell: Cell, prompt: Prompt, cache: RaggedCache, response: Response) -> None:
         """Queue the continuations of a prompt; measure as soon as there is enough to do.
@@ -117,44 +130,50 @@ class Continuations:
             self._measure_branches(pending, cache)
             self.worker.done([self._ended(pending, now(self.worker.device) - started)], [cell])
             return
-        columns = trunk_columns(len(pending.trunk_ids))
-        waiting = self._waiting.setdefault(columns, [])
+        queue = _Queue(trunk_columns(len(pending.trunk_ids)), cache.ragged[0].is_shared)
+        waiting = self._waiting.setdefault(queue, [])
         waiting.append((pending, cache))
-        batching = self.worker.batching
-        all_waiting = [waiting_cache for queue in self._waiting.values() for _, waiting_cache in queue]
-        row_count = batching.rows_for(min(_TRUNK_WIDTH, columns))
+        batching = self._batching(queue)
+        all_waiting = [waiting_cache for waiting in self._waiting.values() for _, waiting_cache in waiting]
+        row_count = batching.rows_for(min(_TRUNK_WIDTH, queue.columns))
         if len(waiting) >= row_count or not batching.has_room(len(waiting), all_waiting):
-            self._flush(columns)
+            self._flush(queue)
         elif len(all_waiting) >= batching.counts[-1]:  # queues of several widths together hold as much as a batch
-            self._flush(max(self._waiting, key=lambda columns: len(self._waiting[columns])))
+            self._flush(max(self._waiting, key=lambda queue: len(self._waiting[queue])))
 
     def drain(self) -> None:
         """Measure everything that waits."""
-        for columns in [*self._waiting]:
-            self._flush(columns)
+        for queue in [*self._waiting]:
+            self._flush(queue)
 
-    def _flush(self, columns: int) -> None:
-        """Measure what waits in the queue of trunks of so many columns."""
-        waiting = self._waiting.pop(columns)
-        worker, batching = self.worker, self.worker.batching
+    def _batching(self, queue: _Queue) -> Batching:
+        """Return the plan of the batches that measure a queue."""
+        batching = self.worker.batching
+        return batching if queue.reads_prefill else batching.own
+
+    def _flush(self, queue: _Queue) -> None:
+        """Measure what waits in a queue."""
+        waiting = self._waiting.pop(queue)
+        worker, batching = self.worker, self._batching(queue)
         started = now(worker.device)
-        queue, caches = [pending for pending, _ in waiting], [cache for _, cache in waiting]
+        all_pending, caches = [pending for pending, _ in waiting], [cache for _, cache in waiting]
         del waiting
         trunk = None
-        if columns:
-            trunk_width = min(_TRUNK_WIDTH, columns)
-            trunk = Batch(worker.model, caches, batching.slots_for(len(queue), trunk_width))
+        if queue.columns:
+            trunk_width = min(_TRUNK_WIDTH, queue.columns)
+            trunk = Batch(worker.model, caches, batching.slots_for(len(all_pending), trunk_width))
             caches.clear()  # the batch has copies
-            for rest in range(columns - trunk_width, -1, -trunk_width):  # columns that follow
-                ends = [len(pending.trunk_ids) - rest for pending in queue]
+            for rest in range(queue.columns - trunk_width, -1, -trunk_width):  # columns that follow
+                ends = [len(pending.trunk_ids) - rest for pending in all_pending]
                 pieces = [
-                    pending.trunk_ids[max(0, end - trunk_width) : end] for pending, end in zip(queue, ends, strict=True)
+                    pending.trunk_ids[max(0, end - trunk_width) : end]
+                    for pending, end in zip(all_pending, ends, strict=True)
                 ]
                 logits = trunk.feed(pieces, trunk_width)
-            for pending, row_logits in zip(queue, logits, strict=True):
+            for pending, row_logits in zip(all_pending, logits, strict=True):
                 _measure_first(pending, row_logits)
         rows_by_width: dict[int, list[tuple[int, MeasuredText]]] = {}
-        for row_index, pending in enumerate(queue):
+        for row_index, pending in enumerate(all_pending):
             for text in pending.texts:
                 if text.pending_ids:
                     rows_by_width.setdefault(branch_width(len(text.pending_ids)), []).append((row_index, text))
@@ -168,9 +187,9 @@ class Continuations:
                 else:
                     batch = trunk.branches(row_indices, slots)
                 feed_texts(batch, texts, width)
-        seconds = (now(worker.device) - started) / len(queue)
-        responses = [self._ended(pending, seconds) for pending in queue]
-        worker.done(responses, [pending.cell for pending in queue])
+        seconds = (now(worker.device) - started) / len(all_pending)
+        responses = [self._ended(pending, seconds) for pending in all_pending]
+        worker.done(responses, [pending.cell for pending in all_pending])
 
     # -- caches that a batch would mix up -----------------------------------------------------------
 

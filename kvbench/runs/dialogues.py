@@ -105,7 +105,7 @@ def answer_dialogues(worker: Worker, prompts: Sequence[Prompt], cells: Sequence[
                     queue = queues.setdefault(policy, [])
                     queue.append(dialogue)
                     waiting_caches = (waiting.cache for queue in queues.values() for waiting in queue)
-                    if not worker.batching.has_room(len(queue), waiting_caches):
+                    if not worker.batching.own.has_room(len(queue), waiting_caches):
                         _hold(worker, queues.pop(policy), turn_width, done_keys)
     for queue in queues.values():
         _hold(worker, queue, turn_width, done_keys)
@@ -184,7 +184,7 @@ def _turns(
         fed: Whether the full cache's answers are fed and compared instead of answers being generated.
     """
     runs_alone = _shows_alone(worker, dialogues[0].turns)
-    batch_slots = 1 if runs_alone else worker.batching.slots(len(dialogues))
+    batch_slots = 1 if runs_alone else worker.batching.own.slots(len(dialogues))
     batch = Batch(worker.model, [dialogue.cache for dialogue in dialogues], batch_slots)
     cache, eviction_state, model_facts = batch.cache, batch.cache.eviction_state, model_info(worker.model)
     last_rows: list[DecodeRow] = []

@@ -250,7 +250,7 @@ class Spoils(Score):
         return v.noise()
 
 
-def test_cells_that_wait_get_the_right_entries_back_after_a_policy_spoils_them(
+def test_cells_that_wait_get_the_right_entries_back_whenever_a_policy_spoils_them(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decide, "_COPIED", 1)  # policies see the prefill's own K and V
@@ -258,11 +258,13 @@ def test_cells_that_wait_get_the_right_entries_back_after_a_policy_spoils_them(
     expected = [layer.key.clone() for layer in prefix.cache.ragged if layer.key is not None]
     usual = kvbench.policy("random")
     spoiler = Policy("spoiler", Spoils(), usual.allocate, usual.select)
-    with pytest.raises(BudgetError, match="key"):
-        prefix.compress([Compression(spoiler, Budget.parse("0.5"), "context", 0)], RESERVE)
-    (spoiled,) = caches[0].ragged[0].shared
-    assert spoiled is not None and not spoiled.key.any()
-    prefix.restore()
-    for cache in caches:
-        for layer, key in zip(cache.ragged, expected, strict=True):
-            assert layer.shared[0] is not None and torch.equal(layer.shared[0].key, key)
+    for _ in range(2):
+        with pytest.raises(BudgetError, match="key"):
+            prefix.compress([Compression(spoiler, Budget.parse("0.5"), "context", 0)], RESERVE)
+        (spoiled,) = caches[-1].ragged[0].shared
+        assert spoiled is not None and not spoiled.key.any()
+        prefix.restore()
+        for cache in caches:
+            for layer, key in zip(cache.ragged, expected, strict=True):
+                assert layer.shared[0] is not None and torch.equal(layer.shared[0].key, key)
+        caches += prefix.compress(wanted(), RESERVE)  # they read another prefill

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from kvbench import native
+from kvbench.engine.decode import Batch
 from kvbench.engine.models import model_info
 from kvbench.engine.steady import Steady
 from kvbench.runs import batching
 from kvbench.runs.batching import MOST, Batching
+from kvbench.runs.runner import execute
+from tests.kvbench.runs.small import small_grid
 
 
 def token_bytes(model: Any) -> int:
@@ -185,6 +188,41 @@ def test_rows_that_read_a_prefill_are_planned_by_their_own_tokens(
     plan.fit(100, [5], own_tokens=10)
     assert plan.rows == 6, "every row has copies"
     assert plan.has_room(1, reading(10, 1))
+
+
+@pytest.mark.parametrize("library", [object(), None], ids=["native", "torch"])
+def test_rows_that_hold_all_their_entries_have_a_plan_of_their_own(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, library: object
+) -> None:
+    whole = 100 * token_bytes(tiny_llama)
+    monkeypatch.setattr(native, "library", lambda: library)
+    plan = Batching(tiny_llama, "auto", 12 * whole)
+    plan.fit(100, [5], own_tokens=10)
+    assert plan.own.rows == 4, "of 9 caches 4 wait, and the batch copies them"
+    assert [plan.own.slots(rows, fed) for rows in (1, 4) for fed in (False, True)] == [4] * 4
+    assert plan.own.slots_for(1, 5) <= 4 and plan.own.own is plan.own
+
+    layer = SimpleNamespace(heads=2, shared=[None], reserved_room=lambda: [100, 100])
+    whole_cache: Any = SimpleNamespace(ragged=[layer], batch=1)
+    assert plan.own.has_room(1, [whole_cache] * 4) and not plan.own.has_room(1, [whole_cache] * 5), "of all queues"
+    assert plan.halve() and plan.own is plan
+
+
+@pytest.mark.parametrize(("policy", "moment"), [("h2o", "decode"), ("h2o:bits=8", "context"), ("quest", "context")])
+def test_batches_of_copies_keep_to_the_memory_for_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, moment: str
+) -> None:
+    found = []
+    feed = Batch._feed
+
+    def recording(batch: Batch, *args: Any) -> Any:
+        found.append(batch.slots)
+        return feed(batch, *args)
+
+    monkeypatch.setattr(Batch, "_feed", recording)
+    changes = {"moment": moment, "full": False, "cache_memory": "4MB", "task": "niah_single_1"}
+    execute(small_grid(tmp_path / "run", policy=policy, budget="0.9", **changes))
+    assert found and set(found) <= {1, 2}, "4 MB are 7 caches, 3 of them beside the batch; 2 wait and are copied"
 
 
 def test_a_gpu_prefills_what_keeps_it_busy(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,17 @@ from torch import Tensor
 
 import kvbench
 from kvbench.benchmark import Marks
+from kvbench.engine.decode import Batch
 from kvbench.engine.driver import engine
 from kvbench.engine.loading import load_model, load_tokenizer
 from kvbench.engine.measure import measure_alone
+from kvbench.engine.models import model_info
 from kvbench.harness.encode import Branch
 from kvbench.harness.protocol import Continuation, Key, LoadedTask, Request
 from kvbench.progress import Silent
 from kvbench.runs import worker as worker_module
 from kvbench.runs.answers import Prompt, key_of
+from kvbench.runs.batching import Batching
 from kvbench.runs.executors.base import answer
 from kvbench.runs.prompts import Prompts, Window, prompts_of
 from kvbench.runs.worker import Worker
@@ -221,3 +224,21 @@ def test_a_response_does_not_depend_on_what_else_is_measured(model: Any, tokeniz
     resumed = measured(model, tokenizer, prompts, *CELLS, store=Resumed(done))
     assert 0 < len(resumed) < len(whole)
     assert resumed == {key: whole[key] for key in resumed}  # bit by bit
+
+
+def test_branches_of_copies_keep_to_the_memory_for_caches(
+    model: Any, tokenizer: Any, tokenise: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = tokenise(asked(*[LETTERS] * 4))
+    info, found = model_info(model), []
+    cache_bytes = (len(prompts[0].context_ids) + 20) * info.layers * info.kv_heads * (2 * info.head_dim * 4 + 4)
+    monkeypatch.setattr(Batching, "_available", lambda plan: 7 * cache_bytes)
+    feed = Batch._feed
+
+    def recording(batch: Batch, *args: Any) -> Tensor:
+        found.append(batch.slots)
+        return feed(batch, *args)
+
+    monkeypatch.setattr(Batch, "_feed", recording)
+    measured(model, tokenizer, prompts, {"policy": "random:merge=ema", "budget": "0.9"})
+    assert found and set(found) <= {1, 2}, "of 4 caches that fit, 2 wait and are copied"

@@ -8,7 +8,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from kvbench import native
 from kvbench.checks import run_checks
+from kvbench.engine import decide
 from kvbench.runs.grid import Grid
 from kvbench.runs.runner import execute
 from tests.sweeps import slow, slow_but
@@ -16,7 +18,7 @@ from tests.sweeps import slow, slow_but
 HEAD = """
 from dataclasses import dataclass, replace
 from kvbench.parts import FunctionScore, TopK, Uniform
-from kvbench.plugin import PerToken, Policy, Queries, Score, View
+from kvbench.plugin import AnswerAttention, PerToken, Policy, Queries, Score, View
 
 def first(x):
     return x.reshape(-1)[:1]
@@ -33,6 +35,15 @@ class Bad(Score):
         return good
 
 bad = Policy("bad", Bad(), Uniform(), TopK())
+
+
+@dataclass(frozen=True)
+class Told(Bad):
+    @property
+    def needs(self):
+        return frozenset({AnswerAttention("full")})
+
+told = Policy("bad", Told(), Uniform(), TopK())
 """
 
 WRITES = {
@@ -69,16 +80,11 @@ def plugin(folder: Path, write: str) -> str:
     return f"{file}:bad"
 
 
+USUAL: dict[str, Any] = {"budget": "0.3,0.6", "task": "niah_single_1", "length": 256, "samples": 2}
+
+
 def run(out: Path, policy: str, **changes: Any) -> pd.DataFrame:
-    usual: dict[str, Any] = {
-        "policy": policy,
-        "budget": "0.3,0.6",
-        "task": "niah_single_1",
-        "length": 256,
-        "samples": 2,
-        "out": str(out),
-    }
-    return execute(Grid.from_dict({**usual, **changes})).cells
+    return execute(Grid.from_dict({**USUAL, "policy": policy, "out": str(out), **changes})).cells
 
 
 def scores(cells: pd.DataFrame) -> dict[tuple[str, str], float]:
@@ -111,6 +117,24 @@ def test_check_reports_the_write(field: str, tmp_path: Path) -> None:
     found = results["scores are finite, inputs unmodified"]
     assert not found.ok and "in place" in found.detail
     assert all(r.ok for r in run_checks("random")), "later checks have sound models"
+
+
+@pytest.mark.skipif(native.library() is None, reason="cells have copies without native code")
+@pytest.mark.parametrize("policies", ["snapkv:window=8,random,{mine}:bad", "{mine}:told,snapkv:window=8,random"])
+def test_a_write_harms_no_cell_that_reads_the_same_prefill(
+    policies: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decide, "_COPIED", 1)  # policies see the prefill's own K and V
+    plugin(tmp_path, WRITES["key by data"])
+
+    def responses(out: str, policy: str) -> dict[Any, str]:
+        changes = {"policy": policy, "out": str(tmp_path / out), "moment": "context", "full": False, "budget": "0.5"}
+        samples = execute(Grid.from_dict({**USUAL, **changes})).samples
+        good = samples[~samples.policy.str.contains("mine")]
+        return {(row.policy, row.budget, row.sample_id): row.response for row in good.itertuples()}
+
+    alone = responses("alone", "snapkv:window=8,random")
+    assert len(alone) == 4 and responses("beside", policies.format(mine=tmp_path / "mine.py")) == alone
 
 
 OBSERVERS = {

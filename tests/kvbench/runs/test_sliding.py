@@ -139,3 +139,20 @@ def test_live_dialogues_do_not_depend_on_their_neighbours(family: str) -> None:
             said = greedy(model, history, limit)
             history += said
             assert found[f"s{i}", turn] == Tokenizer().decode(said)
+
+
+@torch.no_grad()
+def test_a_question_is_fed_once_when_another_cell_of_the_batch_fails() -> None:
+    model = build("gemma3")
+    prompts = [Prompt(request(0, 30), ids(40, 0), ids(7, 50))]
+    # The dense layer of the first cell reads more than its budget once the answer has grown.
+    few, enough = (make_cell("quest:dense_layers=1:page=4", str(n), task="t", group="t", length=0) for n in (30, 40))
+    found = []
+    for cells in ([few, enough], [enough]):
+        store = Store()
+        with engine(model):
+            worker: Any = Worker(model, Silent(), tokenizer=Tokenizer(), store=store)  # type: ignore[arg-type]
+            answer(worker, prompts, cells)
+        assert set(worker.failed) == {cell.cell for cell in cells} - {enough.cell}
+        found += [response.response for response in store.held if not response.error]
+    assert found[0] == found[1]
