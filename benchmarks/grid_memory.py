@@ -40,7 +40,7 @@ def main() -> None:
         rows, peaks = [], []
         for switch in ("0", "1"):
             os.environ[native.SWITCH] = switch
-            native.library.cache_clear()
+            native.load.cache_clear()
             ours.run(args.policies.split(","), args.budgets.split(","), True, limit)
             rows.append(str(ours.rows))
             peaks.append(ours.peak / MIB)

@@ -1,4 +1,4 @@
-"""Cache folder, digests, atomic writes, and the journal."""
+"""Environment variables, cache folder, digests, atomic writes, and the journal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import glob
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import stat
 import time
@@ -22,11 +23,23 @@ from kvbench.errors import UserError
 Value = TypeVar("Value")
 
 
+def is_off(variable: str) -> bool:
+    """Return whether an environment variable turns something off that is on by default."""
+    return os.environ.get(variable, "").strip().lower() in ("0", "false", "no", "off")
+
+
 def cache_dir() -> Path:
-    """Return the folder for generated data: `$KVBENCH_CACHE`, or `kvbench` in the user's cache folder."""
+    """Return the folder for generated data: `$KVBENCH_CACHE`, or `kvbench` in the user's cache folder.
+
+    Raises:
+        UserError: The user has no home folder.
+    """
     if os.environ.get("KVBENCH_CACHE"):
         return Path(os.environ["KVBENCH_CACHE"])
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise UserError("this user has no home folder; set KVBENCH_CACHE to a folder for generated data") from None
     return Path(cache_home) / "kvbench"
 
 
@@ -190,7 +203,7 @@ def replacing(target_path: Path) -> Iterator[Path]:
     """
     if os.path.islink(target_path):
         target_path = Path(os.path.realpath(target_path))
-    partial_path = target_path.with_name(f".{target_path.name}.{os.getpid()}.part")
+    partial_path = _partial(target_path)
     try:
         yield partial_path
         _sync(partial_path)
@@ -201,6 +214,11 @@ def replacing(target_path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):  # for example, the name was too long to create
             partial_path.unlink()
+
+
+def _partial(target_path: Path) -> Path:
+    """Return a name of its own for what will replace a path: processes in containers can have the same number."""
+    return target_path.with_name(f".{target_path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
 
 
 def unfinished(file_path: Path) -> list[Path]:
@@ -254,7 +272,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     Raises:
         UserError: The folder cannot be written; `folder` does not exist.
     """
-    partial_folder = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    partial_folder = _partial(folder)
     try:
         shutil.rmtree(partial_folder, ignore_errors=True)
         partial_folder.mkdir(parents=True)

@@ -1,14 +1,15 @@
 """Native code for a CPU: `kernels.c`, compiled once per machine and loaded with ctypes.
 
-The library is kept in kvbench's cache folder under a digest of its source, its flags, the compiler and the CPU. Without
-a compiler, or with `KVBENCH_NATIVE=0`, torch code computes the same; `implementation` says which of the two runs.
+The library is kept in kvbench's cache folder under a digest of its source, its flags, the compiler and the CPU, and is
+compiled again if it is damaged. Without a compiler, or with `KVBENCH_NATIVE=0`, torch code computes the same;
+`implementation` says which of the two runs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
+import hashlib
 import os
 import platform
 import shutil
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import UserError
-from kvbench.files import cache_dir, digest_of, replacing
+from kvbench.files import cache_dir, digest_of, is_off, replacing, state_of
 
 SWITCH = "KVBENCH_NATIVE"
 """Environment variable; 0 turns native code off."""
@@ -68,20 +69,32 @@ WINDOW = 32
 """Queries of the last block of a prompt, so that what keys receive from these alone is known too."""
 
 
-@functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled library; None if it is turned off or cannot be compiled here."""
-    if os.environ.get(SWITCH) == "0":
-        return None
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
-        return None
-    with contextlib.suppress(OSError, UserError, subprocess.SubprocessError):
-        loaded = ctypes.CDLL(str(_compiled(compiler)))
+    return load()[0]
+
+
+def problem() -> str:
+    """Return why there is no library although it is not turned off; "" if there is one."""
+    return load()[1]
+
+
+@functools.cache
+def load() -> tuple[ctypes.CDLL | None, str]:
+    """Compile and load the library, once; return it, or None and why there is none."""
+    if is_off(SWITCH):
+        return None, ""
+    reason = "there is no C compiler"
+    for compiler in dict.fromkeys(filter(None, map(shutil.which, _COMPILERS))):
+        try:
+            loaded = ctypes.CDLL(str(_compiled(compiler)))
+        except (OSError, UserError, subprocess.SubprocessError) as error:
+            reason = str(error).partition("\n")[0]
+            continue
         for name, argument_types in _SIGNATURES.items():
             getattr(loaded, name).argtypes = argument_types
-        return loaded
-    return None
+        return loaded, ""
+    return None, reason
 
 
 def implementation() -> str:
@@ -96,17 +109,38 @@ def build() -> str:
 
 
 def _compiled(compiler: str) -> Path:
-    """Return the library for this machine; compile it unless it is there."""
-    described = [_SOURCE.read_text(encoding="utf-8"), _FLAGS, compiler, platform.machine(), _cpu_features()]
+    """Return the library for this machine; compile it unless it is there.
+
+    Raises:
+        OSError, UserError, subprocess.SubprocessError: It cannot be compiled, or stored.
+    """
+    compiler_file = Path(compiler).resolve()
+    of_compiler = [str(compiler_file), *state_of(compiler_file)[:2]]
+    described = [_SOURCE.read_text(encoding="utf-8"), _FLAGS, of_compiler, platform.machine(), _cpu_features()]
     target_path = cache_dir() / "native" / f"{digest_of(described)}.so"
-    if not target_path.is_file():
+    if not _is_whole(target_path):
         target_path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target_path) as partial_path:
             command = [compiler, *_FLAGS, "-shared", "-fPIC", str(_SOURCE), "-o", str(partial_path), "-lm"]
             tuned = [command[0], _FOR_THIS_CPU, *command[1:]]
             if _run(tuned) != 0 and _run(command) != 0:  # some compilers do not know the flag
-                raise subprocess.SubprocessError
+                raise subprocess.SubprocessError(f"{compiler} cannot compile it")
+            code = partial_path.read_bytes()
+            partial_path.write_bytes(code + _seal(code))  # loaders ignore what follows the code
     return target_path
+
+
+def _seal(code: bytes) -> bytes:
+    return hashlib.sha256(code).digest()
+
+
+def _is_whole(library_path: Path) -> bool:
+    """Return whether a library is as it was compiled: damaged code would end the process without a word."""
+    if not library_path.exists():
+        return False
+    content = library_path.read_bytes()
+    size = len(content) - hashlib.sha256().digest_size
+    return size > 0 and content[size:] == _seal(content[:size])
 
 
 def _run(command: list[str]) -> int:

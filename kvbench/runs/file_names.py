@@ -6,6 +6,7 @@ They stand alone: `kvbench list runs` looks for files, and need not import panda
 RESPONSES = "responses.jsonl"
 GRID = "grid.yaml"
 LOCK = ".lock"
+MACHINES = ".machines.json"
 CELLS = "cells.parquet"
 SAMPLES = "samples.parquet"
 METRICS = "metrics.parquet"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from kvbench.runs.executors.ray import run_on_ray
 from kvbench.runs.file_names import GRID, RESPONSES
 from kvbench.runs.grid import Grid
 from kvbench.runs.groups import group_rows
-from kvbench.runs.integrity import recorded_hardware, recorded_names, rows_of_cells
-from kvbench.runs.planning import RunPlan, Say, plan
+from kvbench.runs.integrity import rows_of_cells
+from kvbench.runs.planning import Job, RunPlan, Say, plan
 from kvbench.runs.results import check_requests, scored
 from kvbench.runs.store import RunStore
 from kvbench.runs.work import missing_of
@@ -116,21 +116,11 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
         if open_stages:  # fail now if a judge cannot answer, not after hours of generation
             for judge in dict.fromkeys(job.judge for job in jobs if job.judge is not None):
                 judge.check()
+        runs_here = bool(open_stages) and grid.executor == "local"  # the machines of Ray's workers are unknown here
+        machines = store.add_machine(_machine(jobs if runs_here else [], reporter.message))
+        if open_stages:
             _EXECUTORS[grid.executor](open_stages, grid, store, reporter)
-        hardware = recorded_hardware(folder)
-        cpu_code, gpu_code = recorded_names(folder, "cpu_code"), recorded_names(folder, "gpu_code")
-        if open_stages and grid.executor == "local":  # the machines of Ray's workers are unknown here
-            devices = list(dict.fromkeys(cell.device for job in jobs for cell in job.cells))
-            hardware += map(describe_hardware, devices)
-            cpu_code += [native.implementation() for device in devices if device == "cpu"]
-            gpu_code += [launch.implementation(device) for device in devices if device == "cuda"]
-        facts = {
-            "samples": grid.samples,
-            "repeats": grid.repeats,
-            "hardware": list(dict.fromkeys(hardware)),
-            "cpu_code": list(dict.fromkeys(cpu_code)),
-            "gpu_code": list(dict.fromkeys(gpu_code)),
-        }
+        facts = {"samples": grid.samples, "repeats": grid.repeats, **machines}
         tasks = [job.task for job in jobs]
         reporter.busy("scoring")
         scored_cells = scored(jobs, store.responses_of, reporter)
@@ -139,6 +129,19 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
         reporter.stop()
     failures = {str(cell_row.cell): str(cell_row.error) for cell_row in cells.itertuples() if cell_row.status != "ok"}
     return Run(folder, cells, failures, planned.left_out, _samples=samples)
+
+
+def _machine(jobs: Sequence[Job], say: Say) -> dict[str, list[str]]:
+    """Return what generates the responses of some jobs here: the hardware, and the code on a CPU and on a GPU."""
+    devices = dict.fromkeys(cell.device for job in jobs for cell in job.cells)
+    on_cpu = [device for device in devices if device == "cpu"]
+    if on_cpu and (problem := native.problem()):
+        say(f"torch computes what native code would compute faster: {problem}")
+    return {
+        "hardware": [describe_hardware(device) for device in devices],
+        "cpu_code": [native.implementation() for _ in on_cpu],
+        "gpu_code": [launch.implementation(device) for device in devices if device == "cuda"],
+    }
 
 
 def _check_same_grid(grid: Grid, folder: Path, *, extend: bool) -> Grid | None:

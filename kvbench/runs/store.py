@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -16,10 +17,10 @@ import pyarrow.parquet as pq
 import yaml
 
 from kvbench.errors import UserError
-from kvbench.files import Journal, Place, cannot, replacing, unfinished
-from kvbench.runs.file_names import CELLS, GRID, LOCK, METRICS, RESPONSES, SAMPLES
+from kvbench.files import Journal, Place, cannot, replacing, unfinished, write_whole
+from kvbench.runs.file_names import CELLS, GRID, LOCK, MACHINES, METRICS, RESPONSES, SAMPLES
 from kvbench.runs.index import Key, ResponseIndex
-from kvbench.runs.integrity import with_record
+from kvbench.runs.integrity import recorded_names, with_record
 from kvbench.runs.schema import (
     CELLS_SCHEMA,
     METRICS_SCHEMA,
@@ -64,7 +65,7 @@ class RunStore:
             self._clear_parts()
             self._check_owner()
             if fresh:
-                for file_name in (RESPONSES, GRID, *_TABLES):
+                for file_name in (RESPONSES, GRID, MACHINES, *_TABLES):
                     (self.path / file_name).unlink(missing_ok=True)
             self._open_journal()
         except OSError as error:
@@ -133,6 +134,27 @@ class RunStore:
         with replacing(self.path / GRID) as partial_file:
             partial_file.write_text(yaml.safe_dump(dict(grid), sort_keys=False), encoding="utf-8")
 
+    def add_machine(self, names: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+        """Record what is about to generate responses; return this for all responses of the run.
+
+        The record of the tables takes it over once they are written: until then a file of its own keeps it.
+
+        Args:
+            names: Names by fact, such as `hardware`.
+        """
+        machines_path = self.path / MACHINES
+        try:
+            noted = {fact: list(map(str, names)) for fact, names in json.loads(machines_path.read_text()).items()}
+        except (OSError, ValueError, AttributeError, TypeError):
+            noted = {}
+        every = {
+            fact: list(dict.fromkeys([*recorded_names(self.path, fact), *noted.get(fact, []), *new]))
+            for fact, new in names.items()
+        }
+        if any(names.values()):
+            write_whole(machines_path, json.dumps(every).encode())
+        return every
+
     def write(self, cells: pd.DataFrame, samples: pd.DataFrame) -> None:
         """Write the result tables with the schemas of `kvbench.runs.schema`, for tasks with a single metric."""
         metrics = cells.assign(filter="").reindex(columns=METRICS_SCHEMA.names)
@@ -196,6 +218,7 @@ class RunStore:
         cells_table = with_record(cells_table, self.path, facts)
         with replacing(self.path / CELLS) as partial_file:
             pq.write_table(cells_table, partial_file, write_page_checksum=True)
+        (self.path / MACHINES).unlink(missing_ok=True)
         return cells
 
     def _check_owner(self) -> None:
@@ -227,7 +250,7 @@ class RunStore:
 
     def _clear_parts(self) -> None:
         """Remove half-written files of killed runs; the lock excludes other writers."""
-        for file_name in (RESPONSES, GRID, *_TABLES):
+        for file_name in (RESPONSES, GRID, MACHINES, *_TABLES):
             for partial_file in unfinished(self.path / file_name):
                 partial_file.unlink()
 

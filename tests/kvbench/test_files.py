@@ -20,7 +20,17 @@ import pytest
 
 from kvbench import files
 from kvbench.errors import UserError
-from kvbench.files import Journal, file_digests, locked_journal, replacing_folder, write_whole
+from kvbench.files import (
+    Journal,
+    cache_dir,
+    file_digests,
+    is_off,
+    locked_journal,
+    replacing,
+    replacing_folder,
+    unfinished,
+    write_whole,
+)
 
 
 def add(journal: Journal, *texts: str) -> None:
@@ -270,3 +280,28 @@ def test_a_read_only_file_system_is_one_line(tmp_path: Path, monkeypatch: pytest
 def test_a_name_that_cannot_be_a_file_is_one_line(name: str) -> None:
     with pytest.raises(UserError, match=r"^cannot write [^\n]*$"):
         write_whole(Path(name), b"text")
+
+
+def test_processes_of_the_same_number_write_to_different_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # as in two containers
+    with replacing(tmp_path / "a") as first, replacing(tmp_path / "a") as second:
+        first.write_text("1")
+        second.write_text("2")
+    assert (tmp_path / "a").read_text() == "1" and unfinished(tmp_path / "a") == []
+
+
+def test_without_a_home_the_cache_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for variable in ("KVBENCH_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(UserError, match="set KVBENCH_CACHE to a folder"):
+        cache_dir()
+
+
+@pytest.mark.parametrize(("value", "off"), [("0", True), ("No", True), ("false", True), ("1", False), ("", False)])
+def test_what_turns_something_off(value: str, off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBENCH_NATIVE", value)
+    assert is_off("KVBENCH_NATIVE") is off

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import UserError
+from kvbench.files import is_off
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,7 +42,7 @@ def interpreting() -> bool:
 
 @cache
 def _uses_triton() -> bool:
-    return os.environ.get(SWITCH) != "0" and find_spec("triton") is not None
+    return not is_off(SWITCH) and find_spec("triton") is not None
 
 
 @cache

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 
@@ -431,13 +432,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     source.write_text("".join(f"void {name}(void) {{}}\n" for name in native._SIGNATURES))
     monkeypatch.setattr(native, "_SOURCE", source)
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path / "cache"))
-    native.library.cache_clear()
+    native.load.cache_clear()
     yield tmp_path / "cache" / "native"
-    native.library.cache_clear()
+    native.load.cache_clear()
 
 
 def _implementation(_: int) -> str:
-    native.library.cache_clear()
+    native.load.cache_clear()
     return native.implementation()
 
 
@@ -451,17 +452,72 @@ def test_without_a_compiler_or_if_turned_off_torch_computes(elsewhere: Path, mon
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert native.implementation() == "torch"
     monkeypatch.undo()
-    native.library.cache_clear()
+    native.load.cache_clear()
     monkeypatch.setenv(native.SWITCH, "0")
     assert native.implementation() == "torch"
     assert not native.can_attend(*[torch.zeros(1, 1, 1, 8)] * 3)
     assert not elsewhere.exists()
 
 
+def compiler(file: Path, body: str) -> str:
+    file.write_text(f"#!/bin/sh\n{body}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
 def test_a_compiler_that_fails_is_no_error(elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "cc"
-    broken.write_text("#!/bin/sh\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setattr(shutil, "which", lambda name: str(broken))
+    broken = compiler(tmp_path / "cc", "exit 1")
+    monkeypatch.setattr(shutil, "which", lambda name: broken)
     assert native.implementation() == "torch"
+    assert native.problem() == f"{broken} cannot compile it"
     assert not list(elsewhere.iterdir())
+
+
+def test_another_compiler_is_tried_if_the_first_one_fails(
+    elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"cc": compiler(tmp_path / "cc", "exit 1"), "gcc": shutil.which("cc")}
+    monkeypatch.setattr(shutil, "which", found.get)
+    assert (native.implementation(), native.problem()) == ("native", "")
+
+
+def test_a_compiler_that_does_not_know_this_cpu_compiles_for_any(
+    elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = f'case "$*" in *{native._FOR_THIS_CPU}*) exit 1;; esac; exec {shutil.which("cc")} "$@"'
+    old = compiler(tmp_path / "cc", body)
+    monkeypatch.setattr(shutil, "which", lambda name: old)
+    assert native.implementation() == "native"
+
+
+@pytest.mark.parametrize("damage", [lambda code: code[:-9], lambda code: b"", lambda code: b"garbage" + code[7:]])
+def test_a_damaged_library_is_compiled_again(elsewhere: Path, damage: Callable[[bytes], bytes]) -> None:
+    compiled = _implementation(0)
+    (library,) = elsewhere.iterdir()
+    whole = library.read_bytes()
+    library.unlink()  # not written to: this process has it loaded
+    library.write_bytes(damage(whole))
+    assert compiled == _implementation(0) == "native"
+    assert native._is_whole(library)
+
+
+@pytest.mark.parametrize("changed", ["source", "flags", "compiler", "machine", "cpu"])
+def test_code_for_another_machine_is_not_loaded(
+    changed: str, elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_compiler = f'exec {shutil.which("cc")} "$@"'
+    here = compiler(tmp_path / "cc", run_compiler)
+    monkeypatch.setattr(shutil, "which", lambda name: here)
+    assert _implementation(0) == "native"
+    if changed == "source":
+        native._SOURCE.write_text(native._SOURCE.read_text() + "\n")
+    elif changed == "flags":
+        monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-g"))
+    elif changed == "compiler":
+        compiler(tmp_path / "cc", f"{run_compiler} -O0")
+    elif changed == "machine":
+        monkeypatch.setattr(platform, "machine", lambda: "another")
+    else:
+        monkeypatch.setattr(native, "_cpu_features", lambda: "flags : none")
+    assert _implementation(0) == "native"
+    assert len(list(elsewhere.iterdir())) == 2

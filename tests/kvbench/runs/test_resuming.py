@@ -15,6 +15,7 @@ from kvbench.files import cache_dir
 from kvbench.harness import rows
 from kvbench.progress import Silent
 from kvbench.runs import runner, worker
+from kvbench.runs.file_names import MACHINES
 from kvbench.runs.grid import Grid
 from kvbench.runs.integrity import recorded_hardware, recorded_names
 from kvbench.runs.runner import describe, execute
@@ -83,6 +84,36 @@ def test_responses_of_other_data_are_not_continued(tmp_path: Path, monkeypatch: 
         execute(small_grid(out, **BRIEF, samples=2))
     assert "\n" not in str(error.value)
     assert tables == [(out / name).read_bytes() for name in ("cells.parquet", "samples.parquet")]
+
+
+def test_a_machine_is_recorded_before_it_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    grid = small_grid(tmp_path / "run", **BRIEF, samples=1)
+    with monkeypatch.context() as patched:
+        patched.setitem(runner._EXECUTORS, "local", interrupted)
+        patched.setattr(runner, "describe_hardware", lambda device: "CPU A")
+        patched.setattr(native, "implementation", lambda: "another")
+        with pytest.raises(KeyboardInterrupt):
+            execute(grid)
+    execute(grid)
+    assert recorded_hardware(grid.path)[0] == "CPU A" and len(recorded_hardware(grid.path)) == 2
+    assert recorded_names(grid.path, "cpu_code") == ["another", native.implementation()]
+    assert not (grid.path / MACHINES).exists(), "the tables have it"
+    (grid.path / MACHINES).write_text("{")
+    execute(small_grid(tmp_path / "run", **BRIEF, samples=2))
+    assert recorded_names(grid.path, "cpu_code") == ["another", native.implementation()]
+
+
+def test_a_run_says_why_native_code_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Silent, "message", lambda reporter, text: said.append(text))
+    monkeypatch.setattr(native, "load", lambda: (None, "cc cannot compile it"))
+    execute(small_grid(tmp_path / "run", **BRIEF, samples=1))
+    assert [text for text in said if "native" in text] == [
+        "torch computes what native code would compute faster: cc cannot compile it"
+    ]
 
 
 def test_every_machine_that_generated_responses_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
