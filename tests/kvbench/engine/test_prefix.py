@@ -115,6 +115,8 @@ def test_the_sequences_of_a_batch_are_prefixes_of_their_own(family: Any, pads: l
         assert together.separable
         for row, pad in enumerate(pads):
             own, alone = together.sequence(row), Prefix(family, needs)
+            keys = [layer.key for layer in own.cache.ragged if layer.key is not None]
+            assert all(key.untyped_storage().nbytes() == key.nbytes for key in keys), "a view keeps the whole batch"
             alone.extend(ids[row : row + 1, pad:])
             for mine, theirs in zip(own.compress(cells), alone.compress(cells), strict=True):
                 for a, b in zip(mine.kept(), theirs.kept(), strict=True):

@@ -184,6 +184,7 @@ def test_rows_without_memory_get_what_cells_that_read_in_place_need(model: Any, 
             entries.append(len(pool.cache.ragged[0].col))
     own = [sum(cache.ragged[0].reserved_room()) for cache in caches]
     assert len(pool.active) == 8
+    assert all(item.cache is None for item in pool.active.values()), "their memory is freed"
     assert entries[0] == (8 * own[0] if shared else own[0] + own[1]), "copies would need too much memory"
     assert entries[-1] == sum(own)
 

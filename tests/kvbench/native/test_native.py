@@ -203,6 +203,13 @@ def test_a_sequence_does_not_depend_on_its_batch_or_on_threads(
     assert torch.equal(case.shared(), together)
 
 
+@pytest.mark.parametrize("n", [1, 3, 17])
+def test_weights_that_vanish_are_zero(n: int) -> None:
+    case = Segments([60, 1, 0, 31], [0, 5, 1, 60], 2, n)
+    case.query *= 1e4  # logits are hundreds to thousands apart
+    assert scaled(case.shared(), case.oracle()) < 1e-3
+
+
 def test_numbers_that_are_not_finite_stay_so() -> None:
     for numbers, value in ((0, torch.nan), (0, torch.inf), (1, torch.nan)):
         case = Segments([7, 61], [0, 3])
