@@ -22,6 +22,8 @@ import transformers
 
 from benchmarks.family_checks import COLUMNS, TOLERANCE, FamilyResult, Outcome, examine
 from benchmarks.family_models import FAMILIES, NOT_TRIED, Family, unknown_types
+from benchmarks.wrong_input import refused
+from kvbench.errors import unknown
 
 BEGIN, END = "<!-- begin: benchmarks.families -->\n", "<!-- end: benchmarks.families -->\n"
 HEADINGS = dict(zip(COLUMNS, COLUMNS, strict=True)) | {"run": "in a run", "decoding": "while decoding"}
@@ -117,12 +119,12 @@ def chosen_families(names: Sequence[str]) -> list[Family]:
     """Return the named families, or all that the installed transformers has.
 
     Raises:
-        SystemExit: A name is unknown.
+        UserError: A name is unknown.
     """
     known_names = {family.name for family in FAMILIES}
     unknown_names = sorted({*names} - known_names)
     if unknown_names:
-        raise SystemExit(f"no family {', '.join(unknown_names)}; there are: {', '.join(sorted(known_names))}")
+        raise unknown("family", unknown_names[0], known_names)
     return [family for family in FAMILIES if family.exists and (not names or family.name in names)]
 
 
@@ -150,6 +152,7 @@ def quiet() -> Iterator[None]:
         logging.disable(previous_level)
 
 
+@refused()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Examine families, print a line for each, and write or check the page."""
     parser = argparse.ArgumentParser(description="Compare kvbench with the stock model, family by family.")

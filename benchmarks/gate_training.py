@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.wrong_input import refused
 from kvbench.engine.loading import load_model
 from kvbench.engine.models import decoder_of, model_info
 from kvbench.registry import TRAINERS, get
@@ -115,6 +116,7 @@ def measure(student: Student, data: tuple[Tensor, Tensor], repeats: int) -> tupl
     return statistics.median(forward[1:]), statistics.median(step[1:])  # the first warms up
 
 
+@refused()
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

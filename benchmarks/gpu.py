@@ -40,9 +40,11 @@ from transformers import logging
 from benchmarks.gpu_page import Results, write_page
 from benchmarks.kernels import AGREE_AT, DEVICE, OPS, RATES, disagreement, no_kernels, timed, without_triton
 from benchmarks.long_context import SHAPES, context_memory, llama, llama_config, without_weights
+from benchmarks.wrong_input import refused
 from kvbench.engine.hardware import describe_hardware
 from kvbench.engine.kernels import launch
-from kvbench.errors import first_lines
+from kvbench.errors import UserError, first_lines
+from kvbench.files import check_writable, create_folder
 from kvbench.progress import Silent, duration
 from kvbench.tables.numbers import size
 from kvbench.tables.text import slug
@@ -329,12 +331,20 @@ def about_device() -> dict[str, Any]:
 
 
 def measure(out: Path, minutes: float, is_dry: bool) -> Results:
-    """Run all parts and write the page after each."""
+    """Run all parts and write the page after each.
+
+    Raises:
+        UserError: The time is too short for the parts, or the folder cannot be written.
+    """
     seconds = dict.fromkeys(DRY_PARTS, 1.0) if is_dry else dict(PARTS)
+    least = math.ceil(20 * GRACE * len(seconds) / 60) / 10
+    if not least <= minutes < math.inf:  # NaN is not
+        raise UserError(f"--minutes {minutes:g} is out of range; {len(seconds)} parts need {least:g} or more")
     scale = (60 * minutes - GRACE * len(seconds)) / sum(seconds.values())
     results = Results(about_device(), is_dry)
     folder = out / slug(results.facts["device"].lower())
-    folder.mkdir(parents=True, exist_ok=True)
+    check_writable(folder)
+    create_folder(folder)
     with tempfile.TemporaryDirectory() as scratch:
         for name, share in seconds.items():
             path = Path(scratch) / f"{name}.jsonl"
@@ -348,6 +358,7 @@ def measure(out: Path, minutes: float, is_dry: bool) -> Results:
     return results
 
 
+@refused()
 def main() -> int:
     """Measure, or run one part; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

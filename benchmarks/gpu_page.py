@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
+from os.path import relpath
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvbench.tables.plot_style import PAGE, lay_out_figure, plot_style, save
 from kvbench.tables.table import Column, Name, Table, TableCell, TableRow
 from kvbench.tables.text import code, counted, md
 
+DOCS = Path(__file__).parents[1] / "docs/performance.md"
 PAYS = 1.2
 """Least speed-up over the fastest way of torch for which a kernel is worth keeping."""
 
@@ -246,7 +248,7 @@ def _kernels(results: Results, folder: Path) -> Iterator[str]:
     yield "## Times of kernels"
     yield (
         "Medians with a cold second-level cache. The bound is the largest of flops, bytes and exponentials over the "
-        "rates of an H100 SXM ([performance.md](../performance.md#what-a-gpu-could-do-at-best))."
+        f"rates of an H100 SXM ([performance.md]({relpath(DOCS, folder.parent)}#what-a-gpu-could-do-at-best))."
     )
     for op, keys in groupby(timed, key=lambda key: key[0]):
         yield markdown(_times(op, {key: timed[key] for key in keys}))

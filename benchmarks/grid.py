@@ -331,13 +331,19 @@ def main() -> None:
         return
     import torch
 
+    from benchmarks.two_sides import KVPRESS, environment
+    from benchmarks.wrong_input import refused
+
+    if args.kvpress_python and environment("benchmarks.grid", KVPRESS, args.kvpress_python) is None:
+        raise SystemExit(2)
     torch.set_num_threads(1)
     policies = args.policies.split(",")
-    if not args.unchecked and not check(args, policies):
-        raise SystemExit(1)
-    measure(args, policies)
-    if args.kvpress_python:
-        compare(args)
+    with refused():
+        if not args.unchecked and not check(args, policies):
+            raise SystemExit(1)
+        measure(args, policies)
+        if args.kvpress_python:
+            compare(args)
 
 
 if __name__ == "__main__":

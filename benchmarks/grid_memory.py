@@ -18,11 +18,13 @@ from rich.table import Table
 
 from benchmarks.grid import BUDGETS, POLICIES, TASKS, Ours
 from benchmarks.memory import MIB
+from benchmarks.wrong_input import refused
 from kvbench import native
 
 LIMITS = "4MB,16MB,32MB,64MB,128MB"
 
 
+@refused()
 def main() -> None:
     """Print rows and peak of every limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -25,6 +25,7 @@ from lm_eval.models.huggingface import HFLM
 from benchmarks.lm_eval_cases import TASKS
 from benchmarks.lm_eval_rows import replaced_hub
 from benchmarks.lm_eval_truth import processor, quiet, task_manager
+from benchmarks.wrong_input import refused
 from kvbench.engine.loading import load_model, load_tokenizer
 from kvbench.progress import Silent
 from kvbench.runs.executors.base import answer
@@ -113,6 +114,7 @@ def kvbench_seconds(
     return seconds / questions, cells, tokens
 
 
+@refused()
 def main() -> int:
     """Time both sides in turn and print a table."""
     parser = argparse.ArgumentParser(description="Time five-shot multiple choice beside lm-eval.")

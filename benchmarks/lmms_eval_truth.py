@@ -27,7 +27,9 @@ from typing import Any
 import kvbench
 from benchmarks.lmms_eval_rows import ROWS, TABLES, served
 from benchmarks.lmms_eval_stock import stock_model
+from benchmarks.wrong_input import refused
 from kvbench.engine.loading import load_config, load_processor, load_tokenizer
+from kvbench.errors import unknown
 from kvbench.files import cache_dir
 from kvbench.harness import lmms_tasks
 from kvbench.harness.lmms_eval import LmmsEvalHarness
@@ -201,11 +203,14 @@ def _listed(scores: Mapping[str, float]) -> str:
     return ", ".join(f"{metric} {score:.4g}" for metric, score in scores.items())
 
 
+@refused()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare tasks and print the table; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"some of {', '.join(TABLES)} (default: all)")
     tasks = parser.parse_args(arguments).tasks or [*TABLES]
+    if unknown_tasks := sorted({*tasks} - {*TABLES}):
+        raise unknown("task", unknown_tasks[0], TABLES)
     started = time.perf_counter()
     lines = ["| task | documents | equal responses | of them different | scores | scores of given answers | equal |"]
     lines.append("| --- | --: | --: | --: | --- | --- | --- |")

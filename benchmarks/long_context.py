@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from benchmarks.wrong_input import refused
 from kvbench.runs.batching import GPU_SHARE, Batching
 from kvbench.runs.values import memory as parse_memory
 from kvbench.tables.numbers import NumberFormat, size
@@ -93,6 +94,7 @@ def context_memory(model: nn.Module, length: int, memory_bytes: int) -> ContextM
     return ContextMemory(weights, full_cache, *rows)
 
 
+@refused()
 def main() -> None:
     """Print a table over memories and lengths."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import kvbench
+from benchmarks.wrong_input import refused
 from kvbench.budget import Budget
 from kvbench.engine.driver import engine
 from kvbench.engine.loading import load_model, pick_device, pick_dtype
@@ -66,6 +67,7 @@ def seconds(model: nn.Module, ids: Tensor, needs: tuple[Need, ...]) -> float:
     return (time.process_time() if on_cpu else now(ids.device)) - began
 
 
+@refused()
 def main() -> None:
     """Check, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])

@@ -32,6 +32,7 @@ from torch import Tensor
 
 import kvbench
 from benchmarks.memory import MIB, allocated
+from benchmarks.wrong_input import refused
 from kvbench.engine.attachment import Forward, Step
 from kvbench.engine.driver import Driver
 from kvbench.engine.layer import RaggedLayer
@@ -112,6 +113,7 @@ def _watched(cache: AttachedCache, found: dict[str, int]) -> Iterator[None]:
         yield
 
 
+@refused()
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])

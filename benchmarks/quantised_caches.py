@@ -61,13 +61,15 @@ NEVER = 1 << 20
 @torch.no_grad()
 def prepared(folder: Path) -> list[dict[str, Any]]:
     """Save the models, and have the full cache answer the prompts."""
+    from benchmarks.wrong_input import refused
     from kvbench.analysis.common import analysis_model, contexts, stages
     from kvbench.runs.grid import Grid
 
     made = []
     for name, length in MODELS.items():
         grid = Grid(policies=("full",), models=(name,), tasks=TASKS, lengths=(length,), samples=SAMPLES)
-        (stage,) = stages(grid, print)
+        with refused():
+            (stage,) = stages(grid, print)
         with analysis_model(stage, grid, print) as model:
             model.save_pretrained(folder / name)
             for prompt in (p for job in stage.jobs for p, *_ in contexts(job)):

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvbench
+from benchmarks.wrong_input import refused
 from kvbench.papers.published.beside import MOMENTS
 from kvbench.papers.published.results import SCORES, Figure, all_figures, paper
 from kvbench.stats import Floats
@@ -106,6 +107,7 @@ def published_agreement(samples: pd.DataFrame, figures: Sequence[Figure]) -> pd.
     return pd.DataFrame(rows, columns=["moment", "budget", "policies", "rho", "lo", "hi"])
 
 
+@refused()
 def main() -> None:
     """Print the correlations of two run folders, or of one with published scores."""
     parser = argparse.ArgumentParser(description="Do two models rank the policies alike?")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.wrong_input import refused
 from kvbench.engine.cache import RaggedCache
 from kvbench.engine.decide import EvictionStep
 from kvbench.engine.decode import Stop, greedy
@@ -123,6 +124,7 @@ def study(task: str, length: int, samples: int) -> tuple[dict[str, int], dict[st
     return correct, {spec: median(found) for spec, found in ranks.items()}
 
 
+@refused()
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

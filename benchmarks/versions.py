@@ -112,6 +112,10 @@ def main() -> None:
     if args.serve:
         serve()
         return
+    if not Path(args.old).is_dir():
+        parser.error(f"no folder {args.old}; install the older version into it")
+    if unknown := sorted({*args.case.split(",")} - {*CASES}):
+        parser.error(f"no case {unknown[0]!r}; choose from {', '.join(CASES)}")
     old, new = Version(str(Path(args.old).absolute())), Version("")
     print("| case | old: CPU s | new: CPU s | new to old |\n| --- | --: | --: | --: |", flush=True)
     for case in args.case.split(","):

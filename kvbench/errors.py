@@ -17,6 +17,8 @@ LONGEST = 200
 
 _LONG_WORD = re.compile(rf"\S{{{LONGEST + 1},}}")
 _REPORT = re.compile(r"For details look at .*above report!?")
+_NO_TOKENIZER = "Couldn't instantiate the backend tokenizer"
+"""Begins transformers' message of several lines about a model without one."""
 
 
 class UserError(ValueError):
@@ -120,6 +122,8 @@ def first_lines(error: Exception) -> str:
     message_lines = [message_line.strip() for message_line in message_of(error).splitlines() if message_line.strip()]
     if not message_lines:
         return type(error).__name__
+    if message_lines[0].startswith(_NO_TOKENIZER):
+        return "it has no tokenizer that can be loaded; copy the tokenizer's files (tokenizer.json) into its folder"
     summary = " ".join(message_lines[:2]) if message_lines[0].endswith(":") else message_lines[0]
     # kvbench silences the report of transformers, so nothing is "above".
     summary = _REPORT.sub("", summary).strip()

@@ -131,6 +131,8 @@ def _hub_id(model_name: str) -> str:
     """Validate that a name that is not a local model can be a hub id."""
     if model_name.endswith(GGUF):
         raise UserError(f"model {model_name}: no such file")
+    if Path(model_name).expanduser().is_file():
+        raise UserError(f"model {model_name} is a file, but not a GGUF file; use the folder of a model or a GGUF file")
     repository, separator, revision = model_name.partition("@")
     if separator:
         raise UserError(f"model {model_name}: use --model {repository} --revision {revision}")

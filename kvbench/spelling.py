@@ -199,6 +199,8 @@ def _split(spec: str) -> tuple[str, dict[str, str]]:
     for pair_text in spec_fields[first_pair:]:
         parameter_key, separator, value_text = pair_text.partition("=")
         if not separator or not parameter_key or not value_text:
+            if {"/", "."} & {*spec_fields[0]}:
+                raise UserError(f"{spec}: {spec_fields[0]} is not a .py file; write ./my_policy.py:MyPolicy")
             raise UserError(f"{spec}: {quoted(pair_text)} is not key=value; write snapkv:window=64")
         if parameter_key in parameters:
             raise UserError(f"{spec}: {parameter_key} is given twice")

@@ -120,7 +120,7 @@ class Prefix:
         """Return whether cells of a policy may read their entries in this prefix instead of copies.
 
         They may if they only select entries and the prefix can be restored. What other cells keep does not matter, so
-        that the bytes of a cell are the same whatever is run beside it.
+        that a cell is laid out in the same way whatever is run beside it.
         """
         pairs = self._dense_pairs
         if not pairs or not self._plain(policy, moment) or not can_share(*pairs[0], self.cache.ragged[0].scale):

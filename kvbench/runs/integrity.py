@@ -95,12 +95,21 @@ def checked_cells(folder: Path) -> pa.Table:
         try:
             file_states.append(state_of(path))
         except (FileNotFoundError, NotADirectoryError):
-            raise UserError(f"{folder} is not a finished run: {file_name} is missing") from None
+            raise _not_a_run(folder, file_name) from None
         except (OSError, ValueError) as error:
             raise unreadable(path, error) from None
     metrics = folder / METRICS
     file_states += [state_of(metrics)] if metrics.is_file() else []
     return _checked(folder.absolute(), folder, *file_states)
+
+
+def _not_a_run(folder: Path, missing_name: str) -> UserError:
+    if not folder.is_dir():
+        return UserError(f"{folder} is not a folder; name that of a run (kvbench list runs shows them)")
+    if (folder / "settings.json").is_file():
+        found = "a benchmark" if (folder / "bench.parquet").is_file() else "an analysis"
+        return UserError(f"{folder} holds {found}, not a run; read its summary.md and its tables")
+    return UserError(f"{folder} is not a finished run: {missing_name} is missing")
 
 
 def checked_metrics(folder: Path) -> pa.Table:

@@ -141,6 +141,11 @@ def plan(
         )
     if grid.lmms_model is not None and not any(benchmark.harness == "lmms_eval" for _, benchmark in tasks):
         raise UserError("--lmms-model is for tasks of lmms-eval, and --task has none; leave it out")
+    for name in ("min_pixels", "max_pixels", "max_frames"):
+        if getattr(grid, name) is not None and not any(benchmark.media for _, benchmark in tasks):
+            raise UserError(
+                f"--{name.replace('_', '-')} is for tasks with images or videos, and --task has none; leave it out"
+            )
     if not variants:
         raise UserError("nothing to run: no policy is left after --no-full")
     if any(budget.absolute == 1 for budget in grid.parsed_budgets):

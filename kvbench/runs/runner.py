@@ -103,10 +103,11 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
     """
     reporter = Silent() if reporter is None else reporter
     folder = grid.path.absolute()  # a plugin may change the working directory
-    planned = plan(grid, reporter.message, reporter=reporter)
+    say = _each_once(reporter.message)
+    planned = plan(grid, say, reporter=reporter)
     with RunStore(folder, fresh, grid.fidelity) as store:
         stored_grid = _check_same_grid(grid, folder, extend=extend)
-        grid, planned = _with_held(grid, planned, stored_grid, folder, reporter.message)
+        grid, planned = _with_held(grid, planned, stored_grid, folder, say)
         store.save_grid(grid.to_dict())
         done_keys = store.keys()
         stages = [Unfinished(stage, missing_of(stage, done_keys, fidelity=grid.fidelity)) for stage in planned.stages]
@@ -117,7 +118,7 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
             for judge in dict.fromkeys(job.judge for job in jobs if job.judge is not None):
                 judge.check()
         runs_here = bool(open_stages) and grid.executor == "local"  # the machines of Ray's workers are unknown here
-        machines = store.add_machine(_machine(jobs if runs_here else [], reporter.message))
+        machines = store.add_machine(_machine(jobs if runs_here else [], say))
         if open_stages:
             _EXECUTORS[grid.executor](open_stages, grid, store, reporter)
         facts = {"samples": grid.samples, "repeats": grid.repeats, **machines}
@@ -129,6 +130,18 @@ def execute(grid: Grid, reporter: Reporter | None = None, *, fresh: bool = False
         reporter.stop()
     failures = {str(cell_row.cell): str(cell_row.error) for cell_row in cells.itertuples() if cell_row.status != "ok"}
     return Run(folder, cells, failures, planned.left_out, _samples=samples)
+
+
+def _each_once(notify: Say) -> Say:
+    """Pass every line on once: a grid is planned again if its folder holds more samples."""
+    said: set[str] = set()
+
+    def say(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            notify(line)
+
+    return say
 
 
 def _machine(jobs: Sequence[Job], say: Say) -> dict[str, list[str]]:
@@ -247,6 +260,7 @@ def describe(grid: Grid, notify: Say, *, fresh: bool = False, reporter: Reporter
     """
     folder = grid.path.absolute()
     check_writable(grid.path)
+    notify = _each_once(notify)
     planned = plan(grid, notify, reporter=reporter)
     lines = []
     if not fresh:

@@ -190,5 +190,6 @@ def test_the_command_writes_and_checks_the_page(
     assert json.loads(report.read_text())[0]["evicted"]["error"] == 1e-6
     result = WRONG
     assert main(["llama"]) == 1
-    with pytest.raises(SystemExit, match="no family lama"):
+    with pytest.raises(SystemExit, match="2"):
         main(["lama"])
+    assert capsys.readouterr().err == "unknown family 'lama'; did you mean llama?\n"

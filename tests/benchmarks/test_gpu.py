@@ -65,6 +65,8 @@ def test_a_kernel_pays_if_it_is_faster_than_the_fastest_way_of_torch(tmp_path: P
     assert page.count("`global_select`, kernel: off.") == 1 and "only a way of torch" not in page
     assert "<b>" not in page
     assert (tmp_path / "gpu" / "kernels.png").exists()
+    linked = page.partition("[performance.md](")[2].partition("#")[0]
+    assert (tmp_path / linked).resolve() == gpu.ROOT / "docs/performance.md"
     assert json.loads((tmp_path / "gpu" / "results.json").read_text())["facts"] == FACTS
     results.is_dry = True
     assert {verdict.text for verdict in results.verdicts} == {"dry run", "not measured", "wrong"}
@@ -176,6 +178,27 @@ def test_a_part_that_takes_too_long_or_fails_costs_no_other_part(
     assert gpu.main() == 1
     page = Path(capsys.readouterr().out.splitlines()[-1]).read_text(encoding="utf-8")
     assert "Part `oracles`: exit status 1: boom." in page and "Part `responses`" not in page
+
+
+@pytest.mark.parametrize("minutes", ["-2", "0.5", "nan", "inf"])
+def test_minutes_that_are_too_few_for_the_parts_are_refused(
+    minutes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", "--dry-run", "--out", str(tmp_path / "out"), f"--minutes={minutes}"])
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main()
+    assert capsys.readouterr().err.startswith(f"--minutes {minutes} is out of range; 8 parts need 1.4 or more\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["gpu", "--dry-run", "--out", str(tmp_path / "file")])
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main()
+    assert capsys.readouterr().err.endswith("file is a file, not a folder\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

@@ -183,6 +183,7 @@ def test_keywords_win_over_the_spelling_and_are_typed() -> None:
         ("full:score=knorm", "full evicts nothing"),
         ("./nowhere.py:Mine", "cannot read"),
         ("./nowhere.py", "name an object in the file"),
+        ("./nowhere.md:Nope", "is not a .py file"),
         ("", "unknown policy"),
     ],
 )

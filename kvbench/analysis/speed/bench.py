@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from kvbench import native
 from kvbench.analysis.output import AnalysisOutput, Findings, prepare_folder, write_files
 from kvbench.analysis.speed.figures import draw_bench
 from kvbench.analysis.speed.ratios import bench_tables, summarize
@@ -69,9 +70,12 @@ def write_bench(
         draw_bench(summary, folder / "figures", options),
         failures,
     )
-    return write_files(
-        folder, "kvbench bench", {**asdict(bench), "device": device, "threads": threads}, findings, command
-    )
+    record = {**asdict(bench), "device": device, "threads": threads}
+    if bench.sizes:
+        del record["contexts"], record["generates"]
+    if device == "cpu":
+        record["cpu_code"] = native.implementation()
+    return write_files(folder, "kvbench bench", record, findings, command)
 
 
 def _moment_notes(bench: SpeedSettings) -> list[str]:

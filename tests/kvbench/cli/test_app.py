@@ -130,7 +130,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (["list", "polices"], "did you mean policies"),
         (["list"], "policies|tasks|models"),
         (["report"], "RUN..."),
-        (["report", "nowhere"], "cells.parquet is missing"),
+        (["report", "nowhere"], "nowhere is not a folder"),
         (["check"], "POLICY"),
         (["view", "a\0b"], "contains a NUL character"),
         ([*RUN, "--samples", "9" * 5000], "--samples"),

@@ -42,7 +42,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("other-budgets", 2, "which has budget 0.3 instead"),
         ("less", 2, "not in the run"),
         ("elsewhere", 2, "which has model elsewhere instead"),
-        ("nowhere", 2, "nowhere is not a finished run"),
+        ("nowhere", 2, "nowhere is not a folder"),
     ],
 )
 def test_exit_codes(runs: Path, run: str, code: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +136,7 @@ def test_power_from_assumptions(runs: Path, capsys: pytest.CaptureFixture[str]) 
         (["--rate", "0.8", "--baseline", "base"], "--baseline needs a RUN"),
         (["--rate", "0.8", "--questions-per-context", "0"], "--questions-per-context 0"),
         (["one"], "has one context"),
-        (["nowhere"], "not a finished run"),
+        (["nowhere"], "is not a folder"),
     ],
 )
 def test_power_refuses_in_one_line(

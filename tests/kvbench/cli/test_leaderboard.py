@@ -55,7 +55,7 @@ def test_the_site_can_be_opened(run: Path, capsys: pytest.CaptureFixture[str], m
 
 def test_errors_are_one_line_and_write_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["publish", "nowhere"]) == 2
-    assert "is not a finished run" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
     assert call(["leaderboard", "run"]) == 2
     assert "run holds no published run; `kvbench publish RUN --out run` writes one" in capsys.readouterr().err
     assert call(["publish", str(run), "--quiet"]) == 0

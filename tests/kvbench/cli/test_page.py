@@ -84,7 +84,7 @@ def test_view_without_a_browser_says_so(
 
 def test_view_of_something_else_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["view", str(tmp_path / "nothing")]) == 2
-    assert "is not a finished run" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 def test_report_writes_the_page_if_asked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,6 +147,12 @@ def test_a_model_without_a_tokenizer_says_so(folder: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_family_that_needs_a_tokenizer_file_says_what_to_do(tmp_path: Path) -> None:
+    AutoConfig.for_model("mistral").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="no tokenizer that can be loaded; copy the tokenizer's files"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_the_command_exits_with_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edited(folder, without_an_mlp)
     flags = ["--policy", "random", "--task", "vt", "--length", "128", "--samples", "1"]

@@ -293,9 +293,12 @@ def test_dry_run_says_what_would_be_done(llama_folder: str, tmp_path: Path, unbr
     [
         ({"length": 8192}, "8192 tokens do not fit into the 4096"),
         ({"model": "./nowhere"}, "no such folder"),
+        ({"model": __file__}, "is a file, but not a GGUF file"),
         ({"model": "nobody/nothing-here"}, "cannot be loaded"),
         ({"device": "tpu9"}, "device tpu9"),
         ({"task": "qa_1"}, "nothing to run"),
+        ({"max_pixels": 50176}, "--max-pixels is for tasks with images or videos"),
+        ({"max_frames": 4}, "--max-frames is for tasks with images or videos"),
     ],
 )
 def test_what_cannot_be_run_is_one_line(

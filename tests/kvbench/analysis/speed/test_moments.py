@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import kvbench
+from kvbench import native
 from kvbench.analysis.speed import timing
 from kvbench.analysis.speed.bench import write_bench
 from kvbench.analysis.speed.capacity import largest_batch
@@ -18,6 +20,7 @@ from kvbench.analysis.speed.settings import Setting, SpeedSettings
 from kvbench.budget import Budget
 from kvbench.cli import call
 from kvbench.engine.driver import engine
+from kvbench.errors import UserError
 from kvbench.moments import Timing
 from kvbench.progress import Silent
 
@@ -142,6 +145,18 @@ def test_one_sequence_more_than_the_largest_batch_exceeds_the_limit(tmp_path: Pa
     write_bench(asked, tmp_path / "max", Silent())
     found = pd.read_parquet(tmp_path / "max" / "bench.parquet")
     assert found["batch"].between(4, 16).all()
+
+
+def test_settings_are_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "implementation", lambda: "torch")
+    out = tmp_path / "out"
+    bench = SpeedSettings("reference", ("knorm",), sizes=("64+2",), repeats=1, device="cpu")
+    write_bench(bench, out, Silent())
+    record = json.loads((out / "settings.json").read_text())
+    assert record["sizes"] == ["64+2"] and not {"contexts", "generates"} & set(record)
+    assert record["cpu_code"] == "torch"
+    with pytest.raises(UserError, match="holds a benchmark, not a run; read its summary"):
+        kvbench.load(out)
 
 
 def test_sizes_replace_contexts(capsys: pytest.CaptureFixture[str]) -> None:
