@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from kvbench.engine import latent
 from kvbench.engine.contract import check_cache
 from kvbench.engine.quantization import plain_weight
+from kvbench.engine.rotation import rotation_forms
 from kvbench.errors import UserError
 from kvbench.view import ModelInfo
 
@@ -192,13 +193,22 @@ def model_info(model: nn.Module) -> ModelInfo:
             raise UserError(f"the projections of {type(model).__name__} are not plain queries, keys and values")
         return projected
 
-    def rotary(layer: int, position: Tensor) -> tuple[Tensor, Tensor]:
-        if embedding is None:
-            raise UserError(f"{type(model).__name__} has no rotary embedding, which the policy reads")
+    def embed(layer: int, position: Tensor) -> tuple[Tensor, Tensor]:
         reference = torch.empty(0, device=position.device)
         layer_kind = () if layer_kinds is None else (layer_kinds[layer],)
         cos, sin = embedding(reference, position[None], *layer_kind)
         return cos[0].to(position.device), sin[0].to(position.device)
+
+    def rotary(layer: int, position: Tensor) -> tuple[Tensor, Tensor]:
+        if embedding is None:
+            raise UserError(f"{type(model).__name__} has no rotary embedding, which the policy reads")
+        form = rotation_forms(decoder_of(model), modules, embed)[layer]
+        if form is None:
+            raise UserError(
+                f"{type(model).__name__} rotates keys in a way that kvbench cannot undo, "
+                "but the policy reads keys or queries before RoPE"
+            )
+        return form(functools.partial(embed, layer), position)
 
     has_projections = _has(modules, "qkv_proj") or _has(modules, "q_proj", "k_proj", "v_proj")
     has_output = all(output_projection(module) is not None for module in modules)
