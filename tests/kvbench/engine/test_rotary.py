@@ -137,6 +137,31 @@ def test_complex_angles_are_refused() -> None:
     assert_refused(replace(family, settings={**family.settings, **ROPE_IN_FULL_LAYERS}).build())
 
 
+@pytest.mark.parametrize(
+    ("name", "rope", "changes"),
+    [
+        ("llama", {"rope_type": "dynamic", "factor": 2.0}, {"max_position_embeddings": 24}),
+        (
+            "phi3",
+            {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8},
+            {"original_max_position_embeddings": 24},
+        ),
+    ],
+)
+def test_texts_whose_length_changes_the_angles_are_refused(
+    name: str, rope: dict[str, Any], changes: dict[str, int]
+) -> None:
+    family = family_of(name)
+    rope = {**rope, "rope_theta": 1e4}
+    model = replace(family, settings={**family.settings, **changes, "rope_parameters": rope}).build()
+    info = model_info(model)
+    turned, undone = change_over_tokens(model, info)
+    assert turned > 0.5 and undone < 1e-4
+    assert angles(info, 0, torch.arange(24))[0].shape == (24, 16)
+    with pytest.raises(UserError, match="rotates all keys otherwise once a text has more than 24 tokens"):
+        angles(info, 0, torch.arange(25))
+
+
 def test_weights_between_rope_and_the_cache_are_refused() -> None:
     model = family_of("hunyuan_v1_dense").build()
     for _, module in attention_modules(model):
