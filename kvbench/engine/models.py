@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from kvbench.engine import latent
 from kvbench.engine.contract import check_cache
 from kvbench.engine.quantization import plain_weight
+from kvbench.engine.rotation import rotation_forms
 from kvbench.errors import UserError
 from kvbench.view import ModelInfo
 
@@ -192,13 +193,31 @@ def model_info(model: nn.Module) -> ModelInfo:
             raise UserError(f"the projections of {type(model).__name__} are not plain queries, keys and values")
         return projected
 
-    def rotary(layer: int, position: Tensor) -> tuple[Tensor, Tensor]:
-        if embedding is None:
-            raise UserError(f"{type(model).__name__} has no rotary embedding, which the policy reads")
+    def embed(layer: int, position: Tensor) -> tuple[Tensor, Tensor]:
         reference = torch.empty(0, device=position.device)
         layer_kind = () if layer_kinds is None else (layer_kinds[layer],)
         cos, sin = embedding(reference, position[None], *layer_kind)
         return cos[0].to(position.device), sin[0].to(position.device)
+
+    def embed_short(layer: int, position: Tensor) -> tuple[Tensor, Tensor]:
+        longest = _short_length(config, embedding, None if layer_kinds is None else layer_kinds[layer])
+        if longest is not None and position.numel() and int(position.max()) >= longest:
+            raise UserError(
+                f"{type(model).__name__} rotates all keys otherwise once a text has more than {longest} tokens, "
+                "which kvbench cannot undo, but the policy reads keys or queries before RoPE"
+            )
+        return embed(layer, position)
+
+    def rotary(layer: int, position: Tensor) -> tuple[Tensor, Tensor]:
+        if embedding is None:
+            raise UserError(f"{type(model).__name__} has no rotary embedding, which the policy reads")
+        form = rotation_forms(decoder_of(model), modules, embed)[layer]
+        if form is None:
+            raise UserError(
+                f"{type(model).__name__} rotates keys in a way that kvbench cannot undo, "
+                "but the policy reads keys or queries before RoPE"
+            )
+        return form(functools.partial(embed_short, layer), position)
 
     has_projections = _has(modules, "qkv_proj") or _has(modules, "q_proj", "k_proj", "v_proj")
     has_output = all(output_projection(module) is not None for module in modules)
@@ -213,6 +232,20 @@ def model_info(model: nn.Module) -> ModelInfo:
         project=project if has_projections else _without(model, "q_proj, k_proj and v_proj"),
         rotary=_without(model, "rotary embedding of whole keys") if is_mla else rotary,
     )
+
+
+def _short_length(config: Any, embedding: Any, layer_kind: str | None) -> int | None:
+    """Return the length up to which an embedding ignores how long a text is; None if it always does.
+
+    Beyond it, the cosines and sines of an entry depend on the text at the time it entered the cache.
+    """
+    parameters: Any = getattr(config, "rope_parameters", None)
+    rope_type: Any = getattr(embedding, "rope_type", None)
+    if isinstance(rope_type, dict):
+        rope_type, parameters = rope_type.get(layer_kind), parameters.get(layer_kind)
+    if rope_type == "longrope":
+        return int(parameters["original_max_position_embeddings"])
+    return int(embedding.original_max_seq_len) if "dynamic" in str(rope_type) else None
 
 
 def _shape(model: nn.Module, layer_id: int, attention: Any) -> tuple[int, int, int]:

@@ -196,7 +196,8 @@ class ModelInfo:
     before any query or key norm: `[B, n, (H_q + 2 H) d]`.
     `rotary(layer, position)` returns the cosines and sines with which RoPE rotates queries and keys of a layer at text
     positions `[n]`, float32 `[n, r]` each. RoPE applies to the first `r` of `d` channels and pairs channel `c` with
-    channel `c + r/2`. Both tensors include the attention scaling factor that some RoPE variants use.
+    channel `c + r/2`. Both tensors include the attention scaling factor that some RoPE variants use. In layers without
+    RoPE, cosines are 1 and sines 0. If a layer rotates in another way, or the model has no RoPE, it raises `UserError`.
     """
 
     name: str

@@ -25,7 +25,7 @@ def angles(model: ModelInfo, layer: int, positions: Tensor) -> tuple[Tensor, Ten
         float32 `[*positions.shape, r]` each.
 
     Raises:
-        UserError: The model has no rotary embedding.
+        UserError: The model has no rotary embedding, or rotates otherwise than `turn`.
     """
     if model.rotary is None:
         raise UserError(f"cannot read the rotary embedding of model {model.name}")
