@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from unittest import mock
 
 from rich.console import Console
 from rich.table import Table
@@ -41,9 +42,12 @@ def main() -> None:
     for limit in args.limits.split(","):
         rows, peaks = [], []
         for switch in ("0", "1"):
-            os.environ[native.SWITCH] = switch
-            native.load.cache_clear()
-            ours.run(args.policies.split(","), args.budgets.split(","), True, limit)
+            with mock.patch.dict(os.environ, {native.SWITCH: switch}):
+                native.load.cache_clear()
+                try:
+                    ours.run(args.policies.split(","), args.budgets.split(","), True, limit)
+                finally:
+                    native.load.cache_clear()
             rows.append(str(ours.rows))
             peaks.append(ours.peak / MIB)
         table.add_row(limit, *rows, *(f"{peak:.1f}" for peak in peaks), f"{peaks[0] / peaks[1]:.2f}")

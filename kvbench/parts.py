@@ -77,6 +77,7 @@ def _entry_keys(value: Tensor, protect: Tensor, position: Tensor, valid: Tensor)
     """Compute `entry_key` with torch, by arithmetic: a CPU's masks and comparisons are slower."""
     if protect.device.type == "cpu" and np.array_equal(protect[1:].numpy(), protect[:-1].numpy()):
         protect = protect[:1]  # a window and sinks, in every row
+    value = value.expand(max(map(len, (value, protect, position, valid))), -1, -1)  # for the steps in place
     float_bits = (value.float() + 0.0).view(torch.int32)  # + 0.0: no negative zero
     ordered_bits = (float_bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(float_bits)
     by_class = (protect > Scores.CHOSEN).int()

@@ -175,8 +175,10 @@ class Response:
             _LONG,
             "bytes allocated for them, including room for the answer and bookkeeping. A cell that reads its "
             "entries in the prefill of its context, instead of copying them, counts the whole prefill and the "
-            "columns of its entries; all such cells of a context share one prefill. Blocks of a "
-            "quantised cache are allocated ahead, so its share of the full cache is larger than "
+            "columns of its entries; all such cells of a context share one prefill. At moments `decode` and "
+            "`turns` it also depends on the other sequences of a batch, because a layer grows for all of them at "
+            "once; `kv_bytes_live` does not. Blocks of a quantised cache are allocated ahead, so its share of the "
+            "full cache is larger than "
             "that of `kv_bytes_live`: 47.8% instead of 35.6% for `full:bits=4` on SmolLM2 "
             "([smollm2.md](smollm2.md#fewer-bytes-instead-of-fewer-entries)). The report shows "
             "both where a policy holds codes. Neither counts the layer that a forward reads: it is "

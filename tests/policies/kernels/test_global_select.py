@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvbench import native
 from kvbench.errors import UserError
 from kvbench.parts import best
 from kvbench.plugin import Scored, Scores
@@ -82,7 +83,10 @@ def test_equal_scores_go_to_the_recent_then_to_the_lower_head(device: str) -> No
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_extreme_scores_keep_their_order(device: str) -> None:
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "torch"])
+def test_extreme_scores_keep_their_order(is_native: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_native:
+        monkeypatch.setattr(native, "library", lambda: None)
     big, tiny = torch.finfo(torch.float32).max, torch.finfo(torch.float32).smallest_normal
     row = [-big, -1.0, -tiny, -tiny / 4, 0.0, tiny / 4, tiny, 1.0, 1.0000001, big]
     score = torch.tensor([row, row[::-1]])[None]
