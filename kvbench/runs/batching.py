@@ -157,7 +157,7 @@ class Batching:
         if self.prefills > 1:  # the batch itself, beside the sequence extracted from it
             cache_count -= self.prefills
         asked_widths, row_bytes = {*widths, *given_widths}, _ROW_PREFILLS * cache_bytes
-        own = copy.copy(self)
+        own = copy.copy(self)  # caches are copied into such a batch all at once, so that it takes them twice
         own.own = own
         own._limit, own._row_bytes, own._copies = cache_count * cache_bytes, row_bytes, 2
         own._choose_ladders(
