@@ -170,6 +170,10 @@ class Batching:
         self._choose_ladders(cache_count / (1 + queues / 2), asked_widths, given_widths, trunk_widths, branch_widths)
         self.own = own
 
+    def for_caches(self, reads_prefill: bool) -> Batching:
+        """Return the plan of batches outside the pool, of caches that read a prefill or hold all of their entries."""
+        return self if reads_prefill else self.own
+
     def _choose_ladders(
         self,
         affordable_rows: float,

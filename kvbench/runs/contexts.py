@@ -37,7 +37,6 @@ from kvbench.runs.answers import (
     forks,
     sees_question,
 )
-from kvbench.runs.batching import Batching
 from kvbench.runs.cell import Cell
 from kvbench.runs.chunks import end_chunks, feed_chunks
 from kvbench.runs.continuations import Continuations, add_widths, branch_width, measured
@@ -435,7 +434,7 @@ class _Contexts:
         waiting = self.queues.setdefault(queue, [])
         row = FidelityRow.of(full_answer, self.worker.stop(prompt))
         waiting.append(PendingAnswer(cell, prompt, row, cache, response, logits))
-        batching = self._batching(queue)
+        batching = self.worker.batching.for_caches(queue.reads_prefill)
         is_full = len(waiting) >= batching.rows_for(self._widest(queue))
         if is_full or not batching.has_room(len(waiting), self._waiting_caches()):
             self._flush(queue)
@@ -453,7 +452,9 @@ class _Contexts:
             return
         waiting = self.queues.setdefault(queue, [])
         waiting.append(PendingAnswer(cell, prompt, row, cache, response, logits))
-        if not self._batching(queue).has_room(len(waiting), self._waiting_caches(), queue.question_fed):
+        if not self.worker.batching.for_caches(queue.reads_prefill).has_room(
+            len(waiting), self._waiting_caches(), queue.question_fed
+        ):
             self._flush(queue)
 
     def _queue(self, cell: Cell, cache: RaggedCache, logits: Tensor | None) -> _Queue:
@@ -462,11 +463,6 @@ class _Contexts:
         runs = cache.eviction_state is not None or cell.policy.read is not None
         policy = str(cell.policy) if runs else ""
         return _Queue(logits is not None, first_layer.is_shared, policy, str(first_layer.coding or ""))
-
-    def _batching(self, queue: _Queue) -> Batching:
-        """Return the plan of the batches that decode a queue."""
-        batching = self.worker.batching
-        return batching if queue.reads_prefill else batching.own
 
     def _widest(self, queue: _Queue) -> int:
         """Return the columns of the widest forward that measures the answers of a queue."""
@@ -524,7 +520,7 @@ class _Contexts:
         """Feed the full cache's answers to copies of caches in one batch."""
         if not queue.question_fed and answers[0].cache.forbids_gaps:  # feeding changes a cache
             answers = [replace(answer, cache=answer.cache.fork()) for answer in answers]
-        slots = self._batching(queue).slots_for(len(answers), self._widest(queue))
+        slots = self.worker.batching.for_caches(queue.reads_prefill).slots_for(len(answers), self._widest(queue))
         batch, logits = self._prompted(answers, queue.question_fed, slots)
         batch.measure([answer.row for answer in answers], logits, queue.columns)
 
@@ -547,7 +543,7 @@ class _Contexts:
         """Decode answers in one batch."""
         worker = self.worker
         start_time = now(worker.device)
-        slots = self._batching(queue).slots(len(answers), queue.question_fed)
+        slots = self.worker.batching.for_caches(queue.reads_prefill).slots(len(answers), queue.question_fed)
         batch, logits = self._prompted(answers, queue.question_fed, slots)
         rows = [answer.row for answer in answers]
         if rows[0].given:

@@ -16,7 +16,6 @@ from kvbench.engine.measure import MeasuredText, feed_text, feed_texts, log_prob
 from kvbench.engine.threads import now
 from kvbench.errors import PluginError
 from kvbench.runs.answers import Prompt, leads, peak_columns, sees_question
-from kvbench.runs.batching import Batching
 from kvbench.runs.cell import Cell
 from kvbench.runs.schema import Response
 from kvbench.runs.worker import Worker
@@ -133,7 +132,7 @@ class Continuations:
         queue = _Queue(trunk_columns(len(pending.trunk_ids)), cache.ragged[0].is_shared)
         waiting = self._waiting.setdefault(queue, [])
         waiting.append((pending, cache))
-        batching = self._batching(queue)
+        batching = self.worker.batching.for_caches(queue.reads_prefill)
         all_waiting = [waiting_cache for waiting in self._waiting.values() for _, waiting_cache in waiting]
         row_count = batching.rows_for(min(_TRUNK_WIDTH, queue.columns))
         if len(waiting) >= row_count or not batching.has_room(len(waiting), all_waiting):
@@ -146,15 +145,11 @@ class Continuations:
         for queue in [*self._waiting]:
             self._flush(queue)
 
-    def _batching(self, queue: _Queue) -> Batching:
-        """Return the plan of the batches that measure a queue."""
-        batching = self.worker.batching
-        return batching if queue.reads_prefill else batching.own
-
     def _flush(self, queue: _Queue) -> None:
         """Measure what waits in a queue."""
         waiting = self._waiting.pop(queue)
-        worker, batching = self.worker, self._batching(queue)
+        worker = self.worker
+        batching = worker.batching.for_caches(queue.reads_prefill)
         started = now(worker.device)
         all_pending, caches = [pending for pending, _ in waiting], [cache for _, cache in waiting]
         del waiting

@@ -178,8 +178,7 @@ class Response:
             "columns of its entries; all such cells of a context share one prefill. At moments `decode` and "
             "`turns` it also depends on the other sequences of a batch, because a layer grows for all of them at "
             "once; `kv_bytes_live` does not. Blocks of a quantised cache are allocated ahead, so its share of the "
-            "full cache is larger than "
-            "that of `kv_bytes_live`: 47.8% instead of 35.6% for `full:bits=4` on SmolLM2 "
+            "full cache is larger than that of `kv_bytes_live`: 47.8% instead of 35.6% for `full:bits=4` on SmolLM2 "
             "([smollm2.md](smollm2.md#fewer-bytes-instead-of-fewer-entries)). The report shows "
             "both where a policy holds codes. Neither counts the layer that a forward reads: it is "
             "decoded to full precision and dropped again",

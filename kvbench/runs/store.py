@@ -144,7 +144,7 @@ class RunStore:
         """
         machines_path = self.path / MACHINES
         try:
-            noted = {fact: list(map(str, names)) for fact, names in json.loads(machines_path.read_text()).items()}
+            noted = {fact: list(map(str, known)) for fact, known in json.loads(machines_path.read_text()).items()}
         except (OSError, ValueError, AttributeError, TypeError):
             noted = {}
         every = {
