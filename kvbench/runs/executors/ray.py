@@ -49,6 +49,9 @@ _STORE_BYTES = 80_000_000
 _HOPELESS = 5
 """Number of consecutive lost workers without a response after which the run gives up."""
 
+_NEVER_RAN = ("its node has died", "The actor never ran")
+"""What Ray says, in the text of its error alone, of a worker whose machine died before the worker began."""
+
 
 def run_on_ray(unfinished: Sequence[Unfinished], grid: Grid, store: RunStore, reporter: Reporter) -> None:
     """Run the Ray executor; see `kvbench.runs.executors.base.Executor`."""
@@ -195,7 +198,7 @@ class _Crew:
 
     Attributes:
         failed: Errors of failed cells, by cell; they are not retried.
-        losses: Workers lost since the last response.
+        losses: Workers lost since the last response, without those that never ran.
     """
 
     ray: Any
@@ -292,11 +295,12 @@ class _Crew:
         Raises:
             UserError: Every worker was lost before it answered anything.
         """
-        self.losses += 1
+        # Until Ray notices that machines are dead, it places workers on them: one by one on each, and none is at fault.
+        self.losses += not all(text in str(error) for text in _NEVER_RAN)
         self.workers.remove(worker)
         if worker.shard is not None:
             self.queue.give_back(worker.shard)
-        reason = str(error).splitlines()[0]
+        reason = _reason(error)
         if self.losses == _HOPELESS:
             raise UserError(
                 f"{_HOPELESS} Ray workers in a row were lost without a response: {reason}; each may need more memory, "
@@ -308,3 +312,10 @@ class _Crew:
             self._assign(idle_workers[0])
         elif self.queue.pending:
             self._hire()
+
+
+def _reason(error: Exception) -> str:
+    """Return why a worker was lost: the first sentence after the indented facts of Ray's error, or its first line."""
+    first_line, *other_lines = (str(error) or type(error).__name__).splitlines()
+    sentence = next((line for line in other_lines if line and not line.startswith("\t")), first_line)
+    return sentence.split(". ")[0].rstrip(".")

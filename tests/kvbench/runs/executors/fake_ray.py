@@ -20,12 +20,17 @@ class FakeDeath(Exception):
     """A worker is gone."""
 
 
+def died(reason: str) -> FakeDeath:
+    """The error of a dead worker, in the form of Ray's."""
+    return FakeDeath(f"The actor died unexpectedly before finishing this task.\n\tclass_name: RemoteWorker\n{reason}")
+
+
 class FakeRay:
     """A cluster of one process.
 
     Args:
         lives: After how many messages each worker dies, in the order in which they start; further
-            workers live on. 0 dies while it starts.
+            workers live on. 0 dies while it starts, and the machine of -1 before that.
         seed: Decides which worker is heard next.
     """
 
@@ -82,8 +87,10 @@ class Actor:
         self.answer = SimpleNamespace(options=lambda **_: streaming)
 
     def _start(self) -> Any:
+        if self.life < 0:
+            return died("its node has died. Node Id: 0\nThe actor never ran - it was cancelled")
         if not self.life:
-            return FakeDeath("killed at the start\nand more")
+            return died("killed at the start. And more")
         return SimpleNamespace(value=self.worker.start())
 
     def _answer(self, *args: Any) -> Iterator[Any]:
@@ -91,7 +98,7 @@ class Actor:
             for batch in self.worker.answer(*args):
                 for one in batch:
                     if not self.life:
-                        yield FakeDeath("killed\nand more")
+                        yield died("killed. And more")
                         return
                     self.life -= 1
                     yield SimpleNamespace(value=[one])

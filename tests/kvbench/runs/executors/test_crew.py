@@ -74,7 +74,9 @@ def test_workers_that_all_die_end_the_run_and_the_same_command_goes_on(
 ) -> None:
     grid = small_grid(tmp_path, executor="ray")
     use(monkeypatch, FakeRay([3, 5, *[0] * 30]))
-    with pytest.raises(UserError, match=r"5 Ray workers in a row.*killed.*--workers") as raised:
+    with pytest.raises(
+        UserError, match=r"5 Ray workers in a row.*response: killed at the start; .*--workers"
+    ) as raised:
         execute(grid)
     assert "\n" not in str(raised.value)
     before = written(tmp_path)
@@ -86,6 +88,17 @@ def test_workers_that_all_die_end_the_run_and_the_same_command_goes_on(
     use(monkeypatch, fake := FakeRay())
     execute(grid)
     assert not fake.started, "nothing is left to do"
+
+
+def test_machines_that_die_before_their_workers_begin_do_not_end_the_run(
+    tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = use(monkeypatch, FakeRay([0, *[-1] * 9], cpus=1))
+    told = Counter()
+    execute(small_grid(tmp_path, executor="ray"), told)
+    assert len(fake.started) == 11
+    assert stored(tmp_path) == stored(undisturbed.path)
+    assert told.said.count("a Ray worker was lost, and another continues its work: its node has died") == 9
 
 
 def test_what_a_worker_cannot_do_is_the_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,25 @@ def test_workers_compute_with_the_code_of_the_driver(monkeypatch: pytest.MonkeyP
     assert variables["KVBENCH_NATIVE"] == variables["KVBENCH_TRITON"] == "0"
 
 
+def test_rays_error_says_whether_a_worker_ran_and_why_it_died() -> None:
+    exceptions = pytest.importorskip("ray.exceptions", reason="ray is not installed: pip install 'kvbench[ray]'")
+    context = exceptions.ActorDiedErrorContext
+
+    def error(**facts: Any) -> Exception:
+        died: Exception = exceptions.ActorDiedError(context(class_name="RemoteWorker", actor_id=b"0" * 16, **facts))
+        return died
+
+    never_ran = error(never_started=True, error_message="The actor died because its node has died. Node Id: 0\n\tgone")
+    assert all(text in str(never_ran) for text in ray._NEVER_RAN)
+    assert ray._reason(never_ran) == "The actor died because its node has died"
+    killed = error(never_started=False, error_message="The actor is dead because its worker process has died. Exit: 1")
+    assert not any(text in str(killed) for text in ray._NEVER_RAN)
+    assert ray._reason(killed) == "The actor is dead because its worker process has died"
+    assert ray._reason(exceptions.ActorUnavailableError("Socket closed", None)).endswith(
+        "is unavailable: Socket closed"
+    )
+
+
 @pytest.mark.slow
 def test_a_run_on_ray_is_that_of_one_process(tmp_path: Path, undisturbed: Any) -> None:
     pytest.importorskip("ray", reason="ray is not installed: pip install 'kvbench[ray]'")
