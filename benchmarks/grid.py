@@ -326,6 +326,8 @@ def main() -> None:
     )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if min(args.repeats, args.kvpress_contexts) < 1:
+        parser.error("--repeats and --kvpress-contexts must be at least 1")
     if args.serve:
         serve(args.serve)
         return

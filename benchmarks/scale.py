@@ -306,7 +306,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.keep or Path(scratch) / "run"
         costs = []
-        for step, command in commands(folder, shape).items():
+        steps = commands(folder, shape)
+        if unknown := sorted({*(given.steps or ())} - {*steps}):
+            parser.error(f"no step {unknown[0]!r}; choose from {', '.join(steps)}")
+        for step, command in steps.items():
             skipped = step not in given.steps if given.steps else step in ONLY_NAMED
             if folder.exists() if step == "fill" else skipped:
                 continue

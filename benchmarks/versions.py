@@ -114,6 +114,8 @@ def main() -> None:
         return
     if not Path(args.old).is_dir():
         parser.error(f"no folder {args.old}; install the older version into it")
+    if args.rounds < 1:
+        parser.error("--rounds must be at least 1")
     if unknown := sorted({*args.case.split(",")} - {*CASES}):
         parser.error(f"no case {unknown[0]!r}; choose from {', '.join(CASES)}")
     old, new = Version(str(Path(args.old).absolute())), Version("")

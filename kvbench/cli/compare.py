@@ -69,11 +69,13 @@ def compare(
     from kvbench.regression.compare import compare as compare_runs
     from kvbench.regression.pairs import COLUMNS
     from kvbench.regression.show import junit as junit_xml
+    from kvbench.runs.integrity import differing_machines
     from kvbench.runs.load import load_frames
     from kvbench.tables.outputs import plain_text
 
     run_frames = [load_frames(run_folder, COLUMNS, coded=True, metric=metric) for run_folder in (baseline, run)]
-    comparison = compare_runs(*run_frames, max_drop=max_drop, alpha=alpha)
+    machines = differing_machines(baseline, run)
+    comparison = compare_runs(*run_frames, max_drop=max_drop, alpha=alpha, machines=machines)
     exit_code = FAILED if comparison.failed else OK if comparison.complete else MISUSE
     if markdown is not None:
         markdown_text = wording.markdown_page(comparison, str(baseline), str(run))

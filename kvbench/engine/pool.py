@@ -24,7 +24,7 @@ from kvbench.engine.refill import (
     among,
     extended,
     fill_rows,
-    picked,
+    shrunk,
     vacancies,
     vacant,
     vacate,
@@ -36,6 +36,9 @@ _Owner = TypeVar("_Owner")
 _LEAST_WIDTH, _WIDTH_STEP = 12, 2
 """Fewest columns of a forward that feeds questions on a CPU, unless no question has as many: with more than 8 queries,
 attention ignores their number. And their multiple: every number of columns is compared once."""
+
+_ROW_STEP = 4
+"""Multiple of the rows of a batch that empties: every number of rows is compared once."""
 
 
 @dataclass
@@ -76,6 +79,8 @@ class Pool(Generic[_Owner]):
         fits_memory: Tells whether a number of responses that hold these caches can be decoded together.
         gives_same_bits: Tells whether a forward of a number of tokens gives a token the same bits, on a CPU, as those
             that feed questions in these batches.
+        allows_rows: Tells whether a batch may have a size that is not among `row_counts`. It is asked when no response
+            waits, for multiples of 4.
     """
 
     def __init__(
@@ -86,10 +91,11 @@ class Pool(Generic[_Owner]):
         question_width: int,
         fits_memory: Callable[[int, list[RaggedCache]], bool],
         gives_same_bits: Callable[[int], bool] = lambda token_count: False,
+        allows_rows: Callable[[int], bool] = lambda row_count: False,
     ) -> None:
         self.model = model
         self.counts, self.asking, self.width = row_counts, question_counts, question_width
-        self.room, self.agrees = fits_memory, gives_same_bits
+        self.room, self.agrees, self.allows_rows = fits_memory, gives_same_bits, allows_rows
         self.group = model_info(model).group
         self.device = next(model.parameters()).device
         self.waiting: list[Pooled[_Owner]] = []
@@ -152,9 +158,12 @@ class Pool(Generic[_Owner]):
         """Remove vacant rows when no response is left to fill them."""
         assert self.cache is not None
         row_count = smallest_count(self.counts, len(self.active))
+        closest_count = -(-len(self.active) // _ROW_STEP) * _ROW_STEP
+        if self.counts[0] < closest_count < row_count and self.allows_rows(closest_count):
+            row_count = closest_count
         if row_count < self.cache.batch:
             slots = sorted(self.active)
-            self.cache = extended(picked(self.cache, slots), row_count)
+            self.cache = extended(shrunk(self.cache, slots), row_count)
             self.active = {slots.index(slot): response for slot, response in self.active.items()}
 
     def _ask(self, slots: Sequence[int]) -> None:

@@ -41,10 +41,20 @@ def extended(cache: RaggedCache, row_count: int) -> RaggedCache:
 
 def picked(cache: RaggedCache, row_indices: Sequence[int]) -> RaggedCache:
     """Return some sequences of a packed cache, in ascending order; the others' memory is freed."""
-    assert cache.valid is not None and cache.shift is not None
-    picked_cache = _derived(cache, lambda layer: _picked(layer, row_indices))
-    picked_cache.valid, picked_cache.shift = cache.valid[list(row_indices)], cache.shift[list(row_indices)]
-    return picked_cache
+    return _selected(cache, row_indices, lambda layer: _picked(layer, row_indices))
+
+
+def shrunk(cache: RaggedCache, row_indices: Sequence[int]) -> RaggedCache:
+    """Return some sequences of a packed cache, in ascending order; nothing else may use the cache afterwards.
+
+    Entries move, and the others' memory is freed, only once that is the larger part of it.
+    """
+
+    def shrunk_layer(layer: RaggedLayer) -> RaggedLayer:
+        kept_layer = layer.among(row_indices)
+        return kept_layer if 2 * sum(kept_layer.room) >= len(layer.col) else _picked(layer, row_indices)
+
+    return _selected(cache, row_indices, shrunk_layer)
 
 
 def among(cache: RaggedCache, row_indices: Sequence[int], token_counts: Sequence[int]) -> RaggedCache:
@@ -55,15 +65,12 @@ def among(cache: RaggedCache, row_indices: Sequence[int], token_counts: Sequence
     Args:
         token_counts: Number of tokens to feed to each of them.
     """
-    assert cache.valid is not None and cache.shift is not None
     new_tokens = [0] * cache.batch
     for row_index, token_count in zip(row_indices, token_counts, strict=True):
         new_tokens[row_index] = token_count
     for layer in cache.ragged:
         layer.make_room([token_count for token_count in new_tokens for _ in range(layer.heads)])
-    selection = _derived(cache, lambda layer: layer.among(row_indices))
-    selection.valid, selection.shift = cache.valid[list(row_indices)], cache.shift[list(row_indices)]
-    return selection
+    return _selected(cache, row_indices, lambda layer: layer.among(row_indices))
 
 
 def absorb(cache: RaggedCache, row_indices: Sequence[int], fed_cache: RaggedCache) -> None:
@@ -161,6 +168,16 @@ def _derived(cache: RaggedCache, change_layer: Callable[[RaggedLayer], RaggedLay
     return derived_cache
 
 
+def _selected(
+    cache: RaggedCache, row_indices: Sequence[int], change_layer: Callable[[RaggedLayer], RaggedLayer]
+) -> RaggedCache:
+    """Return a cache of some sequences, whose layers `change_layer` makes."""
+    assert cache.valid is not None and cache.shift is not None
+    selection = _derived(cache, change_layer)
+    selection.valid, selection.shift = cache.valid[list(row_indices)], cache.shift[list(row_indices)]
+    return selection
+
+
 def _live(cache: RaggedCache) -> Tensor:
     """Return a copy of `valid` without the columns before the first token of any sequence."""
     assert cache.valid is not None
@@ -193,26 +210,18 @@ def _extended(layer: RaggedLayer, added_rows: int) -> RaggedLayer:
 
 
 def _picked(layer: RaggedLayer, row_indices: Sequence[int]) -> RaggedLayer:
-    first_entries, capacities = layer.start[:: layer.heads], _owned(layer)
-    row_starts = starts([capacities[row_index] for row_index in row_indices])
     picked_layer = layer.among(row_indices)
-    picked_layer.start = [
-        segment_start
-        - first_entries[row_indices[segment_index // layer.heads]]
-        + row_starts[segment_index // layer.heads]
-        for segment_index, segment_start in enumerate(picked_layer.start)
+    heads, rooms = layer.heads, picked_layer.room
+    spans = [
+        (first_entry, first_entry + sum(rooms[place * heads : (place + 1) * heads]))
+        for place, first_entry in enumerate(picked_layer.start[::heads])
     ]
+    picked_layer.start = starts(rooms)
 
     def move_rows(tensor: Tensor) -> Tensor:
         with torch.inference_mode(False):  # later forwards write to it in any mode
-            moved_tensor = tensor.new_empty(sum(capacities[row_index] for row_index in row_indices), *tensor.shape[1:])
-        return torch.cat(
-            [
-                tensor[first_entries[row_index] : first_entries[row_index] + capacities[row_index]]
-                for row_index in row_indices
-            ],
-            out=moved_tensor,
-        )
+            moved_tensor = tensor.new_empty(sum(rooms), *tensor.shape[1:])
+        return torch.cat([tensor[first_entry:end] for first_entry, end in spans], out=moved_tensor)
 
     assert layer.key is not None and layer.value is not None
     picked_layer.key = move_rows(layer.key)

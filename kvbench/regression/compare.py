@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -80,7 +80,8 @@ class Regression:
     Attributes:
         cells: A comparison per cell of the baseline, in its order.
         extra: Number of cells of the run that the baseline lacks.
-        made: Settings that differ between the compared cells: name to values of baseline and run.
+        made: Settings that differ between the compared cells, and between the machines: name to values of baseline and
+            run.
         max_drop: Allowed drop in points, or in percent of the baseline's score if a task is not scored in [0, 1].
         alpha: Probability of a false alarm in the whole comparison.
     """
@@ -116,7 +117,14 @@ class Regression:
         return bool(self.compared) and not self.of(Outcome.NOT_COMPARED)
 
 
-def compare(baseline: Frames, run: Frames, *, max_drop: float = 1.0, alpha: float = 0.05) -> Regression:
+def compare(
+    baseline: Frames,
+    run: Frames,
+    *,
+    max_drop: float = 1.0,
+    alpha: float = 0.05,
+    machines: Mapping[str, tuple[str, str]] | None = None,
+) -> Regression:
     """Compare the cells of a run with the matching cells of a baseline.
 
     Cells are paired by `match`, their common responses by sample, question and repeat. The fidelity of the full cache
@@ -128,6 +136,7 @@ def compare(baseline: Frames, run: Frames, *, max_drop: float = 1.0, alpha: floa
         run: Cells and samples of the run.
         max_drop: Allowed drop in points if scores are in [0, 1], otherwise in percent of the baseline's score.
         alpha: Level of significance for corrected p-values.
+        machines: What differs about their machines; see `kvbench.runs.integrity.differing_machines`.
 
     Raises:
         UserError: `max_drop` or `alpha` is out of range, or a run measures the same twice.
@@ -159,8 +168,9 @@ def compare(baseline: Frames, run: Frames, *, max_drop: float = 1.0, alpha: floa
             tests_by_place.get(pair.place, (1.0, 1.0)),
         )
         comparisons.append(_compared(pair, test_result, max_drop, alpha, test_level, unit_scaled))
+    settings = {**made_differently(baseline[0], run[0]), **(machines or {})}
     extra_count = len(set(run[0]["match"]) - set(baseline[0]["match"]))
-    return Regression(tuple(comparisons), extra_count, made_differently(baseline[0], run[0]), max_drop, alpha)
+    return Regression(tuple(comparisons), extra_count, settings, max_drop, alpha)
 
 
 def check_share(option: str, value: float, minimum: float = 0.0) -> None:

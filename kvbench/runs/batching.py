@@ -110,7 +110,8 @@ class Batching:
         self._row_bytes = 0
         self._most = MOST if self.cpu or batch_size == "auto" else int(batch_size)
         self._steady = Steady(model) if self.cpu else None
-        self._least = 0  # what products of batches that feed questions agree with; 0: a batch has a constant size
+        # What products agree with in batches that feed questions, and in others; 0: a batch has a constant size.
+        self._least = self._fed_least = 0
         self.counts: tuple[int, ...] = (self._most,)
         self.asking: tuple[int, ...] = self.counts
         self.fed_counts: tuple[int, ...] = self.counts
@@ -185,7 +186,7 @@ class Batching:
         """Choose the ladders of all batches; see `fit` for widths, of which `widths` has those of given answers too."""
         row_count = max(1, min(int(affordable_rows), self._most))
         self._choose(row_count, given_widths)
-        self.fed_counts = self.counts
+        self.fed_counts, self._fed_least = self.counts, self._least
         self._choose(row_count, widths, trunk_widths, branch_widths)
 
     def _choose(
@@ -270,6 +271,10 @@ class Batching:
         """Return whether a token has the same bits in a forward of this many as in those that feed questions."""
         return self._steady is not None and self._least > 0 and self._steady.at(token_count, self._least)
 
+    def allows_rows(self, row_count: int) -> bool:
+        """Return whether a batch of this many rows, which feeds no question, gives a row the usual bits."""
+        return self._steady is not None and self._fed_least > 0 and self._steady.at(row_count, self._fed_least, True)
+
     def _prefills(self, tokens: int) -> int:
         """Return how many contexts of at most `tokens` tokens to prefill together if memory allows it."""
         if isinstance(self.prefill_batch, int):
@@ -290,7 +295,7 @@ class Batching:
         if self.rows == 1 and self.prefills == 1:
             return False
         self.prefill_batch = 1
-        self._most, self._least = max(1, self.rows // 2), 0
+        self._most, self._least, self._fed_least = max(1, self.rows // 2), 0, 0
         self.own = self
         self.counts, self.asking = (self._most,), (max(1, self._most // 2),)
         self.fed_counts, self._queued = self.counts, self.asking

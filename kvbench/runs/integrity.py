@@ -32,6 +32,8 @@ _IN_BOTH = ("score", *(name for name in AVERAGED if name in SAMPLES_SCHEMA.names
 """Columns of the cells that are means of a sample column; `score` only if `is_mean`."""
 _NUMBERS = tuple(column.name for column in CELL_COLUMNS if column.always)
 """Columns that are numbers in every cell that has a score; one context has an infinite interval."""
+MACHINE_FACTS = ("hardware", "cpu_code", "gpu_code")
+"""Fields of the record about what generated the responses: names of GPUs and CPUs, and what computed there."""
 _MEND = "restore it, or run the same command again to rewrite it from the responses"
 
 
@@ -75,6 +77,22 @@ def recorded_names(folder: Path, fact: str) -> list[str]:
         return list(map(str, _recorded(checked_cells(folder)).get(fact, [])))
     except UserError:
         return []
+
+
+def differing_machines(baseline: Path, run: Path) -> dict[str, tuple[str, str]]:
+    """Return what two runs record differently about the machines that generated their responses.
+
+    Returns:
+        The values of both by fact, comma-separated if there are several; no fact that a run does not record.
+    """
+    values_by_fact = {
+        fact: tuple(sorted(recorded_names(folder, fact)) for folder in (baseline, run)) for fact in MACHINE_FACTS
+    }
+    return {
+        fact: (", ".join(before), ", ".join(after))
+        for fact, (before, after) in values_by_fact.items()
+        if before and after and before != after
+    }
 
 
 def _recorded(cells: pa.Table) -> dict[str, Any]:

@@ -359,7 +359,13 @@ class Worker(ModelRunner):
             return batching.has_room(row_count - 1, held_caches, question_fed=True)
 
         return Pool(
-            self.model, batching.fed_counts, batching.asking, question_width, has_room, batching.gives_same_bits
+            self.model,
+            batching.fed_counts,
+            batching.asking,
+            question_width,
+            has_room,
+            batching.gives_same_bits,
+            batching.allows_rows,
         )
 
     def done(self, responses: Sequence[Response], cells: Iterable[Cell]) -> None:

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pyarrow.parquet as pq
 import pytest
 
 from kvbench import cli
+from kvbench.runs.integrity import with_record
 
 from ..regression.conftest import rescored, save, usual, without
 from ..report.conftest import save_two_metrics
@@ -166,6 +168,20 @@ def test_a_policy_that_keeps_the_wrong_end_fails(
     captured = capsys.readouterr()
     assert "regression in 1 cell, first niah_single_2, ./mine.py:kept at 0.4" in captured.err
     assert "Settings that differ: policy" in captured.out
+
+
+def test_what_computed_is_a_setting_where_both_runs_record_it(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def record(name: str, **facts: list[str]) -> None:
+        cells_path = save(usual(), runs / name) / "cells.parquet"
+        pq.write_table(with_record(pq.read_table(cells_path), runs / name, facts), cells_path)
+
+    record("native", hardware=["EPYC"], cpu_code=["native"])
+    record("torch", hardware=["EPYC"], cpu_code=["torch", "native"], gpu_code=["triton"])
+    assert cli.call(["compare", "native", "torch"]) == 0
+    assert "Settings that differ: cpu_code native → native, torch.\n" in capsys.readouterr().out
+    for names in (("native", "native"), ("base", "torch")):
+        assert cli.call(["compare", *names]) == 0
+        assert "Settings that differ" not in capsys.readouterr().out
 
 
 def test_another_metric_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,8 +29,8 @@ from tests.sweeps import slow, slow_but
 from .conftest import SIZE, batch, build
 
 CELLS = [("snapkv:window=8", "0.5"), ("adakv:window=8", "0.2"), ("h2o", "1"), ("full", "full")]
-FIXED, LADDER = ([5], [2]), ([8, 9, 12], [4, 6])
-"""Rows that a batch and a forward of questions may have."""
+FIXED, LADDER, COARSE = ([5], [2]), ([8, 9, 12], [4, 6]), ([8, 16], [4, 8])
+"""Rows that a batch and a forward of questions may have; with the last, 12 rows are used as well."""
 
 
 class Words:
@@ -77,7 +77,7 @@ def items(model: Any, asked: bool, drawn: bool = False) -> list[Pooled[int]]:
 
 
 def pool(model: Any, room: int = 12, rows: tuple[list[int], list[int]] = FIXED) -> Pool[int]:
-    return Pool(model, *rows, 5, lambda count, _: count <= room)
+    return Pool(model, *rows, 5, lambda count, _: count <= room, allows_rows=lambda count: count >= 8)
 
 
 def answers(made: Pool[int], waiting: list[Pooled[int]]) -> dict[int, list[int]]:
@@ -90,7 +90,7 @@ def answers(made: Pool[int], waiting: list[Pooled[int]]) -> dict[int, list[int]]
 
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("room", slow_but([1, 3, 12], 3))
-@pytest.mark.parametrize("rows", [FIXED, LADDER])
+@pytest.mark.parametrize("rows", [FIXED, LADDER, COARSE])
 def test_a_response_does_not_depend_on_its_neighbours(
     model: Any, asked: bool, room: int, rows: tuple[list[int], list[int]]
 ) -> None:
@@ -133,17 +133,35 @@ def test_memory_is_used_again(model: Any) -> None:
         assert all(a <= b for a, b in pairwise(layer.start))
 
 
-def test_a_batch_that_empties_frees_its_rows(model: Any) -> None:
-    made = pool(model, rows=LADDER)
-    queue = items(model, False)
-    sizes: list[tuple[int, int]] = []
+def emptied(made: Pool[int], queue: list[Pooled[int]]) -> list[tuple[int, int, int]]:
+    """Rows, bytes and the address of the keys, whenever a response of an emptying batch ends."""
     for item in queue:
         list(made.add(item))
-    assert made.cache is not None and made.cache.batch == 12
+    states: list[tuple[int, int, int]] = []
     for _ in made.drain():
-        sizes.append((made.cache.batch, made.cache.allocated_bytes()))
-    assert {rows for rows, _ in sizes} == {12, 9, 8}
-    assert sizes[-1][1] < sizes[0][1]
+        assert made.cache is not None
+        key = made.cache.ragged[0].key
+        assert key is not None
+        states.append((made.cache.batch, made.cache.allocated_bytes(), key.data_ptr()))
+    return states
+
+
+def test_a_batch_that_empties_frees_its_rows(model: Any) -> None:
+    states = emptied(pool(model, rows=([2, 4, 9, 12], [4, 6])), items(model, False))
+    addresses = dict.fromkeys((rows, address) for rows, _, address in states)
+    sizes = {rows: size for rows, size, _ in states}
+    assert [*sizes] == [12, 9, 8, 4, 2]
+    assert [address for rows, address in addresses if rows >= 9] == [states[0][2]] * 2, "most rows need not move"
+    assert sizes[9] == sizes[12] and 2 * sizes[2] < sizes[12]
+
+
+def test_a_batch_that_empties_has_rows_that_are_allowed(model: Any) -> None:
+    def seen(allowed: set[int]) -> list[int]:
+        made = Pool[int](model, [8, 24], [4, 6], 5, lambda count, _: count <= 24, allows_rows=allowed.__contains__)
+        return [*dict.fromkeys(rows for rows, _, _ in emptied(made, items(model, False) + items(model, False)[:9]))]
+
+    assert seen(set()) == [24, 8]
+    assert seen({4, 12, 20}) == [20, 12, 8], "no fewer than the fewest"
 
 
 def test_a_forward_of_questions_has_rows_that_are_allowed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ def test_rows_follow_what_is_decoded_where_bits_do_not_depend_on_them(
     assert (plan.counts, plan.asking) == ((8, 16, 24, 32, 48, 64, 96, 128), (8, 12, 16, 24, 32, 48, 64))
     assert [plan.slots(n) for n in (1, 8, 9, 33, 64, 65)] == [8, 8, 16, 48, 64, 96]
     assert plan.fed_counts == (8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128), "if no question is fed"
+    assert plan.allows_rows(36) and plan.allows_rows(124)
     assert plan.has_room(2, []) and not plan.has_room(3, [])
     plan.fit(100, [80])
     assert plan.asking == (8,), "groups of long questions are small"
