@@ -111,6 +111,20 @@ def test_more_rows_are_the_least_where_bits_of_few_are_others(
     ]
 
 
+def test_sizes_without_questions_do_not_depend_on_products_of_questions(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at(self: Steady, rows: int, least: int, with_head: bool = False) -> bool:
+        return rows >= least and (with_head or least >= 16)
+
+    monkeypatch.setattr(Steady, "at", at)
+    plan = Batching(tiny_llama, "auto", 10**9)
+    plan.fit(100, [7])
+    assert (plan.counts[0], plan.fed_counts[0]) == (16, 8)
+    assert plan.allows_rows(12) and not plan.allows_rows(4)
+    assert plan.halve() and not plan.allows_rows(12), "every batch has a constant size"
+
+
 def test_logits_after_questions_are_compared_as_well(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Steady,
