@@ -31,6 +31,8 @@ from .conftest import SIZE, batch, build
 CELLS = [("snapkv:window=8", "0.5"), ("adakv:window=8", "0.2"), ("h2o", "1"), ("full", "full")]
 FIXED, LADDER, COARSE = ([5], [2]), ([8, 9, 12], [4, 6]), ([8, 16], [4, 8])
 """Rows that a batch and a forward of questions may have; with the last, 12 rows are used as well."""
+DEEP = ([2, 4, 9, 12], [4, 6])
+"""A batch that shrinks so far that its entries move; with fewer than 8 rows, the last bits differ."""
 
 
 class Words:
@@ -109,8 +111,9 @@ def test_a_drawn_response_does_not_depend_on_its_neighbours(model: Any) -> None:
     assert together != answers(pool(model), items(model, False))
 
 
-def test_the_responses_are_those_of_a_plain_loop(model: Any) -> None:
-    found = answers(pool(model), items(model, False))
+@pytest.mark.parametrize("rows", [FIXED, DEEP])
+def test_the_responses_are_those_of_a_plain_loop(model: Any, rows: tuple[list[int], list[int]]) -> None:
+    found = answers(pool(model, rows=rows), items(model, False))
     for item in items(model, False):
         assert item.cache is not None
         given = [*item.question]
@@ -147,7 +150,7 @@ def emptied(made: Pool[int], queue: list[Pooled[int]]) -> list[tuple[int, int, i
 
 
 def test_a_batch_that_empties_frees_its_rows(model: Any) -> None:
-    states = emptied(pool(model, rows=([2, 4, 9, 12], [4, 6])), items(model, False))
+    states = emptied(pool(model, rows=DEEP), items(model, False))
     addresses = dict.fromkeys((rows, address) for rows, _, address in states)
     sizes = {rows: size for rows, size, _ in states}
     assert [*sizes] == [12, 9, 8, 4, 2]
