@@ -32,7 +32,7 @@ _IN_BOTH = ("score", *(name for name in AVERAGED if name in SAMPLES_SCHEMA.names
 """Columns of the cells that are means of a sample column; `score` only if `is_mean`."""
 _NUMBERS = tuple(column.name for column in CELL_COLUMNS if column.always)
 """Columns that are numbers in every cell that has a score; one context has an infinite interval."""
-MACHINE_FACTS = ("hardware", "cpu_code", "gpu_code")
+_MACHINE_FACTS = ("hardware", "cpu_code", "gpu_code")
 """Fields of the record about what generated the responses: names of GPUs and CPUs, and what computed there."""
 _MEND = "restore it, or run the same command again to rewrite it from the responses"
 
@@ -86,7 +86,7 @@ def differing_machines(baseline: Path, run: Path) -> dict[str, tuple[str, str]]:
         The values of both by fact, comma-separated if there are several; no fact that a run does not record.
     """
     values_by_fact = {
-        fact: tuple(sorted(recorded_names(folder, fact)) for folder in (baseline, run)) for fact in MACHINE_FACTS
+        fact: tuple(sorted(recorded_names(folder, fact)) for folder in (baseline, run)) for fact in _MACHINE_FACTS
     }
     return {
         fact: (", ".join(before), ", ".join(after))

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import TypeAlias
 
 import pytest
 
 from benchmarks import grid, grid_memory, long_context, scale, versions
+
+Refusal: TypeAlias = Callable[[ModuleType, list[str]], str]
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """What a script prints as it refuses arguments with exit status 2."""
+
+    def refused(script: ModuleType, arguments: list[str]) -> str:
+        monkeypatch.setattr(sys, "argv", ["script", *arguments])
+        with pytest.raises(SystemExit, match="2"):
+            script.main()
+        return capsys.readouterr().err
+
+    return refused
 
 
 @pytest.mark.parametrize(
@@ -20,16 +37,9 @@ from benchmarks import grid, grid_memory, long_context, scale, versions
     ],
 )
 def test_wrong_input_is_refused_in_one_line(
-    script: ModuleType,
-    arguments: list[str],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refusal: Refusal, script: ModuleType, arguments: list[str], said: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["script", *arguments])
-    with pytest.raises(SystemExit, match="2"):
-        script.main()
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = refusal(script, arguments).splitlines()
     assert line.startswith(said)
 
 
@@ -42,13 +52,6 @@ def test_wrong_input_is_refused_in_one_line(
     ],
 )
 def test_arguments_out_of_range_are_refused_before_anything_is_measured(
-    script: ModuleType,
-    arguments: list[str],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refusal: Refusal, script: ModuleType, arguments: list[str], said: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["script", *arguments])
-    with pytest.raises(SystemExit, match="2"):
-        script.main()
-    assert f"error: {said}" in capsys.readouterr().err
+    assert f"error: {said}" in refusal(script, arguments)
