@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from os.path import relpath
 from pathlib import Path
@@ -17,6 +17,7 @@ import pandas as pd
 from benchmarks.kernels import OPS
 from kvbench.analysis.speed.figures import draw_bench
 from kvbench.analysis.speed.ratios import bench_tables, summarize
+from kvbench.analysis.speed.timing import SettingTiming
 from kvbench.files import write_whole
 from kvbench.progress import duration
 from kvbench.tables.numbers import NumberFormat, size
@@ -172,13 +173,13 @@ def fastest_of_torch(ways: dict[str, Row]) -> Row | None:
 
 def write_page(results: Results, folder: Path) -> Path:
     """Write the page beside a folder with its figures and `results.json`; return the page's path."""
+    content = {"facts": results.facts, "parts": {name: asdict(part) for name, part in results.parts.items()}}
+    write_whole(folder / "results.json", json.dumps(content, indent=1).encode())
     lines = [*_head(results, folder), *_kernels(results, folder), *_oracles(results)]
     for name in results.parts:
         if name.startswith("grid-"):
             lines += _grid(results, name, folder)
     lines += [*_responses(results), *_missing(results)]
-    content = {"facts": results.facts, "parts": {name: asdict(part) for name, part in results.parts.items()}}
-    write_whole(folder / "results.json", json.dumps(content, indent=1).encode())
     page = folder.with_name(f"{folder.name}.md")
     write_whole(page, ("\n\n".join(lines) + "\n").encode())
     return page
@@ -325,7 +326,8 @@ def _grid(results: Results, name: str, folder: Path) -> Iterator[str]:
     rows = results.rows(name, key="batch_setting")
     if not rows:
         return
-    frame = pd.DataFrame(rows)
+    measurements = {column.name: float for column in fields(SettingTiming) if column.name != "error"}
+    frame = pd.DataFrame(rows).astype(measurements)  # null in every row, where all settings failed
     yield f"## {md(rows[0]['model'])}, random weights, {rows[0]['dtype']}"
     yield (
         "Prompts of random tokens; the first token includes prefill and compression, and peak memory includes the "

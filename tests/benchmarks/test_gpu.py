@@ -101,6 +101,18 @@ def test_the_grid_of_random_weights_becomes_tables_and_figures(tmp_path: Path) -
     assert f"{gpu.COSTLY} beyond context 64" in page
 
 
+def test_a_grid_of_which_nothing_could_be_measured_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("kvbench.analysis.speed.timing.measure", fail)
+    results = Results(FACTS, is_dry=True)
+    results.add("grid-tiny", rows_of(lambda part: gpu.run_grid(part, "tiny")), 1.0, "")
+    page = page_of(results, tmp_path / "gpu")
+    assert "| `full` | `full` | OutOfMemoryError: CUDA out of memory" in page
+    assert "- `snapkv` 0.4 on Llama tiny at context 64: OutOfMemoryError: CUDA out of memory" in page
+
+
 def test_sizes_for_which_no_time_is_left_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "SIZES", ((64, 1), (64, 2), (64, 4)))
 
