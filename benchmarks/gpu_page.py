@@ -157,6 +157,11 @@ class Results:
             if row["complaint"] and row["way"] == "kernel"
         ]
         problems += [
+            f"{code(row['case'])}, {row['part']}, kernel: {md(row['error'])}."
+            for row in self.rows("kernel-", key="part")
+            if row["error"] and row["way"] == "kernel"
+        ]
+        problems += [
             f"{code(row['policy'])} {row['budget']} on {row['model']} at context {row['context']}: {md(row['error'])}."
             for row in self.rows("", key="batch_setting")
             if row["error"]
@@ -244,8 +249,9 @@ def _kernels(results: Results, folder: Path) -> Iterator[str]:
     timed = results.timed
     if not timed:
         return
-    _draw_speedups(results, folder)
-    yield f"![Speed-up of every kernel over the fastest way of torch]({folder.name}/kernels.png)"
+    if any(verdict.speedups for verdict in results.verdicts):
+        _draw_speedups(results, folder)
+        yield f"![Speed-up of every kernel over the fastest way of torch]({folder.name}/kernels.png)"
     yield "## Times of kernels"
     yield (
         "Medians with a cold second-level cache. The bound is the largest of flops, bytes and exponentials over the "

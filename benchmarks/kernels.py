@@ -7,8 +7,8 @@ gradients included: no speed is reported for wrong results. Times are medians of
 cache flushed before each. `roofline` is the largest of flops, bytes and exponentials over the rates of an H100 SXM
 (800 TFLOP/s bfloat16 and 3.35 TB/s; 3.7e12 exp/s): on another GPU give your own with `--flops`, `--bytes` and `--exps`.
 
-Exit status 2 without a GPU, 1 where a kernel disagrees. `benchmarks/gpu.py` runs the same on a CPU, in Triton's
-interpreter, where times mean nothing.
+Exit status 2 without a GPU, 1 where a kernel disagrees or fails. `benchmarks/gpu.py` runs the same on a CPU, in
+Triton's interpreter, where times mean nothing.
 
 An op takes part with a function `(length) -> Iterator[Case]` in `OPS`.
 """
@@ -16,6 +16,7 @@ An op takes part with a function `(length) -> Iterator[Case]` in `OPS`.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import statistics
 import sys
@@ -25,6 +26,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 from unittest import mock
 
 import torch
@@ -38,7 +40,7 @@ from kvbench.engine.attend import attend
 from kvbench.engine.kernels import launch
 from kvbench.engine.layer import RaggedLayer
 from kvbench.engine.segments import NewTokens
-from kvbench.errors import out_of_memory
+from kvbench.errors import first_lines, out_of_memory
 from kvbench.parts import entry_key
 
 AGREE_AT = 257
@@ -340,21 +342,19 @@ def by_varlen(layer: RaggedLayer, query_count: int) -> Run:
     new_rows = torch.arange(len(layer.length) + 1, dtype=torch.int32, device=DEVICE) * query_count
     longest, shape = max(layer.length), (layer.batch, layer.heads, query_count, 4, 128)
 
+    is_causal = query_count > 1  # the new tokens end a segment
+    takes_lengths = "seqused_k" in inspect.signature(varlen_attn).parameters
+
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         by_segment = query.unflatten(1, (layer.heads, 4)).transpose(2, 3).reshape(-1, 4, 128)
-        output = varlen_attn(
-            by_segment,
-            key[:, None],
-            value[:, None],
-            new_rows,
-            rows,
-            query_count,
-            longest,
-            scale=128**-0.5,
-            window_size=(-1, 0) if query_count > 1 else (-1, -1),  # the new tokens end a segment
-            enable_gqa=True,
-            seqused_k=length,
-        )
+        inputs = (by_segment, key[:, None], value[:, None], new_rows, rows, query_count, longest)
+        right = 0 if is_causal else -1
+        if takes_lengths:
+            window = (-1, right)
+            output = varlen_attn(*inputs, scale=128**-0.5, window_size=window, enable_gqa=True, seqused_k=length)
+        else:  # in torch 2.11, only the function that it calls does
+            options = {"scale": 128**-0.5, "window_size_left": -1, "window_size_right": right, "seqused_k": length}
+            output = torch.ops.aten._flash_attention_forward(*inputs, 0.0, is_causal, False, **options)[0]
         assert isinstance(output, Tensor)
         return output.view(shape).transpose(2, 3).flatten(1, 2)
 
@@ -371,7 +371,18 @@ OPS: dict[str, Callable[[int], Iterator[Case]]] = {
 
 
 def disagreement(case: Case, way: Way) -> str:
-    """Return what is wrong with a way to compute a case, or "": outputs and gradients against float64."""
+    """Return what is wrong with a way to compute a case, or "": outputs and gradients against float64, or its error."""
+    try:
+        return _difference(case, way)
+    except Exception as error:  # such as a kernel that does not compile for this GPU
+        return _in_short(error)
+
+
+def _in_short(error: Exception) -> str:
+    return shorten(first_lines(error), 200, placeholder=" ...")
+
+
+def _difference(case: Case, way: Way) -> str:
     has_gradients = case.backward is not None
     inputs = [x.detach().clone().requires_grad_(has_gradients and x.is_floating_point()) for x in case.inputs]
     exact = [x.double().requires_grad_(has_gradients) if x.is_floating_point() else x for x in case.inputs]
@@ -426,7 +437,7 @@ def timed(
 ) -> Iterator[dict[str, object]]:
     """Yield rows for forward and backward of every way: time, peak memory, the best possible time and its share.
 
-    A row of a way that runs out of memory has the reason in `error`. Ways in `wrong` are left out.
+    A row of a way that fails, such as for want of memory, has the reason in `error`. Ways in `wrong` are left out.
     """
     for way in case.ways():
         if way.name in wrong:
@@ -436,10 +447,9 @@ def timed(
             with way.running():
                 measured = _measure(case, way, repeats)
         except Exception as error:
-            if not out_of_memory(error):
-                raise
             torch.cuda.empty_cache()
-            yield from ({"case": case.name, "part": part, "way": way.name, "error": "out of memory"} for part in works)
+            reason = "out of memory" if out_of_memory(error) else _in_short(error)
+            yield from ({"case": case.name, "part": part, "way": way.name, "error": reason} for part in works)
             continue
         for part, (ms, peak_bytes) in measured.items():
             best = max(work / rate for work, rate in zip(works[part], rates, strict=True)) * 1e3
@@ -512,6 +522,7 @@ def main() -> int:
                 for row in timed(case, rates, options.repeats, wrong):
                     print(printed(row))
                     rows.append(row)
+                    has_failed |= row["way"] == "kernel" and bool(row["error"])
     if options.json:
         device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
         options.json.write_text(json.dumps([{**device, **row} for row in rows], indent=1))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +37,13 @@ def rows_of(run: Callable[[gpu.Part], None], seconds: float = 600.0) -> list[Row
 def timed_row(op: str, way: str, ms: float, part: str = "forward", error: str = "") -> Row:
     row = {"op": op, "case": f"{op} T=9", "part": part, "way": way, "error": error}
     return row if error else {**row, "ms": ms, "peak_bytes": 1024, "roofline_ms": 0.1}
+
+
+def _bound(name: str, *inputs: Any, **options: Any) -> dict[str, Any]:
+    """The arguments of a function of torch by their names."""
+    names = [argument.name for argument in torch._C._get_schema(name, "").arguments]
+    assert options.keys() <= set(names[len(inputs) :])
+    return {**dict(zip(names, inputs, strict=False)), **options}
 
 
 def page_of(results: Results, folder: Path) -> str:
@@ -151,8 +160,11 @@ def test_every_way_agrees_and_a_wrong_one_does_not() -> None:
     assert "output is off" in kernels.disagreement(case, wrong)
 
 
+@pytest.mark.parametrize("takes_lengths", [True, False])
 @pytest.mark.parametrize("query_count", [1, 5])
-def test_varlen_attn_is_given_the_segments(query_count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_attn_is_given_the_segments(
+    query_count: int, takes_lengths: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against what its documentation says, as it runs on GPUs alone: causal masks are aligned at the last keys."""
 
     def documented(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, *_: int, **options: Any) -> Any:
@@ -167,7 +179,22 @@ def test_varlen_attn_is_given_the_segments(query_count: int, monkeypatch: pytest
             output[rows] = torch.einsum("gnk,kd->ngd", logits.softmax(-1), value[keys, 0])
         return output
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented)
+    def public(query: Any, *others: Any, scale: float, window_size: Any, enable_gqa: bool, seqused_k: Any) -> Any:
+        assert takes_lengths and enable_gqa
+        return documented(query, *others, scale=scale, window_size=window_size, seqused_k=seqused_k)
+
+    def called(*inputs: Any, **options: Any) -> Any:
+        assert not takes_lengths
+        bound = _bound("aten::_flash_attention_forward", *inputs, **options)
+        assert bound["is_causal"] == (bound["window_size_right"] == 0)
+        window = (bound["window_size_left"], bound["window_size_right"])
+        return documented(*inputs, **options, window_size=window), None
+
+    def old(*_: Any, scale: float, window_size: Any) -> None:
+        pytest.fail("it knows no lengths")
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", public if takes_lengths else old)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", called)
     layer, query = kernels._segments(63, query_count, shares=False)
     assert layer.key is not None and layer.value is not None
     exact = query.double(), layer.key.double(), layer.value.double()
@@ -190,6 +217,50 @@ def test_a_part_that_takes_too_long_or_fails_costs_no_other_part(
     assert gpu.main() == 1
     page = Path(capsys.readouterr().out.splitlines()[-1]).read_text(encoding="utf-8")
     assert "Part `oracles`: exit status 1: boom." in page and "Part `responses`" not in page
+
+
+def test_what_a_part_leaves_of_its_time_goes_to_those_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, budgets = [100.0], list[float]()
+
+    def start_part(name: str, seconds: float, *_: object) -> str:
+        budgets.append(seconds)
+        clock[0] += {"a": 0.0, "b": seconds + gpu.GRACE, "c": 10.0, "d": seconds}[name]
+        return ""
+
+    monkeypatch.setattr(gpu, "PARTS", {"a": 10, "b": 30, "c": 20, "d": 40})
+    monkeypatch.setattr(gpu, "start_part", start_part)
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    gpu.measure(tmp_path, 2.0, is_dry=False)
+    after_b = 120 - 35 - 5  # b took 5 seconds more than it had
+    assert budgets == [10.0, 35.0, (after_b - 10) / 3, after_b - 10 - 5]
+    assert clock[0] <= 100 + 120
+
+
+@pytest.mark.parametrize("cores", [1, 4])
+def test_tests_of_kernels_run_side_by_side_until_the_time_is_up(
+    cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(gpu, "available_cores", lambda: cores)
+    monkeypatch.setattr(gpu, "KERNEL_TESTS", (str(tmp_path),))
+    monkeypatch.setattr(gpu, "DRY_TESTS", "test_it")
+    device = gpu.DEVICE.type
+    (tmp_path / "test_many.py").write_text(f"""
+import os, pytest
+@pytest.mark.parametrize("device", ["{device}"])
+@pytest.mark.parametrize("index", range(40))
+def test_it(index, device):
+    assert os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "{max(1, cores // 2)}"
+    assert index != 7, "seven"
+""")
+    planned, *tests = rows_of(gpu.run_oracles)
+    assert planned == {"planned": 40} and len(tests) == 40
+    (failed,) = (row for row in tests if row["outcome"] == "failed")
+    assert failed["test"].endswith(f"test_it[7-{device}]") and failed["message"].endswith("AssertionError")
+    planned, *tests = rows_of(gpu.run_oracles, seconds=-1.0)
+    assert planned == {"planned": 40} and 1 <= len(tests) <= 2 * cores
 
 
 @pytest.mark.parametrize("minutes", ["-2", "0.5", "nan", "inf"])
@@ -255,6 +326,28 @@ def test_a_kernel_that_does_not_run_is_wrong_and_is_not_timed(monkeypatch: pytes
     left_out = [row["left_out"] for row in rows if "left_out" in row]
     assert left_out == [f"global_select T=63, {way}: RuntimeError: PTX" for way in ("kernel", "torch.sort")]
     assert not any("ms" in row for row in rows)
+
+
+def test_a_kernel_that_fails_when_it_is_timed_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(key: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        if calls.pop():
+            raise RuntimeError("misaligned <address>")
+        return select(key, count)
+
+    case = next(kernels.global_select(63))
+    select, calls = case.run, [True, True, False, False]  # two ways agree first; the last is popped first
+    monkeypatch.setitem(kernels.OPS, "global_select", lambda length: iter([dataclasses.replace(case, run=broken)]))
+    results = Results(FACTS, is_dry=False)
+    results.add("kernel-global_select", rows_of(lambda part: gpu.run_kernel(part, "global_select")), 1.0, "")
+    assert [(row["way"], row["error"]) for row in results.rows("kernel-", key="part")] == [
+        ("kernel", "RuntimeError: misaligned <address>"),
+        ("torch.sort", "RuntimeError: misaligned <address>"),
+        ("torch.topk", ""),
+    ]
+    assert results.problems == ["global_select T=63, forward, kernel: RuntimeError: misaligned &#60;address&#62;."]
+    page = page_of(results, tmp_path / "gpu")
+    assert "kernels.png" not in page, "there is no speed-up to draw"
+    assert "| `global_select` | yes | – | – | – | 0 | 0 | not measured |" in page
 
 
 def test_a_long_error_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
