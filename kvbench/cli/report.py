@@ -97,7 +97,6 @@ def report(
     from kvbench.report.frames import prepare
     from kvbench.report.groups import group_table
     from kvbench.report.headroom import headroom
-    from kvbench.report.overall import group_means
     from kvbench.report.rendering import write_report
     from kvbench.report.sorted_samples import COLUMNS, Samples
     from kvbench.report.terminal import RunTable
@@ -122,7 +121,7 @@ def report(
         policy_name for comma_list in against or [] for policy_name in comma_list.split(",") if policy_name
     ]
     comparisons = [
-        (base_policy, pairs.differences(cells, grouped_samples, base_policy)) for base_policy in base_policies
+        (base_policy, pairs.differences(results.cells, grouped_samples, base_policy)) for base_policy in base_policies
     ]
     prints_tables = not quiet and not as_json
     aim = choosing.Aim.of(within, batch, context)
@@ -187,7 +186,7 @@ def report(
             {
                 "files": [str(written_path) for written_path in written_paths],
                 "cells": rows_of(cells),
-                "means": rows_of(group_means(cells, grouped_samples)),
+                "means": rows_of(results.overall),
                 "against": {base_policy: rows_of(differences) for base_policy, differences in comparisons},
                 "cheapest": choosing.as_records(results, aim),
                 "headroom": rows_of(headroom(results)),

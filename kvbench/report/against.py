@@ -24,7 +24,8 @@ _NUMBERS = ["base_score", "base_informed", "score", "diff", "diff_lo", "diff_hi"
 _READING = """\
 Differences of the mean over tasks at the same budget, paired by question. Brackets are 95% \
 intervals by a bootstrap over contexts, stratified by task. Scores in [0, 1] are shown in points. \
-At every budget the best score is bold and the second best underlined."""
+Scores are over the questions that both policies have. Among the policies beside the base, the best score at \
+every budget is bold and the second best underlined."""
 
 
 def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None, base: str) -> pd.DataFrame:
@@ -41,7 +42,8 @@ def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None, bas
 
     Returns:
         A row per (model, model_revision, group, length, seed, moment, budget, policy) with `tasks`, `higher_is_better`,
-        `informed`, `metric`, `base_score`, `base_informed`, `score`, `diff` (score minus base), `diff_lo`, `diff_hi`.
+        `informed`, `metric`, `base_score`, `base_informed`, `score`, `diff` (score minus base), `diff_lo`, `diff_hi`;
+        all are over the samples that both policies have.
 
     Raises:
         UserError: `base` was not run; the message suggests the closest names.
@@ -62,8 +64,11 @@ def differences(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None, bas
         for mean_row in records(group_means(relabelled_cells, samples)):
             if mean_row["policy"] != "full" and mean_row["status"] == "ok" and pd.notna(mean_row["diff"]):
                 panel_fields = dict(zip(_PANEL, panel_values, strict=True))
-                base_fields = {"base_score": mean_row["full_score"], "base_informed": base_informed}
-                difference_rows.append(panel_fields | mean_row | base_fields)
+                common_scores = {
+                    "base_score": mean_row["full_score"],
+                    "score": mean_row["full_score"] + mean_row["diff"],
+                }
+                difference_rows.append(panel_fields | mean_row | common_scores | {"base_informed": base_informed})
     return pd.DataFrame(difference_rows, columns=[*_PANEL, *_OF_POLICY, *_NUMBERS])
 
 

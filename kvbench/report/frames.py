@@ -19,16 +19,8 @@ from kvbench.tables.text import tokens
 
 _QUESTIONS = ["model", "task", "length", "seed"]
 _PLACE = ["model", "task", "length", "seed", *CONFIG]
-_TELL_APART = [
-    "model_revision",
-    "dtype",
-    "device",
-    "attention",
-    "data_hash",
-    "task_version",
-    "answers",
-    "cell",
-]
+_OF_MODEL = ["model_revision", "dtype", "device", "attention", "answers"]
+_OF_TASK = ["data_hash", "task_version"]
 INFORMED = " (informed)"
 """Mark behind the name of a policy that sees the answer."""
 FIDELITY_NAMES = {
@@ -141,7 +133,7 @@ def prepare(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None = None) 
     """Prepare the frames of one or several runs for a report.
 
     A cell in several runs counts once, with the most samples. Cells with the same model, task and configuration that
-    still differ, such as in dtype, get distinct model names.
+    still differ, such as in dtype, get distinct names of models, or of policies if only the policy's code differs.
 
     Args:
         cells: The frame of `cells.parquet`; for several runs, concatenated.
@@ -153,7 +145,8 @@ def prepare(cells: pd.DataFrame, samples: pd.DataFrame | Samples | None = None) 
     cells = cells.reset_index(drop=True)
     cells["answers"] = cells["versions"].map(answers)
     cells["model_id"] = cells["model"].astype(str)
-    cells["model"] = _model_names(cells)
+    cells["model"] = cells["model_id"]
+    _tell_apart(cells)
     if isinstance(samples, pd.DataFrame):
         samples = Samples(samples)
     overall = group_means(cells, samples)
@@ -305,16 +298,35 @@ def _live(cells: pd.DataFrame) -> pd.Series[bool]:
     return (cells["moment"] == "turns").rename("_live")
 
 
-def _model_names(cells: pd.DataFrame) -> pd.Series[str]:
-    model_names = cells["model"].astype(str)
-    for model_name, model_cells in cells.groupby("model", sort=False):
-        if not model_cells.duplicated(_PLACE).any():
-            continue
-        differing_columns = [column_name for column_name in _TELL_APART if model_cells[column_name].nunique() > 1]
-        label_columns = [column_name for column_name in differing_columns if column_name != "cell"] or differing_columns
-        label_suffix = model_cells[label_columns].astype(str).agg(", ".join, axis=1)
-        model_names.loc[model_cells.index] = str(model_name) + " (" + label_suffix + ")"
-    return model_names
+def _tell_apart(cells: pd.DataFrame) -> None:
+    """Give cells that share a place other names: of the model, or of a policy whose code differs.
+
+    A name gets only what differs within a place. Data and version of a task are added for its own cells alone, so that
+    the other tasks keep their mean.
+    """
+    places = cells[_PLACE].astype(str).agg("\0".join, axis=1)
+    clashing = cells[places.duplicated(keep=False)]
+    if not len(clashing):
+        return
+    differs = clashing[[*_OF_MODEL, *_OF_TASK]].astype(str).groupby(places).nunique() > 1
+    parts: dict[Any, list[str]] = {row: [] for row in cells.index}
+    for column in (*_OF_MODEL, *_OF_TASK):
+        concerned = clashing[places[clashing.index].isin(differs.index[differs[column]])]
+        scope = ["model_id", *(["task"] if column in _OF_TASK else [])]
+        renamed = cells[pd.MultiIndex.from_frame(cells[scope]).isin(pd.MultiIndex.from_frame(concerned[scope]))]
+        for row, value in zip(renamed.index, renamed[column].astype(str), strict=True):
+            parts[row].append(value)
+    alike = clashing[~places[clashing.index].map(differs.any(axis=1))]
+    code = alike["versions"].map(lambda versions: str(recorded(versions).get("policy", "")))
+    is_told = code.groupby(places).transform("nunique") == code.groupby(places).transform("size")
+    told = code.where(is_told, alike["cell"].astype(str))
+    for row, policy, mark in zip(alike.index, alike["policy"], told, strict=True):
+        if policy == "full":
+            parts[row].append(mark)
+        else:
+            cells.loc[row, "policy"] = f"{policy} ({mark})"
+    named = zip(cells["model"], parts.values(), strict=True)
+    cells["model"] = [f"{model} ({', '.join(marks)})" if marks else model for model, marks in named]
 
 
 def with_depth(results: Results) -> pd.DataFrame:

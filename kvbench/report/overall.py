@@ -61,9 +61,9 @@ def group_means(
     Returns:
         A row per (model, group, length, seed, policy, budget, moment) with `status` ("error" if a task of the group
         failed; its numbers are then NaN), `tasks` and `samples` (counts), `discriminative`, `informed`, `metric` ("" if
-        tasks differ), `higher_is_better`, `score`, `score_lo`, `score_hi`, `full_score`, `diff`, `diff_lo`, `diff_hi`,
-        and the mean over tasks of `budget_entries`, `held_entries`, `kv_bytes_live`, `kv_bytes_read`,
-        `kv_bytes_allocated`, `kv_bytes_full` and `kl`.
+        tasks differ), `higher_is_better`, `score`, `score_lo`, `score_hi`, `full_score` (on the samples that both
+        have), `diff`, `diff_lo`, `diff_hi`, and the mean over tasks of `budget_entries`, `held_entries`,
+        `kv_bytes_live`, `kv_bytes_read`, `kv_bytes_allocated`, `kv_bytes_full` and `kl`.
     """
     mean_rows: list[dict[str, Any]] = []
     if isinstance(samples, pd.DataFrame):
@@ -98,6 +98,7 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
     configs = list(group_cells[CONFIG].drop_duplicates().itertuples(index=False, name=None))
     full_index = next((config_index for config_index, config in enumerate(configs) if config[0] == "full"), None)
     score_strata, diff_strata = _Strata(len(configs), draw_count), _Strata(len(configs), draw_count)
+    full_means = np.zeros(len(configs))
     for task_name in mean_tasks:
         task_cells = ok_cells[ok_cells["task"] == task_name]
         if samples is None or not task_cells["is_mean"].all():
@@ -105,6 +106,7 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
             task_bounds = bounds_frame.to_numpy(dtype=np.float64)
             score_strata.add_interval(*task_bounds[:, :3].T)
             diff_strata.add_interval(*task_bounds[:, 3:].T)
+            full_means += task_cells.set_index(CONFIG)["full_score"].reindex(bounds_frame.index).to_numpy(np.float64)
             continue
         cell_by_config = {
             tuple(cell_row[:3]): str(cell_row[3]) for cell_row in task_cells[[*CONFIG, "cell"]].to_numpy()
@@ -119,13 +121,10 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
         score_strata.add(score_values, context_codes, resample, is_bounded, signed=False)
         if full_index is not None:
             # Subtracted before resampling, which pairs a policy with full.
-            diff_strata.add(
-                score_values - score_values[:, [full_index]],
-                context_codes,
-                resample,
-                is_bounded,
-                signed=True,
-            )
+            full_values = score_values[:, [full_index]]
+            diff_strata.add(score_values - full_values, context_codes, resample, is_bounded, signed=True)
+            common = np.isfinite(score_values) & np.isfinite(full_values)
+            full_means += np.where(common, full_values, 0.0).sum(0) / np.where(common.any(0), common.sum(0), np.nan)
     informed_policies = {str(policy) for policy in group_cells.loc[group_cells["informed"], "policy"]}
     mean, lower, upper = score_strata.interval()
     gap_mean, gap_lower, gap_upper = diff_strata.interval() if full_index is not None else (mean * np.nan,) * 3
@@ -139,7 +138,7 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
     mean_rows = []
     for config_index, config in enumerate(configs):
         is_complete = bool(np.isfinite(mean[config_index]))
-        is_full = config_index == full_index and is_complete
+        has_full, is_full = full_index is not None, config_index == full_index and is_complete
         mean_rows.append(
             dict(zip(CONFIG, config, strict=True))
             | {
@@ -153,7 +152,7 @@ def _group_rows(group_cells: pd.DataFrame, samples: Samples | None, seed: int, d
                 "score": mean[config_index],
                 "score_lo": lower[config_index],
                 "score_hi": upper[config_index],
-                "full_score": mean[full_index] if full_index is not None and is_complete else np.nan,
+                "full_score": full_means[config_index] / len(mean_tasks) if has_full and is_complete else np.nan,
                 "diff": 0.0 if is_full else gap_mean[config_index],
                 "diff_lo": 0.0 if is_full else gap_lower[config_index],
                 "diff_hi": 0.0 if is_full else gap_upper[config_index],

@@ -39,6 +39,9 @@ _SHARED = tuple(column.name for column in SAMPLE_COLUMNS if column.shared)
 _METRIC_FACTS = ("metric", "higher_is_better", "is_mean")
 """Columns of cells that depend on the metric, besides its scores."""
 
+_ROUNDING = 1e-9
+"""Largest difference between two computations of the same score."""
+
 _PART = 1 << 13
 """Number of rows decoded at a time when only some are kept."""
 
@@ -79,7 +82,8 @@ def load_frames(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read the result tables of one run or several.
 
-    A cell in several runs is taken from the run with the most samples of it, then with the most responses.
+    A cell in several runs is taken from the run with the most samples of it, then with the most responses; of runs with
+    as many, from the first, with a warning if their scores differ.
 
     Args:
         paths: Folders of runs.
@@ -165,13 +169,26 @@ def _check_columns(table_name: str, names: Iterable[str], schema: pa.Schema) -> 
 
 
 def _fullest(cells: pd.DataFrame, folders: Sequence[Path]) -> pd.DataFrame:
-    """Select each cell once, from the run that has the most of it."""
+    """Select each cell once, from the run that has the most of it, or else from the first."""
     row_counts: dict[tuple[str, int], int] = {}
     for run_index, folder in enumerate(folders):
         cell_counts = _sample_rows(folder, ["cell"])["cell"].value_counts()
         row_counts |= {(str(entry["values"]), run_index): entry["counts"].as_py() for entry in cell_counts}
     cell_rows = [row_counts.get(key, 0) for key in zip(cells["cell"], cells["_run"], strict=True)]
-    ordered_cells = cells.assign(_said=cell_rows).sort_values(["samples", "_said"], ascending=False)
+    ordered_cells = cells.assign(_said=cell_rows).sort_values(["samples", "_said"], ascending=False, kind="stable")
+    alike = ordered_cells[ordered_cells["status"] == "ok"]
+    as_many = ["cell", "samples", "_said"]
+    first_scores = alike.groupby(as_many)["score"].transform("first")
+    if len(others := alike[(alike["score"] - first_scores).abs() > _ROUNDING]):
+        other = others.iloc[0]
+        first = alike[(alike[as_many] == other[as_many]).all(axis=1)].iloc[0]
+        what = f"{first['task']}, {first['policy']}" + f" at {first['budget']}" * (first["policy"] != "full")
+        warnings.warn(
+            f"the runs have different scores for the same cells ({others['cell'].nunique()}), such as {what}: "
+            f"{first['score']:.4g} in {folders[first['_run']]} and {other['score']:.4g} in {folders[other['_run']]}; "
+            "the run that is named first counts, and kvbench compare shows all",
+            stacklevel=1,
+        )
     return cells.loc[sorted(ordered_cells.drop_duplicates("cell").index)]
 
 

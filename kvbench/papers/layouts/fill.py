@@ -131,12 +131,13 @@ class _Filler:
         if slot.value is Value.SCORE:
             return mean_score
         full_score = self._mean(replace(slot, config=slot.config.full), self.measures.score)
-        if slot.value is Value.DIFF:
-            has_both = not math.isnan(mean_score) and not math.isnan(full_score)
-            if not all(self.measures.is_mean(source) for source, _ in slot.weights):
-                return mean_score - full_score
+        if math.isnan(mean_score) or math.isnan(full_score):
+            return math.nan
+        if all(self.measures.is_mean(source) for source, _ in slot.weights):  # then both on their common samples
             paired_scores = self.measures.paired(slot.config, slot.config.full, slot.weights)
-            return paired_scores.gap if has_both else math.nan
+            mean_score, full_score = paired_scores.means
+        if slot.value is Value.DIFF:
+            return mean_score - full_score
         relative_change = mean_score / full_score - 1 if full_score else math.nan
         return -relative_change if slot.value is Value.LOSS else relative_change
 

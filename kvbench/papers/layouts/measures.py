@@ -147,6 +147,13 @@ class Paired:
         differences = [self.first[key] - self.second[key] for key in self.first]
         return math.fsum(differences) if differences else math.nan
 
+    @property
+    def means(self) -> tuple[float, float]:
+        """The two means; NaN without responses."""
+        if not self.first:
+            return math.nan, math.nan
+        return math.fsum(self.first.values()), math.fsum(self.second.values())
+
     def tested(self, draws: int) -> Tested:
         """Test the difference; see `significance.paired_p`."""
         p_value = math.nan

@@ -124,6 +124,8 @@ def _basis(ok_rows: dict[SlotRequest, dict[str, Any]], measures: Measures) -> It
     )
     cell_rows = ok_rows.values()
     basis_parts = [f"{count_text} sample{'s' * (max(sample_counts) != 1)} per task"]
+    if min(sample_counts) < max(sample_counts):
+        basis_parts[0] += " (differences and losses are over common ones)"
     basis_parts.append(_or(tokens(length) for length in sorted({int(cell_row["length"]) for cell_row in cell_rows})))
     moments = [str(cell_row["moment"]) for cell_row in cell_rows if cell_row["policy"] != "full"]
     if any(moments):

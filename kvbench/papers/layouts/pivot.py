@@ -126,7 +126,9 @@ def pivot(measures: Measures, axes: Axes, labels: Mapping[str, str] | None = Non
         has_loss = not any(measures.is_fidelity(source) for source, _ in all_tasks)
         column_heads += [(f"mean of {len(all_tasks)}", "")] + [("loss", "")] * has_loss
     # In the order of the cells.
-    task_pairs = cells[["is_mean", *(dimension for dimension in _TASKS if dimension in cells)]].drop_duplicates()
+    task_pairs = cells[
+        ["is_mean", "discriminative", "policy", "status", *(dimension for dimension in _TASKS if dimension in cells)]
+    ].drop_duplicates()
 
     @functools.cache
     def weights_of(task_items: tuple[tuple[str, Any], ...]) -> Weights:
@@ -157,6 +159,11 @@ def pivot(measures: Measures, axes: Axes, labels: Mapping[str, str] | None = Non
     has_means = cells["task"].nunique() > 1 and (axes.mean or "task" not in axis_dimensions)
     unaveraged = unaveraged_tasks(cells) if has_means else []
     layout_notes = [f"Means leave out {listed(unaveraged)}, whose score is not a mean over samples."] * bool(unaveraged)
+    averaged = {source.task for source, _ in all_tasks}
+    at_chance = [task for task in _at_chance(cells) if task not in averaged] if has_means else []
+    layout_notes += [f"Means leave out {listed(at_chance)}: the full cache is not above chance there."] * bool(
+        at_chance
+    )
     return Layout(table_title, lead_columns, tuple(column_heads), tuple(layout_rows), tuple(layout_notes), shown_labels)
 
 
@@ -247,7 +254,8 @@ def _config(fixed_values: Mapping[str, Any], place: Place) -> Config:
 def _tasks(cells: pd.DataFrame, place: Place) -> Weights:
     """Return the tasks for some dimension values, with equal weights.
 
-    A mean leaves out tasks whose own score is not a mean over samples.
+    A mean leaves out tasks whose own score is not a mean over samples, and, unless there is no other, tasks on which no
+    full cache is above chance.
     """
     place_cells = cells
     for dimension in _TASKS:
@@ -257,7 +265,16 @@ def _tasks(cells: pd.DataFrame, place: Place) -> Weights:
     if len(task_names) > 1:
         unaveraged = unaveraged_tasks(place_cells)
         task_names = [task_name for task_name in task_names if task_name not in unaveraged]
+        at_chance = _at_chance(place_cells)
+        task_names = [task_name for task_name in task_names if task_name not in at_chance] or task_names
     return tuple((ScoreSource(task_name), 1 / len(task_names)) for task_name in task_names)
+
+
+def _at_chance(cells: pd.DataFrame) -> list[str]:
+    """Return tasks on which the full cache is above chance for no model, length and seed."""
+    full_cells = cells[(cells["policy"] == "full") & (cells["status"] == "ok")]
+    is_above = full_cells.groupby("task", sort=False)["discriminative"].any()
+    return [str(task) for task in is_above.index[~is_above]]
 
 
 def _head(place: Place, measures: Measures, labels: Mapping[str, Phrase]) -> tuple[Phrase, str]:

@@ -38,6 +38,19 @@ def test_over_tasks_the_differences_of_the_tasks_are_averaged() -> None:
     assert both == pytest.approx(sum(apart) / 2)
 
 
+@pytest.mark.parametrize("shorter", ["snapkv", "criticalkv"])
+def test_all_numbers_of_a_row_are_over_the_questions_that_both_have(shorter: str) -> None:
+    cells, samples = make_run(("snapkv", "criticalkv"), budgets=("0.2",), tasks=("vt",))
+    part = samples[(samples["policy"] != shorter) | (samples["doc_id"] < 20)]
+    (row,) = differences(cells, part, "snapkv").itertuples()
+    by = part[part["doc_id"] < 20].pivot(index="doc_id", columns="policy", values="score")
+    assert row.base_score == pytest.approx(by["snapkv"].mean())
+    assert row.score == pytest.approx(by["criticalkv"].mean())
+    assert row.diff == pytest.approx(by["criticalkv"].mean() - by["snapkv"].mean())
+    longer = part[part["policy"] != shorter].groupby("policy")["score"].mean()
+    assert longer.drop("full").item() not in (pytest.approx(row.base_score), pytest.approx(row.score))
+
+
 def test_it_is_shown_and_written(tmp_path: Path) -> None:
     cells, samples = make_run(("snapkv", "criticalkv"), budgets=("0.2",))
     found = differences(cells, samples, "snapkv")

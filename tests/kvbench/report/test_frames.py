@@ -110,3 +110,43 @@ def test_scores_that_are_no_means_are_named_in_a_remark(run_frames, tmp_path):
     assert "The score of `cwe` is not a mean over samples" in summary.read_text()
     assert {path.name for path in files if path.name.startswith("depth")} == {"depth-vt.png", "depth-vt.svg"}
     assert "not a mean over samples" not in render(*frames, tmp_path)[0].read_text()
+
+
+def altered(frames, **columns):
+    """The run with other values, and so other cells."""
+    cells, samples = frames
+    return cells.assign(cell="2" + cells["cell"], **columns), samples.assign(cell="2" + samples["cell"])
+
+
+def test_runs_that_differ_in_what_a_model_ran_with_are_models_with_a_mean_each(run_frames):
+    run = run_frames(["snapkv"], ("0.2",), ["vt", "cwe"], samples=10)
+    run[0]["data_hash"] = run[0]["task"] + " data"
+    both = together(run, altered(run, dtype="bfloat16"))
+    results = prepare(*both)
+    assert set(results.cells["model"]) == {"reference (float32)", "reference (bfloat16)"}
+    means = results.overall.set_index(["model", "policy"])
+    assert (means["tasks"] == 2).all() and len(means) == 4
+    assert set(results.cells["model_id"]) == {"reference"}
+    assert set(both[0]["model"]) == {"reference"}, "the frame that was given is not changed"
+
+
+def test_other_data_of_a_task_names_that_task_alone(run_frames):
+    run = run_frames(["snapkv"], ("0.2",), ["vt", "cwe"], samples=10)
+    other = altered(run_frames(["snapkv"], ("0.2",), ["vt"], samples=10), data_hash="other")
+    cells = prepare(*together(run, other)).cells
+    names = {task: set(rows["model"]) for task, rows in cells.groupby("task")}
+    assert names == {"cwe": {"reference"}, "vt": {f"reference ({'ab' * 8})", "reference (other)"}}
+
+
+def test_two_versions_of_a_policy_are_two_policies_beside_the_others(run_frames):
+    run = run_frames(["./mine.py:mine", "snapkv"], ("0.2",), ["vt", "cwe"], samples=10)
+    run[0]["versions"] = json.dumps({"policy": "a1"})
+    edited = run[0]["policy"] == "./mine.py:mine"
+    mine = run[0][edited], run[1][run[1]["policy"] == "./mine.py:mine"]
+    results = prepare(*together(run, altered(mine, versions=json.dumps({"policy": "b2"}))))
+    assert results.policies == ["./mine.py:mine (a1)", "snapkv", "./mine.py:mine (b2)"]
+    assert set(results.overall["model"]) == {"reference"}
+    assert results.overall["diff"].notna().all()
+    unknown = prepare(*together(run, altered(mine)))
+    cells = unknown.cells[unknown.cells["policy"].str.startswith("./mine")]
+    assert (cells["policy"] == "./mine.py:mine (" + cells["cell"] + ")").all()

@@ -115,6 +115,7 @@ def test_pairs_are_the_questions_that_both_answered(run_frames):
     got = row_of(group_means(cells, part), "snapkv", "0.2")
     by = part[part["doc_id"] < 20].pivot(index="doc_id", columns="policy", values="score")
     assert got["diff"] == pytest.approx((by["snapkv"] - by["full"]).mean())
+    assert got["full_score"] == pytest.approx(by["full"].mean()) != row_of(group_means(cells, part), "full")["score"]
 
 
 def test_a_score_that_is_no_mean_is_in_no_mean_and_keeps_its_interval_alone(run_frames):

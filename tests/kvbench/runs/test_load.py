@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,27 @@ def test_runs_are_joined_and_a_shared_cell_comes_from_the_longer_one(tmp_path: P
     assert cells["cell"].tolist() == ["c", "other"]
     assert cells["samples"].tolist() == [5, 1]
     assert samples["cell"].tolist() == ["c"] * 5 + ["other"]
+
+
+def test_runs_that_differ_in_the_score_of_a_shared_cell_are_named(tmp_path: Path) -> None:
+    scores = {"first": 0.75, "second": 0.25, "rounded": 0.75 + 1e-12, "longer": 0.25}
+    for name, score in scores.items():
+        cells, samples = make_frames(samples=3 if name == "longer" else 2)
+        with RunStore(tmp_path / name) as store:
+            store.write(cells.assign(score=score, status="ok", task="vt", policy="snapkv", budget="0.2"), samples)
+    first, second, rounded, longer = (tmp_path / name for name in scores)
+    with pytest.warns(UserWarning, match="for the same cells \\(1\\)") as warned:
+        cells, _ = load_frames([first, second])
+    assert list(cells["score"]) == [0.75]
+    message = str(warned[0].message)
+    assert f"such as vt, snapkv at 0.2: 0.75 in {first} and 0.25 in {second};" in message
+    with pytest.warns(UserWarning, match="the same cells"):
+        cells, _ = load_frames([second, first])
+    assert list(cells["score"]) == [0.25]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_frames([first, rounded])
+        load_frames([first, longer])
 
 
 def test_a_shared_cell_comes_from_the_run_with_more_repeats(tmp_path: Path) -> None:

@@ -212,3 +212,42 @@ def test_a_score_that_is_no_mean_has_a_difference_and_no_mark() -> None:
         cell = fill(pivot(measures, Axes(("policy",), ("task",), value)), measures, "full").rows[1].cells[1]
         assert isinstance(cell, Graded)
         assert cell.value == pytest.approx(want) and not cell.better
+
+
+def test_means_leave_out_tasks_on_which_full_is_not_above_chance_and_say_so() -> None:
+    run = make_run(["snapkv"], ["0.2"], tasks=("vt", "cwe", "qa_1"), samples=10)  # qa_1 has a chance level of 0.99
+    cells, measures = run[0], measures_of(run)
+    want = cells[(cells["policy"] == "snapkv") & (cells["task"] != "qa_1")]["score"].mean()
+    for axes, column in ((Axes(("policy",), ("budget",)), 1), (Axes(("policy", "budget"), ("task",), mean=True), 5)):
+        table = fill(pivot(measures, axes), measures)
+        cell = table.rows[1].cells[column]
+        assert isinstance(cell, Graded) and cell.value == pytest.approx(want)
+        assert "Means leave out qa_1: the full cache is not above chance there." in markdown(table)
+    assert (
+        fill(pivot(measures, Axes(("policy", "budget"), ("task",), mean=True)), measures).columns[5].title
+        == "mean of 2"
+    )
+    none = measures_of(make_run(["snapkv"], ["0.2"], ("vt", "cwe"), samples=10, chance=0.999))
+    table = fill(pivot(none, Axes(("policy",), ("budget",))), none)
+    assert isinstance(table.rows[1].cells[1], Graded) and "Means leave out" not in markdown(table)
+    assert "not above chance on vt, cwe: differences there are meaningless" in markdown(table)
+
+
+def test_changes_are_over_the_samples_that_both_have() -> None:
+    cells, samples = make_run(["snapkv"], ["0.2"], ["vt"], samples=40, full_level=0.8)
+    part = samples[(samples["policy"] == "full") | (samples["doc_id"] < 10)]
+    by = part[part["doc_id"] < 10].pivot(index="doc_id", columns="policy", values="score").mean()
+    scores = part.groupby("policy")["score"].mean()
+    counts = part.groupby("policy").size()
+    cells = cells.assign(score=cells["policy"].map(scores), samples=cells["policy"].map(counts))
+    assert by["full"] != scores["full"]
+    measures = measures_of((cells, part))
+    for value, want in (
+        (Value.DIFF, by["snapkv"] - by["full"]),
+        (Value.RELATIVE, by["snapkv"] / by["full"] - 1),
+        (Value.LOSS, 1 - by["snapkv"] / by["full"]),
+    ):
+        table = fill(pivot(measures, Axes(("policy",), ("task",), value)), measures)
+        cell = table.rows[1].cells[1]
+        assert isinstance(cell, Graded) and cell.value == pytest.approx(want)
+    assert "10 to 40 samples per task (differences and losses are over common ones)" in markdown(table)
