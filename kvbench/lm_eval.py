@@ -7,6 +7,7 @@ lm-eval's `hf`: prompts, tokens, truncation and stop strings are lm-eval's, as t
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import model_registry
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import handle_stop_sequences, postprocess_generated_text
 
 from kvbench.budget import Budget
 from kvbench.engine.cache import RaggedCache
@@ -27,7 +28,8 @@ from kvbench.engine.loading import load_model, load_tokenizer, pick_device, pick
 from kvbench.engine.measure import MeasuredText, feed_texts, log_probabilities
 from kvbench.engine.prefix import Compression, Prefix
 from kvbench.engine.pruning import prunes
-from kvbench.errors import UserError
+from kvbench.errors import UserError, nearest
+from kvbench.harness.named_tasks.generation import generation_settings
 from kvbench.harness.named_tasks.prompts import common_length, longest_passage
 from kvbench.moments import Moment
 from kvbench.runs.values import attention, choice
@@ -48,7 +50,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
     Args:
         pretrained: A model as `--model` of `kvbench run` takes it.
         policy: A policy, in one spelling.
-        budget: Budget of every (layer, head).
+        budget: Budget of every (layer, head); may be left out if the policy evicts nothing.
         moment: `question`: compress after the whole prompt but its last token; `context`: compress before the question.
         context: For moment `context`, what the context is. `document`: up to the end of the longest field of the
             document that stands in the prompt and has text behind it. `fewshot`: what all prompts of a task begin
@@ -61,14 +63,14 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         options: Other options of lm-eval's `hf`, such as `max_length` or `add_bos_token`.
 
     Raises:
-        UserError: A value is unknown, or the policy does not run here.
+        UserError: A value or an option is unknown, the budget is missing, or the policy does not run here.
     """
 
     def __init__(
         self,
         pretrained: str = "reference",
         policy: str = "full",
-        budget: float | str = "full",
+        budget: float | str | None = None,
         moment: str = "question",
         context: str = "document",
         seed: int = 0,
@@ -78,12 +80,18 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         attn: str = "auto",
         **options: Any,
     ) -> None:
+        known = [*inspect.signature(KVBenchLM.__init__).parameters, *inspect.signature(HFLM.__init__).parameters]
+        for option in options.keys() - set(known):
+            raise UserError(f"model kvbench has no argument {option!r}{nearest(option, known)}")
         choice("moment", MOMENTS)(moment)
         choice("context", CONTEXTS)(context)
         when: Moment = "context" if moment == "context" else "question"
-        self.compression = Compression(build_policy(policy), Budget.parse(str(budget)), when, int(seed))
-        if prunes(self.compression.policy):
+        built_policy = build_policy(policy)
+        if prunes(built_policy):
             raise UserError(f"{policy} prunes images, which lm-eval's text tasks do not have; use another policy")
+        if budget is None and built_policy.evicts:
+            raise UserError(f"policy={policy} needs a budget, such as budget=0.2; budget=full evicts nothing")
+        self.compression = Compression(built_policy, Budget.parse(str(budget or "full")), when, int(seed))
         torch_device = pick_device(device or "auto")
         torch_dtype = pick_dtype(dtype, torch_device)
         model = load_model(pretrained, revision, torch_device, torch_dtype, attn=attention(attn))
@@ -249,11 +257,11 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         eos_text = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         caches, questions, responses, stop_strings = [], [], [], []
         for request in requests:
-            settings = normalize_gen_kwargs(request.args[1], self.max_gen_toks)
+            settings = generation_settings(request.args[1], request.task_name, self.max_gen_toks)
             if settings.get("do_sample"):
                 raise UserError(f"{request.task_name} samples its answers, and model kvbench answers greedily")
-            until = handle_stop_sequences(settings.pop("until", None), eos=eos_text)
-            limit = settings.pop("max_gen_toks")
+            until = handle_stop_sequences(settings["until"], eos=eos_text)
+            limit = settings["max_gen_toks"]
             encoded, _ = self.tok_batch_encode(
                 [request.args[0]], left_truncate_len=self.max_length - limit, truncation=self.truncation
             )

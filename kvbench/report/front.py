@@ -45,13 +45,14 @@ def with_axis(memory: MemoryMetric, x_axis: str | None) -> MemoryMetric:
 def front(cost: npt.ArrayLike, value: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     """Return which points are Pareto-optimal: no other is cheaper and as good, or better and as cheap.
 
-    Of points that tie in both, all are optimal; a point with a NaN is never optimal. Runs in O(n log n).
+    Of points that tie in both, all are optimal; a point with a NaN is never optimal. Numbers that differ from the 13th
+    digit on tie, as means of the same numbers do. Runs in O(n log n).
 
     Args:
         cost: `[n]`, lower is better.
         value: `[n]`, higher is better.
     """
-    costs, values = np.asarray(cost, dtype=np.float64), np.asarray(value, dtype=np.float64)
+    costs, values = _to_twelve_digits(cost), _to_twelve_digits(value)
     is_optimal = np.zeros(len(costs), dtype=np.bool_)
     valid_indices = np.flatnonzero(~(np.isnan(costs) | np.isnan(values)))
     sorted_indices = valid_indices[np.lexsort((-values[valid_indices], costs[valid_indices]))]
@@ -62,6 +63,10 @@ def front(cost: npt.ArrayLike, value: npt.ArrayLike) -> npt.NDArray[np.bool_]:
             is_optimal[point_index] = True
             last_optimal = point_index
     return is_optimal
+
+
+def _to_twelve_digits(numbers: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    return np.array([float(f"{entry:.12g}") for entry in np.asarray(numbers, dtype=np.float64)])
 
 
 def front_of(points: pd.DataFrame, memory: MemoryMetric = HELD) -> npt.NDArray[np.intp]:

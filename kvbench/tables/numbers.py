@@ -13,6 +13,8 @@ _FIXED = {"points": (100, ""), "rating": (10, ""), "percent": (100, "%")}
 """Scale and unit of the formats that show a number in [0, 1] on another scale."""
 LEAST_P = 0.001
 """p-values below this are shown as smaller than it."""
+_ROUNDING = 1e-12
+"""Relative error of a mean that does not change how it is rounded."""
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -53,7 +55,7 @@ def number(value: float, kind: NumberFormat, *, signed: bool = False, digits: in
         ascii_text = _bare(value, kind)
     else:
         scale, unit = _FIXED.get(kind, (1, ""))
-        ascii_text = f"{scale * value:.{digits}f}{unit}"
+        ascii_text = f"{_fixed(scale * value, digits)}{unit}"
     unsigned_text = ascii_text.lstrip("-")
     if ascii_text.startswith("-") and unsigned_text.strip("0.%×"):
         return MINUS + unsigned_text
@@ -89,22 +91,27 @@ def _bare(value: float, kind: NumberFormat) -> str:
         return "∞" if value > 0 else "-∞"
     match kind:
         case NumberFormat.POINTS:
-            return f"{100 * value:.1f}"
+            return _fixed(100 * value, 1)
         case NumberFormat.RATING:
-            return f"{10 * value:.2f}"
+            return _fixed(10 * value, 2)
         case NumberFormat.PERCENT:
             # From 99.95%, the text is 100%; `verdict.cheapest` does not count that as a saving either.
-            return f"{100 * value:.0f}%" if abs(value) >= 0.9995 else f"{100 * value:.1f}%"
+            return f"{_fixed(100 * value, 0 if abs(value) >= 0.9995 else 1)}%"
         case NumberFormat.BYTES:
             return _size(value)
         case NumberFormat.COUNT:
-            return f"{value:.1f}".removesuffix(".0")
+            return _fixed(value, 1).removesuffix(".0")
         case NumberFormat.TIMES:
-            return f"{value:.2f}×"
+            return f"{_fixed(value, 2)}×"
         case NumberFormat.P_VALUE:
             return f"<{LEAST_P:g}" if value < LEAST_P else f"{value:.2g}"
         case _:
             return _four_digits(value)
+
+
+def _fixed(value: float, digits: int) -> str:
+    """Format with decimals; ties go away from zero, also where the last bits of a mean put it just below one."""
+    return f"{value * (1 + _ROUNDING):.{digits}f}"
 
 
 def _four_digits(value: float) -> str:

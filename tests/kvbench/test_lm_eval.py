@@ -71,10 +71,10 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluate(tasks: Path, model: Any, *names: str) -> Any:
+def evaluate(tasks: Path, model: Any, *names: str, **options: Any) -> Any:
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     return simple_evaluate(
-        model=model, tasks=[*names], task_manager=manager, bootstrap_iters=0, log_samples=True, limit=4
+        model=model, tasks=[*names], task_manager=manager, bootstrap_iters=0, log_samples=True, limit=4, **options
     )
 
 
@@ -171,6 +171,9 @@ def test_prompts_that_share_their_examples_are_prefilled_once(tasks: Path) -> No
         ({"policy": "divprune"}, "prunes images"),
         ({"budget": 1.5}, "budget"),
         ({"attn": "eagr"}, "unknown attn 'eagr'; did you mean eager"),
+        ({"policy": "snapkv", "buget": 0.5}, "no argument 'buget'; did you mean budget"),
+        ({"max_lenght": 512}, "no argument 'max_lenght'; did you mean max_length"),
+        ({"policy": "snapkv"}, "policy=snapkv needs a budget"),
     ],
 )
 def test_bad_settings_are_refused_before_a_model_is_loaded(settings: dict[str, Any], says: str) -> None:
@@ -183,6 +186,12 @@ def test_what_has_no_context_is_refused_in_one_line(tasks: Path) -> None:
     assert chosen_attention(model.model) == "eager"
     with pytest.raises(UserError, match=r"my_rolling measures whole texts .*use policy=full"):
         evaluate(tasks, model, "my_rolling")
+
+
+def test_settings_that_nothing_follows_are_refused(tasks: Path) -> None:
+    model = KVBenchLM("reference", device="cpu", policy="snapkv", budget=0.5)
+    with pytest.raises(UserError, match=r"my_text: generation_kwargs: num_beams=3 is not followed; there are until"):
+        evaluate(tasks, model, "my_text", gen_kwargs="num_beams=3")
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
-from lm_eval.models.utils import normalize_gen_kwargs
 
 from kvbench.benchmark import Benchmark, Marks
 from kvbench.data.spool import Spool
@@ -32,6 +31,7 @@ from kvbench.harness import rows as data
 from kvbench.harness.lm_eval import quiet
 from kvbench.harness.named_tasks.benchmarks import HARNESS, NamedBenchmark
 from kvbench.harness.named_tasks.building import GENERATE, configure, load_task, seeded
+from kvbench.harness.named_tasks.generation import generation_settings
 from kvbench.harness.named_tasks.prompts import DOCUMENT, FEWSHOT, PromptBuilder, Rendered, context_ends
 from kvbench.harness.protocol import (
     NO_FILTER,
@@ -379,10 +379,10 @@ def _request(
         return replace(shared, continuations=continuations)
     if kind == _ROLLING:
         return shared
-    settings = normalize_gen_kwargs(arguments[1])
+    settings = generation_settings(arguments[1], task_name)
     return replace(
         shared,
-        until=tuple(settings.get("until") or ()),
+        until=tuple(settings["until"]),
         max_new_tokens=settings["max_gen_toks"],
         sampling=from_yaml(settings, task_name),
         repeats=int(built.config.repeats or 1),

@@ -38,6 +38,9 @@ function clearFilters() {
 
 const DASH = "–";
 
+// Ties go away from zero, also where the last bits of a mean put it just below one.
+const fixed = (value, digits) => (value * (1 + 1e-12)).toFixed(digits);
+
 function signed(text, sign) {
   if (!/[1-9∞]/.test(text)) return text.replace("-", "");
   return text.startsWith("-") ? `−${text.slice(1)}` : (sign ? "+" : "") + text;
@@ -45,7 +48,7 @@ function signed(text, sign) {
 
 function score(value, unit, sign = false) {
   if (value === null || value === undefined) return DASH;
-  return signed(unit ? (100 * value).toFixed(1) : String(+value.toPrecision(4)), sign);
+  return signed(unit ? fixed(100 * value, 1) : String(+value.toPrecision(4)), sign);
 }
 
 function interval(low, high, unit, sign = false) {
@@ -55,7 +58,7 @@ function interval(low, high, unit, sign = false) {
 
 function percent(share) {
   if (share === null || share === undefined) return DASH;
-  return `${(100 * share).toFixed(share >= 0.9995 ? 0 : 1)}%`;
+  return `${fixed(100 * share, share >= 0.9995 ? 0 : 1)}%`;
 }
 
 function bytes(value) {
