@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from kvbench.budget import Budget
 from kvbench.engine.integrity import Weights
 from kvbench.engine.models import model_info
-from kvbench.engine.session import entries_read, kept
+from kvbench.engine.session import attach, entries_read, kept
 from kvbench.errors import BudgetRefused, UserError, message_of
 from kvbench.plugin import Part, Policy
 from kvbench.probes import Failed, ReaderProbe, ScoreProbe
@@ -36,6 +36,8 @@ _TOKENS = 61
 _LENGTHS = (_TOKENS, 40, 17)
 _FOLLOWING = 7
 """Tokens of question and answer together."""
+_PROMPT, _DECODED_BUDGET, _BUFFER = 33, 12, 4
+"""Tokens and budget of the check while decoding, and entries beyond the budget after which a head evicts."""
 _BUDGETS: tuple[str, ...] = ("1", "0.2", "13", "0.73", str(_TOKENS))
 
 
@@ -127,6 +129,7 @@ def run_checks(policy_spec: str) -> list[CheckResult]:
         ("rows do not depend on their batch", _batch),
         ("deterministic", _deterministic),
         ("bfloat16", _bfloat16),
+        ("eviction while decoding", _decoding),
     ]
     for check_name, check in checks:
         try:
@@ -327,6 +330,28 @@ def _bfloat16(candidate: Policy) -> str:
 @functools.cache
 def _in_bfloat16(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).to(torch.bfloat16)
+
+
+@torch.no_grad()
+def _decoding(candidate: Policy) -> str:
+    if candidate.is_informed:
+        return "none: the policy sees the answer"
+    evicts = candidate.evicts and candidate.has_budget and candidate.read is None
+    for model_name, model in _models().items():
+        standing_in = candidate.stand_in(model_info(model), Path(_folder().name))
+        soon_full = replace(standing_in, base=None, buffer=_BUFFER)
+        with suppress(BudgetRefused), attach(model, soon_full, _DECODED_BUDGET, moment="decode") as cache:
+            logits = model(input_ids=_tokens(2, _PROMPT), past_key_values=cache).logits
+            for _ in range(3 * _BUFFER):
+                logits = model(input_ids=logits[:, -1:].argmax(-1), past_key_values=cache).logits
+            if not bool(logits.isfinite().all()):
+                raise Failed(f"{model_name}: logits are not finite")
+            info, most_per_head = model_info(model), _DECODED_BUDGET + _BUFFER
+            for row in range(2) if evicts else ():
+                held, most = cache.live_entries(row), info.layers * info.kv_heads * most_per_head
+                if held > most:
+                    raise Failed(f"{model_name}: {held} entries are held; budget and buffer allow {most}")
+    return f"budget {_DECODED_BUDGET}, {_PROMPT} tokens and {3 * _BUFFER} more"
 
 
 # --- parameters -----------------------------------------------------------------------------------

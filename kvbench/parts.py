@@ -7,6 +7,7 @@ import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -208,8 +209,7 @@ class FunctionScore(Score):
 
     def parameter_types(self) -> dict[str, Any]:
         """Return types from the annotations, or from the defaults where there are none."""
-        type_hints = typing.get_type_hints(self.function)
-        return {keyword: type_hints.get(keyword, type(default)) for keyword, default in self.keywords}
+        return {keyword: _type_hint(self.function, keyword, type(default)) for keyword, default in self.keywords}
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with changed keyword parameters."""
@@ -218,6 +218,17 @@ class FunctionScore(Score):
     def score(self, v: View) -> Scores | Tensor:
         """Call the function."""
         return self.function(v, **self.parameters())
+
+
+def _type_hint(function: Callable[..., Any], keyword: str, default: Any) -> Any:
+    """Return the annotation of a parameter; the default if there is none, or its name exists for type checkers only."""
+    if keyword not in function.__annotations__:
+        return default
+    alone = SimpleNamespace(__annotations__={keyword: function.__annotations__[keyword]})
+    try:
+        return typing.get_type_hints(alone, function.__globals__)[keyword]
+    except NameError:
+        return default
 
 
 # --- exact integer budgets ------------------------------------------------------------------------

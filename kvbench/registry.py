@@ -7,6 +7,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import json
 import os
 import sys
 import traceback
@@ -69,10 +70,26 @@ def get(entry_group: str, entry_name: str) -> Any:
 def origin(entry_group: str, entry_name: str) -> str:
     """Return the package that registers a name, such as `package==1.0`.
 
+    The code of a package that is installed with `pip install -e` can change under the same version, so the digest of
+    the file follows; see `file_digest`. kvbench itself raises the versions of its parts instead.
+
     Raises:
         UserError: The name is unknown, or two packages register it.
     """
-    return _package(_entry(entry_group, entry_name))
+    entry_point = _entry(entry_group, entry_name)
+    file_path = _editable_file(entry_point)
+    return _package(entry_point) + (f" {file_digest(file_path)}" if file_path else "")
+
+
+def _editable_file(entry_point: EntryPoint) -> str:
+    """Return the file of an entry point whose package is installed with `pip install -e`; "" for any other."""
+    package = entry_point.dist
+    if package is None or package.name == "kvbench":
+        return ""
+    if not json.loads(package.read_text("direct_url.json") or "{}").get("dir_info", {}).get("editable"):
+        return ""
+    spec = importlib.util.find_spec(entry_point.module)
+    return spec.origin or "" if spec else ""
 
 
 def _entry(entry_group: str, entry_name: str) -> EntryPoint:

@@ -89,6 +89,9 @@ def as_policy(plugin: object, policy_name: str) -> Policy:
         UserError: The object is none of these.
     """
     if isinstance(plugin, type) and issubclass(plugin, Score):
+        missing = [field.name for field in dataclasses.fields(plugin) if field.init and not _has_default(field)]
+        if missing:
+            raise UserError(f"parameter {missing[0]} of {plugin.__name__} needs a default")
         plugin = plugin()
     elif inspect.isfunction(plugin):
         plugin = FunctionScore.of(plugin)
@@ -103,6 +106,10 @@ def as_policy(plugin: object, policy_name: str) -> Policy:
     if ".py:" in policy_name or plugin.name not in registry.names(registry.POLICIES):
         plugin = dataclasses.replace(plugin, name=policy_name)
     return dataclasses.replace(plugin, base=plugin)
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
 def part(part_kind: str, part_name: str) -> Part:

@@ -35,7 +35,7 @@ def failed(results: dict[str, CheckResult]) -> set[str]:
 def test_built_in_policies_pass(spec: str) -> None:
     results = run_checks(spec)
     assert [r for r in results if not r.ok] == []
-    assert len(results) == 9
+    assert len(results) == 10
 
 
 def test_what_cannot_be_loaded_is_the_users_to_mend() -> None:
@@ -57,6 +57,22 @@ def test_a_policy_of_ones_own_parts_without_names(tmp_path: Path) -> None:
     assert all(result.ok for result in check(tmp_path, body, "OWN").values())
 
 
+def test_annotations_for_type_checkers_alone(tmp_path: Path) -> None:
+    (tmp_path / "typed.py").write_text(
+        "from __future__ import annotations\n"
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from kvbench.plugin import View\n    from torch import Tensor\n"
+        "def mine(v: View, power: float = 1) -> Tensor:\n    return v.key.float().norm(dim=-1) ** power\n"
+    )
+    assert all(result.ok for result in run_checks(f"{tmp_path}/typed.py:mine:power=0.5"))
+
+
+def test_a_parameter_without_a_default(tmp_path: Path) -> None:
+    body = "@dataclass(frozen=True)\nclass Mine(Score):\n    power: float\n"
+    with pytest.raises(UserError, match="parameter power of Mine needs a default"):
+        check(tmp_path, body, "Mine")
+
+
 def test_a_policy_that_gives_up(tmp_path: Path) -> None:
     results = check(tmp_path, "def mine(v):\n    raise SystemExit(7)\n", "mine")
     assert "SystemExit" in results["exactly N entries"].detail
@@ -68,6 +84,35 @@ def test_a_score_that_is_not_finite(tmp_path: Path) -> None:
     detail = results["scores are finite, inputs unmodified"].detail
     assert "of layer 0 are not finite" in detail
     assert "Llama, G=2" in detail
+
+
+def test_what_fails_only_while_decoding(tmp_path: Path) -> None:
+    stepping = check(
+        tmp_path,
+        "@dataclass(frozen=True)\n"
+        "class Mine(Score):\n"
+        "    extras = {'norm': torch.float32}\n"
+        "    def score(self, v):\n"
+        "        v.extras['norm'] = v.key.float().norm(dim=-1)\n"
+        "        return v.extras['norm']\n"
+        "    def step(self, v):\n        raise KeyError('mean')\n",
+        "Mine",
+    )
+    assert failed(stepping) == {"eviction while decoding"}
+    assert "KeyError: 'mean' (" in stepping["eviction while decoding"].detail
+    merging = check(
+        tmp_path,
+        "from kvbench.plugin import Merger\n"
+        "class Nans(Merger):\n"
+        "    def merge(self, v, keep, state):\n        return v.key, v.value * torch.nan\n"
+        "@dataclass(frozen=True)\n"
+        "class Norm(Score):\n"
+        "    def score(self, v):\n        return v.key.float().norm(dim=-1)\n"
+        "OWN = Policy('own', Norm(), Uniform(), TopK(), merge=Nans())\n",
+        "OWN",
+    )
+    assert failed(merging) == {"eviction while decoding"}
+    assert "not finite" in merging["eviction while decoding"].detail
 
 
 def test_a_score_that_changes_its_input(tmp_path: Path) -> None:

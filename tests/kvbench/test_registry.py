@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -62,6 +63,21 @@ def test_a_third_partys_name_is_found_and_loaded(install: Installer) -> None:
     assert "their_policy" in registry.names(registry.POLICIES)
     assert registry.get(registry.POLICIES, "their_policy") == 42
     assert registry.origin(registry.POLICIES, "their_policy") == "theirs_a==2.0"
+
+
+def test_code_that_can_change_under_its_version_is_part_of_the_origin(install: Installer, tmp_path: Path) -> None:
+    entries = "[kvbench.policies]\nedited_{} = {}:mine\n"
+    for package in ("fixed_pack", "edited_pack"):
+        install(package, "mine = 1\n", entries.format(package, package))
+    for package, is_editable in (("fixed_pack", False), ("edited_pack", True)):
+        info = tmp_path / package / f"{package}-2.0.dist-info"
+        (info / "direct_url.json").write_text(json.dumps({"url": "file:///x", "dir_info": {"editable": is_editable}}))
+    assert registry.origin(registry.POLICIES, "edited_fixed_pack") == "fixed_pack==2.0"
+    before = registry.origin(registry.POLICIES, "edited_edited_pack")
+    assert before == "edited_pack==2.0 " + hashlib.sha256(b"mine = 1\n").hexdigest()[:16]
+    (tmp_path / "edited_pack" / "edited_pack.py").write_text("mine = 2\n")
+    assert registry.origin(registry.POLICIES, "edited_edited_pack") != before
+    assert " " not in registry.origin(registry.POLICIES, "snapkv"), "kvbench's own cells keep their hashes"
 
 
 def test_names_are_sorted_and_apart_by_group(install: Installer) -> None:
