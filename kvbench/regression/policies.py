@@ -181,7 +181,10 @@ def _compare_setting(
     )
     points = tuple(point for point in all_points if all(scores.has(task, point) for task in tasks))
     if not points:
-        raise UserError(f"{group}: {base} and {policy} have no common budget and moment with scores of all tasks")
+        raise UserError(
+            f"{group}: {base} and {policy} have no common budget and moment with scores of all tasks at the same seed; "
+            "--task chooses tasks"
+        )
     unit_scaled = all(scales)
 
     def difference(part_tasks: Sequence[str], part_points: Sequence[Point]) -> PolicyDifference:

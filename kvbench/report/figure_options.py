@@ -137,7 +137,7 @@ def parse_labels(assignments: Sequence[str], policies: Sequence[str]) -> dict[st
         policies: Policies of the results, besides the full cache.
 
     Raises:
-        UserError: An assignment has no label, or the results do not have its policy.
+        UserError: An assignment has no label, the results do not have its policy, or two policies have one name.
     """
     labels: dict[str, str] = {}
     for assignment in assignments:
@@ -149,6 +149,9 @@ def parse_labels(assignments: Sequence[str], policies: Sequence[str]) -> dict[st
         if not label:
             raise UserError(f"{assignment!r} is not a label; write POLICY=LABEL, such as snapkv=SnapKV")
         labels[policy] = label
+    shown = [labels.get(policy, policy) for policy in dict.fromkeys(("full", *policies))]
+    if twice := [label for label in shown if shown.count(label) > 1]:
+        raise UserError(f"two policies would be called {twice[0]!r}; give each a label of its own")
     return labels
 
 

@@ -15,6 +15,8 @@ from kvbench.tables.table import Name, Phrase
 from kvbench.tables.text import REFERENCE_MODEL, REFERENCE_NOTE, listed
 
 _MOST_TASKS = 40
+_MADE_WITH = {"dtype": "data types", "device": "devices", "attention": "attention implementations"}
+"""What cells of one model can differ in without being other cells, and how it is called."""
 
 
 def remarks(results: Results) -> Iterator[Phrase]:
@@ -22,6 +24,13 @@ def remarks(results: Results) -> Iterator[Phrase]:
     cells = results.cells
     if (cells["model_id"] == REFERENCE_MODEL).any():
         yield REFERENCE_NOTE
+    for model, model_cells in cells.groupby("model", sort=False):
+        for column, what in _MADE_WITH.items():
+            if len(values := list(dict.fromkeys(model_cells[column].astype(str)))) > 1:
+                yield (
+                    "The rows of ", Name(str(model)), f" have different {what}: {listed(values)}. Bytes and scores may "
+                    "differ for that alone.",
+                )  # fmt: skip
     for judge_origin, task_names in judged(cells).items():
         judge_phrase: Phrase = ("the judge ", Name(judge_origin))
         if judge_origin == LocalJudge.origin:

@@ -94,7 +94,8 @@ def _notes(results: Results) -> Iterator[Text]:
     ok_cells = cells[cells["status"] == "ok"]
     compressed_cells = ok_cells[ok_cells["policy"] != "full"]
     full_bytes = (compressed_cells if len(compressed_cells) else ok_cells)["kv_bytes_full"].mean()
-    held_text = f"; the full cache holds {size(full_bytes)} per sample" if len(ok_cells) else ""
+    is_one_size = len(ok_cells) and ok_cells["dtype"].nunique() == 1
+    held_text = f"; the full cache holds {size(full_bytes)} per sample" if is_one_size else ""
     yield Text(
         f"Scores in [0, 1] are shown in points, 0 to 100. KV held: live bytes as a share of the full cache's{held_text}"
         ". Differences from full are paired by question; brackets are 95% intervals.",

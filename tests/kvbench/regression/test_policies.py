@@ -143,7 +143,10 @@ def test_what_is_left_out_is_named() -> None:
     ("frames", "says"),
     [
         (unaveraged(usual(tasks=("vt",)), "vt"), "not a mean over samples, so it has no paired test; use --metric"),
-        (without(usual(), policy=POLICY, task="vt"), "have no common budget and moment with scores of all tasks"),
+        (
+            without(usual(), policy=POLICY, task="vt"),
+            "have no common budget and moment with scores of all tasks at the same seed; --task",
+        ),
     ],
 )
 def test_runs_without_a_comparison_are_refused(frames: Frames, says: str) -> None:

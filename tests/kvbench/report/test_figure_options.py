@@ -124,6 +124,13 @@ def test_no_colour_of_a_heat_map_is_pale_on_white_paper() -> None:
     assert (np.diff(luminance) > 0).all()
 
 
+@pytest.mark.parametrize("labels", [["snapkv=X", "keydiff=X"], ["snapkv=keydiff"], ["snapkv=full"]])
+def test_two_policies_cannot_have_one_name(labels: list[str]) -> None:
+    with pytest.raises(UserError, match=r"two policies would be called '(X|keydiff|full)'; give each a label"):
+        parse_labels(labels, ["snapkv", "keydiff"])
+    assert parse_labels(["snapkv=keydiff", "keydiff=snapkv"], ["snapkv", "keydiff"])
+
+
 def test_a_benchmark_has_the_width_the_formats_and_the_labels_of_a_user(tmp_path: Path) -> None:
     rows = [
         {"model": "tiny", "policy": policy, "budget": budget, "moment": "context", "chunk": 0, "context": 512,

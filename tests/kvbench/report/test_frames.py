@@ -150,3 +150,13 @@ def test_two_versions_of_a_policy_are_two_policies_beside_the_others(run_frames)
     unknown = prepare(*together(run, altered(mine)))
     cells = unknown.cells[unknown.cells["policy"].str.startswith("./mine")]
     assert (cells["policy"] == "./mine.py:mine (" + cells["cell"] + ")").all()
+
+
+def test_rows_of_one_model_that_were_made_differently_are_named(run_frames):
+    first = run_frames(["snapkv"], ("0.2",), ["vt"], samples=10)
+    second = run_frames(["random"], ("0.2",), ["vt"], samples=10, with_full=False)
+    text = shown(together(first, altered(second, dtype="bfloat16"))[0])
+    assert "The rows of reference have different data types: float32, bfloat16." in text
+    assert "the full cache holds" not in text, "it has two sizes"
+    alone = shown(first[0])
+    assert "have different data types" not in alone and "the full cache holds" in alone
