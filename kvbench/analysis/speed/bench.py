@@ -57,7 +57,7 @@ def write_bench(
     if device != "cpu":
         machine = f"{counted(int(frame['device_count'].max()), 'GPU')} ({device})"
     notes = [
-        f"On {machine}, {frame['dtype'].iloc[0]}; {bench.repeats} repeats in random order, prompts "
+        f"On {machine}, {frame['dtype'].iloc[0]}; {counted(bench.repeats, 'repeat')} in random order, prompts "
         "of random tokens. The first token includes prefill and compression. Peak memory is of "
         + ("the process, with the model." if device == "cpu" else "the GPU, with the model."),
         *_moment_notes(bench),

@@ -126,7 +126,9 @@ class _Filler:
             except ZeroDivisionError:  # the full cache scores 0
                 return math.nan
         if slot.value is Value.KV:
-            return self._mean(slot, self.measures.held)
+            # As in a report: the bytes of all tasks together, so that long prompts count for more.
+            full_bytes = self._mean(slot, self.measures.full_bytes)
+            return self._mean(slot, self.measures.live_bytes) / full_bytes if full_bytes else math.nan
         mean_score = self._mean(slot, self.measures.score)
         if slot.value is Value.SCORE:
             return mean_score

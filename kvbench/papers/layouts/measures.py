@@ -217,13 +217,17 @@ class Measures:
         scores = self.responses(config, source).scores.values()
         return math.fsum(scores) / len(scores) if scores else math.nan
 
-    def held(self, config: Config, source: ScoreSource) -> float:
-        """Return live bytes divided by those of the full cache; NaN if unknown."""
+    def live_bytes(self, config: Config, source: ScoreSource) -> float:
+        """Return the mean bytes held after compression; NaN if unknown."""
+        return self._bytes(config, source, "kv_bytes_live")
+
+    def full_bytes(self, config: Config, source: ScoreSource) -> float:
+        """Return the mean bytes that the full cache would hold; NaN if unknown."""
+        return self._bytes(config, source, "kv_bytes_full")
+
+    def _bytes(self, config: Config, source: ScoreSource, column: str) -> float:
         cell_row = self.row(config, source)
-        is_measured = cell_row is not None and cell_row["status"] == "ok" and cell_row["kv_bytes_full"] > 0
-        return (
-            cell_row["kv_bytes_live"] / cell_row["kv_bytes_full"] if cell_row is not None and is_measured else math.nan
-        )
+        return float(cell_row[column]) if cell_row is not None and cell_row["status"] == "ok" else math.nan
 
     def higher_is_better(self, config: Config, source: ScoreSource) -> bool:
         """Return whether a higher score is better; True if there is no score."""

@@ -17,4 +17,4 @@ class Value(StrEnum):
     LOSS = "loss"
     """Loss: the relative change with the opposite sign."""
     KV = "kv"
-    """Bytes held, as a fraction of the full cache's; mean over tasks."""
+    """Bytes held, as a fraction of the full cache's, each a mean over tasks."""

@@ -14,6 +14,7 @@ from kvbench.papers.layouts.measures import Measures
 from kvbench.papers.layouts.pivot import Axes, pivot
 from kvbench.papers.layouts.value import Value
 from kvbench.regression import significance
+from kvbench.report.frames import prepare
 from kvbench.tables.outputs import csv, plain_text
 from kvbench.tables.table import Graded, Table
 
@@ -80,6 +81,16 @@ def test_policies_compete_at_one_budget_whatever_the_axes() -> None:
 def test_bytes_held_are_not_ranked() -> None:
     table = filled(make_run(budgets=["0.2"]), Axes(("policy",), ("task",), Value.KV))
     assert {cell.rank for cell in column(table, 1)} == {0}
+
+
+def test_bytes_held_over_tasks_are_those_of_a_report() -> None:
+    cells, samples = make_run(["snapkv"], ["0.2"], ("vt", "cwe"), samples=10)
+    longer = cells["task"] == "cwe"
+    cells.loc[longer, "kv_bytes_full"] *= 9
+    cells.loc[longer, "kv_bytes_live"] *= 3
+    table = filled((cells, samples), Axes(("policy",), ("budget",), Value.KV))
+    row = prepare(cells, samples).overall.set_index("policy").loc["snapkv"]
+    assert column(table, 1)[1].value == pytest.approx(row["share"]) == pytest.approx(0.204 * 4 / 10)
 
 
 def by_hand(measures: Measures, pairs: list[tuple[str, str]], against: str) -> list[float]:

@@ -25,10 +25,10 @@ def test_a_score_is_looked_up_by_configuration_and_task() -> None:
     mine = cells[(cells["policy"] == "snapkv") & (cells["budget"] == "0.2")]
     assert measures.score(SNAP, VT) == float(mine.loc[mine["task"] == "vt", "score"].iloc[0])
     assert measures.score(SNAP.full, VT) == float(cells.loc[0, "full_score"])
-    assert measures.held(SNAP, VT) == pytest.approx(0.204)
+    assert measures.live_bytes(SNAP, VT) / measures.full_bytes(SNAP, VT) == pytest.approx(0.204)
     for other in (replace(SNAP, budget="0.3"), replace(SNAP, model="x"), replace(SNAP, seed=1)):
         assert math.isnan(measures.score(other, VT))
-        assert math.isnan(measures.held(other, VT))
+        assert math.isnan(measures.live_bytes(other, VT))
 
 
 def test_a_task_of_natural_length_has_any_length() -> None:
