@@ -25,7 +25,7 @@ from kvbench.plugin import (
     Scores,
     View,
 )
-from kvbench.view.shown import LayerNeeded, checked_scores, repeated
+from kvbench.view.shown import LayerNeeded, checked_scores, checked_tensor, repeated
 
 _TOGETHER = 1 << 19
 """Maximum number of attention weights of observed queries in the layers that a policy sees at once.
@@ -38,6 +38,10 @@ _COPIED = 1 << 14
 
 Their K and V are copied, once for all policies; with more of them, calls no longer take most of the time.
 """
+
+
+_INTEGERS = (torch.int64, torch.int32)
+_MASK = ("bool [B, H, n]", (torch.bool,))
 
 
 class Decision(NamedTuple):
@@ -162,16 +166,22 @@ class EvictionStep(ViewBuilder):
     def _by_layer(self, layer_indices: Sequence[int], scored: Scored) -> list[Decision]:
         layer_budgets = self._in_rows(self.shares[:, layer_indices]).to(scored.view.col.device)
         try:
-            head_budgets = self.policy.allocate.allocate([scored], layer_budgets)[:, 0]
+            head_budgets = self._allocated([scored], layer_budgets)[:, 0]
         except LayerNeeded:
             singles = self._singles(layer_indices, scored)
             return [decision for group in singles for decision in self._by_layer(*group)]
         return self._select(layer_indices, scored, head_budgets)
 
+    def _allocated(self, layers: Sequence[Scored], total: Tensor) -> Tensor:
+        """Return the entries of every head, `[B, len(layers), H]`."""
+        result = self.policy.allocate.allocate(layers, total)
+        shape = (len(total), len(layers), self.info.kv_heads)
+        return checked_tensor("allocator", result, shape, "int64 [B, layers, H]", _INTEGERS)
+
     def _by_model(self, groups: Sequence[tuple[Sequence[int], Scored]]) -> list[Decision]:
         total_budgets = torch.tensor(self.total, device=self.length.device)
         singles = [scored for group in groups for _, scored in self._singles(*group)]
-        head_budgets = self.policy.allocate.allocate(_gathered(singles, total_budgets.device), total_budgets)
+        head_budgets = self._allocated(_gathered(singles, total_budgets.device), total_budgets)
         decisions = [
             decision
             for layer_indices, scored in groups
@@ -300,7 +310,9 @@ class EvictionStep(ViewBuilder):
         try:
             # A selector may write to its scores.
             own_scores = scores if len(layer_indices) == 1 else _copied(scores)
-            entry_mask = self.policy.select.select(view, own_scores, head_budgets)
+            entry_mask = checked_tensor(
+                "selector", self.policy.select.select(view, own_scores, head_budgets), view.shape, *_MASK
+            )
             is_wrong = (entry_mask & ~view.valid).any(-1) | (entry_mask.sum(-1) != head_budgets)
             message = "in layer {} the selector did not keep exactly each head's budget"
             self._flagged(message, is_wrong, layer_indices)
@@ -348,6 +360,10 @@ class EvictionStep(ViewBuilder):
             for state_name in state_names
         }
         merged = self.policy.merge.merge(view, entry_mask, state)
+        shapes = [getattr(tensor, "shape", None) for tensor in merged] if isinstance(merged, tuple) else []
+        if len(shapes) != 2 or any(shape is None or shape[:-1] != view.shape for shape in shapes):
+            what = " and ".join(str(shape and list(shape)) for shape in shapes) or type(merged).__name__
+            raise BudgetError(f"the merger returned {what}; return keys and values, {[*view.shape, 'd']} each")
         for layer_index, own in view.places():
             self.states[layer_index] = {state_name: tensor[own] for state_name, tensor in state.items()}
         return merged

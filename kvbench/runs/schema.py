@@ -192,7 +192,8 @@ class Response:
         metadata=_cost(
             _LONG,
             "bytes of K and V that the full cache would hold for the same tokens: the context, "
-            "plus the question if it is compressed too, plus the answer at `decode`",
+            "plus the question if it is compressed too, plus the answer at `decode`. There, a policy whose answers are "
+            "longer holds a smaller share with the same bytes: compare bytes (`kvbench report --x bytes`)",
             sampled=False,
             summarised=True,
             paged=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -349,6 +349,27 @@ class Scores:
             self.protect = self.protect.to(torch.int8) * Scores.WINDOW
         elif not self.protect.is_floating_point() and not self.protect.is_complex():
             self.protect = self.protect.clamp(0, Scores.NEWEST).to(torch.int8)
+
+
+def checked_tensor(
+    part: str, result: object, shape: Sequence[int], wanted: str, dtypes: Collection[torch.dtype]
+) -> Tensor:
+    """Return what a part of a policy returned if it is a tensor of a shape and one of some data types.
+
+    Args:
+        part: What returned it, such as `selector`.
+        wanted: What it should have returned, such as `bool [B, H, n]`.
+
+    Raises:
+        BudgetError: It is something else.
+    """
+    if not isinstance(result, Tensor):
+        raise BudgetError(f"the {part} returned {type(result).__name__}; return {wanted}")
+    if list(result.shape) != list(shape):
+        raise BudgetError(f"the {part} returned the shape {list(result.shape)}; return {wanted} {list(shape)}")
+    if result.dtype not in dtypes:
+        raise BudgetError(f"the {part} returned {str(result.dtype).removeprefix('torch.')}; return {wanted}")
+    return result
 
 
 def checked_scores(result: object, v: View) -> Scores:

@@ -143,6 +143,45 @@ def test_a_score_that_is_not_floating_point(tmp_path: Path, cast: str, kind: str
     )
 
 
+@pytest.mark.parametrize(
+    ("part", "code", "says"),
+    [
+        ("allocate", "return None", "the allocator returned NoneType; return int64 [B, layers, H]"),
+        (
+            "allocate",
+            "return total[:, None]",
+            "the allocator returned the shape [1, 1]; return int64 [B, layers, H] [1, 1, ",
+        ),
+        ("allocate", "return FAIR.allocate(layers, total).float()", "the allocator returned float32; return int64"),
+        (
+            "select",
+            "return BEST.select(v, scores, share).float()",
+            "the selector returned float32; return bool [B, H, n]",
+        ),
+        (
+            "select",
+            "return BEST.select(v, scores, share)[:, 0]",
+            "the selector returned the shape [1, 61]; return bool [B, H, n]",
+        ),
+        ("merge", "return v.key", "the merger returned Tensor; return keys and values, [2, 2, 33, 'd'] each"),
+        ("merge", "return v.key[:, :1], None", "the merger returned [2, 1, 33, 8] and None; return keys and values"),
+    ],
+)
+def test_what_another_part_returns_is_named(tmp_path: Path, part: str, code: str, says: str) -> None:
+    takes = {"allocate": "layers, total", "select": "v, scores, share", "merge": "v, keep, state"}[part]
+    base = {"allocate": "Allocator", "select": "Selector", "merge": "Merger"}[part]
+    body = (
+        "from kvbench.plugin import Merger\n"
+        "FAIR, BEST = Uniform(), TopK()\n"
+        "@dataclass(frozen=True)\nclass Norm(Score):\n"
+        "    def score(self, v):\n        return v.key.float().norm(dim=-1)\n"
+        f"@dataclass(frozen=True)\nclass Wrong({base}):\n    def {part}(self, {takes}):\n        {code}\n"
+        f"OWN = Policy(**{{'name': 'own', 'score': Norm(), 'allocate': FAIR, 'select': BEST, '{part}': Wrong()}})\n"
+    )
+    detail = check(tmp_path, body, "OWN")["eviction while decoding" if part == "merge" else "exactly N entries"].detail
+    assert says in detail
+
+
 def test_a_score_that_sees_padding(tmp_path: Path) -> None:
     body = "def mine(v):\n    return (v.value.float() - v.value.float().mean(2, True)).norm(dim=-1)\n"
     results = check(tmp_path, body, "mine")
