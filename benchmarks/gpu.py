@@ -131,7 +131,8 @@ def run_oracles(part: Part) -> None:
     """Run the tests of the kernels on the device, several at a time, as each has Triton compile variants."""
     import pytest
 
-    workers = min(MOST_WORKERS, available_cores() // 2) if find_spec("xdist") else 1
+    cores = available_cores()
+    workers = min(MOST_WORKERS, cores // 2) if find_spec("xdist") else 1
     margin = GRACE if workers > 1 else 0  # the tests that a worker has begun are run to the end
 
     class Recorder:
@@ -159,7 +160,7 @@ def run_oracles(part: Part) -> None:
     paths = [str(ROOT / folder) for folder in KERNEL_TESTS[: 1 if part.is_dry else None]]
     side_by_side = []
     if workers > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(available_cores() // workers))
+        os.environ.setdefault("OMP_NUM_THREADS", str(cores // workers))
         side_by_side = [f"-n{workers}", "--maxschedchunk=1"]
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *side_by_side]
     pytest.main([*options, "-k", selected, *paths], plugins=[Recorder()])

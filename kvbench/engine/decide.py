@@ -40,10 +40,6 @@ Their K and V are copied, once for all policies; with more of them, calls no lon
 """
 
 
-_INTEGERS = (torch.int64, torch.int32)
-_MASK = ("bool [B, H, n]", (torch.bool,))
-
-
 class Decision(NamedTuple):
     """Entries kept in one layer, bool `[B, H, n]`, their per-entry state, and K and V if they changed."""
 
@@ -176,7 +172,7 @@ class EvictionStep(ViewBuilder):
         """Return the entries of every head, `[B, len(layers), H]`."""
         result = self.policy.allocate.allocate(layers, total)
         shape = (len(total), len(layers), self.info.kv_heads)
-        return checked_tensor("allocator", result, shape, "int64 [B, layers, H]", _INTEGERS)
+        return checked_tensor("allocator", result, shape, "int64 [B, layers, H]", (torch.int64, torch.int32))
 
     def _by_model(self, groups: Sequence[tuple[Sequence[int], Scored]]) -> list[Decision]:
         total_budgets = torch.tensor(self.total, device=self.length.device)
@@ -310,9 +306,8 @@ class EvictionStep(ViewBuilder):
         try:
             # A selector may write to its scores.
             own_scores = scores if len(layer_indices) == 1 else _copied(scores)
-            entry_mask = checked_tensor(
-                "selector", self.policy.select.select(view, own_scores, head_budgets), view.shape, *_MASK
-            )
+            selected = self.policy.select.select(view, own_scores, head_budgets)
+            entry_mask = checked_tensor("selector", selected, view.shape, "bool [B, H, n]", (torch.bool,))
             is_wrong = (entry_mask & ~view.valid).any(-1) | (entry_mask.sum(-1) != head_budgets)
             message = "in layer {} the selector did not keep exactly each head's budget"
             self._flagged(message, is_wrong, layer_indices)

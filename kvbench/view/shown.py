@@ -368,7 +368,7 @@ def checked_tensor(
     if list(result.shape) != list(shape):
         raise BudgetError(f"the {part} returned the shape {list(result.shape)}; return {wanted} {list(shape)}")
     if result.dtype not in dtypes:
-        raise BudgetError(f"the {part} returned {str(result.dtype).removeprefix('torch.')}; return {wanted}")
+        raise BudgetError(f"the {part} returned {_kind(result)}; return {wanted}")
     return result
 
 

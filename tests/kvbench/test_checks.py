@@ -15,7 +15,15 @@ from dataclasses import dataclass
 import torch
 from kvbench.errors import UserError
 from kvbench.parts import TopK, Uniform
-from kvbench.plugin import Allocator, Policy, Score, Scores, Selector, View
+from kvbench.plugin import Allocator, Merger, Policy, Score, Scores, Selector, View
+"""
+
+
+NORM = """
+@dataclass(frozen=True)
+class Norm(Score):
+    def score(self, v):
+        return v.key.float().norm(dim=-1)
 """
 
 
@@ -102,12 +110,9 @@ def test_what_fails_only_while_decoding(tmp_path: Path) -> None:
     assert "KeyError: 'mean' (" in stepping["eviction while decoding"].detail
     merging = check(
         tmp_path,
-        "from kvbench.plugin import Merger\n"
+        f"{NORM}"
         "class Nans(Merger):\n"
         "    def merge(self, v, keep, state):\n        return v.key, v.value * torch.nan\n"
-        "@dataclass(frozen=True)\n"
-        "class Norm(Score):\n"
-        "    def score(self, v):\n        return v.key.float().norm(dim=-1)\n"
         "OWN = Policy('own', Norm(), Uniform(), TopK(), merge=Nans())\n",
         "OWN",
     )
@@ -171,10 +176,7 @@ def test_what_another_part_returns_is_named(tmp_path: Path, part: str, code: str
     takes = {"allocate": "layers, total", "select": "v, scores, share", "merge": "v, keep, state"}[part]
     base = {"allocate": "Allocator", "select": "Selector", "merge": "Merger"}[part]
     body = (
-        "from kvbench.plugin import Merger\n"
-        "FAIR, BEST = Uniform(), TopK()\n"
-        "@dataclass(frozen=True)\nclass Norm(Score):\n"
-        "    def score(self, v):\n        return v.key.float().norm(dim=-1)\n"
+        f"{NORM}FAIR, BEST = Uniform(), TopK()\n"
         f"@dataclass(frozen=True)\nclass Wrong({base}):\n    def {part}(self, {takes}):\n        {code}\n"
         f"OWN = Policy(**{{'name': 'own', 'score': Norm(), 'allocate': FAIR, 'select': BEST, '{part}': Wrong()}})\n"
     )
